@@ -22,7 +22,7 @@ from pacekeeper_analysis.errors import InputError
 from . import cluster, files, health, process, server
 from .certificates import Certificates
 from .connections import Connections
-from .handlers import fabrics, quarantines, startup, trainingjobs, watches  # noqa: F401  # importing registers them with kopf
+from .handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # importing registers them with kopf
 from .observe.prometheus import Prometheus
 from .observe.prometheus_access import over_http
 from .runtime import Runtime, seldom_look_for_garbage

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlencode
+from urllib.request import getproxies
 
 import aiohttp
 import kopf
@@ -24,6 +25,10 @@ Object = api.Object
 Objects = list[Object]
 
 REQUEST_SECONDS = 15
+WATCH_SECONDS = 300
+"""So long the API server tells of changes before it ends a watch."""
+SILENT_SECONDS = 75.0
+"""A watch that says nothing for so long has ended; it says once a minute that there is nothing."""
 PAGE = 500
 """Objects of a list that come at once. Thousands would hold up everything else while they are read: a Lease, say."""
 CALLS_AT_ONCE = 32
@@ -53,6 +58,10 @@ class Busy(kopf.TemporaryError):
     """The API server has more to do than it takes; `delay` is what it asks for."""
 
 
+class Gone(kopf.TemporaryError):
+    """What has happened since is not known any more: it is to be listed anew."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of objects and where the API server keeps them."""
@@ -68,6 +77,15 @@ class Listing:
 
     items: Objects
     version: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a watch tells."""
+
+    body: Object | None  # of the object, as it is now or was when it went; None: all that was is known up to `version`
+    version: int
+    deleted: bool = False
 
 
 PODS = Kind("/api/v1", "pods")
@@ -111,6 +129,10 @@ class Connection(Protocol):
     ) -> Answer:
         """`style`: the body's media type. Raises aiohttp.ClientError, TimeoutError or OSError where there is no answer
         within REQUEST_SECONDS."""
+
+    def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[Object]:
+        """Events as on the wire, until the API server ends the stream; a refusal is one of type ERROR. Raises
+        aiohttp.ClientError, TimeoutError or OSError where nothing has come for SILENT_SECONDS."""
 
 
 class Cluster:
@@ -156,6 +178,20 @@ class Cluster:
             query["continue"] = answer["metadata"].get("continue") or ""
             if not query["continue"]:
                 return Listing(items, int(answer["metadata"]["resourceVersion"]))
+
+    async def watch(self, kind: Kind, version: int, namespace: str = "", *, labels: str = "") -> AsyncGenerator[Change]:
+        """What has changed since `version`, until the API server ends it. Raises Gone."""
+        query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": str(version)}
+        query |= {"timeoutSeconds": str(WATCH_SECONDS)} | ({"labelSelector": labels} if labels else {})
+        path = _path(kind, namespace)
+        try:
+            async with aclosing(self._connection.watch(path, query)) as events:
+                async for event in events:
+                    yield _change(event, path)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise kopf.TemporaryError(
+                f"the API server does not answer a watch of {path}: {error!r}", delay=2
+            ) from error
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
         """Raises Conflict where it exists already, Refused where the server does not accept it, Denied where it does
@@ -232,14 +268,40 @@ class HttpConnection:
     async def request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, style: str
     ) -> Answer:
+        answer = await self._ask(method, path, query, body, style, REQUEST_SECONDS)
+        asked = answer.headers.get("Retry-After", "")
+        return Answer(answer.status, _parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0)
+
+    async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[Object]:
+        patience = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_SECONDS, sock_read=SILENT_SECONDS)
+        answer = await self._ask("GET", path, query, None, JSON, patience)
+        try:
+            if answer.status >= 300:
+                yield {"type": "ERROR", "object": {"code": answer.status} | _parse(await answer.read())}
+                return
+            rest = b""
+            async for data in answer.response.content.iter_any():
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    yield _parse(line)
+        finally:
+            answer.response.close()
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Object | Objects | None,
+        style: str,
+        patience: float | aiohttp.ClientTimeout,
+    ) -> Any:
         headers = {"Accept": "application/json", "Content-Type": style, "User-Agent": "pacekeeper-operator"}
         await self._connection.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = f"{self._connection.configuration.host}{path}" + (f"?{urlencode(query)}" if query else "")
-        answer = await self._connection.rest_client.request(  # type: ignore[no-untyped-call]
-            method, url, headers=headers, body=body, _request_timeout=REQUEST_SECONDS
+        return await self._connection.rest_client.request(  # type: ignore[no-untyped-call]
+            method, url, headers=headers, body=body, _request_timeout=patience
         )
-        asked = answer.headers.get("Retry-After", "")
-        return Answer(answer.status, _parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0)
 
 
 @asynccontextmanager
@@ -250,6 +312,8 @@ async def connect() -> AsyncIterator[Cluster]:
         config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     except config.ConfigException:
         await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    # Only for the sake of a proxy: else aiohttp looks for a .netrc, and proxies, with every call.
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     async with client.ApiClient(configuration) as connection:
         yield Cluster(HttpConnection(connection))
 
@@ -269,6 +333,17 @@ def _parse(data: bytes) -> Object:
     except ValueError:
         parsed = data.decode(errors="replace")[:500]
     return parsed if isinstance(parsed, dict) else {"message": str(parsed)}
+
+
+def _change(event: Object, path: str) -> Change:
+    """Raises what an event of type ERROR says."""
+    if event.keys() != {"type", "object"}:
+        raise kopf.TemporaryError(f"the API server has answered a watch of {path} without an event", delay=2)
+    kind, body = event["type"], event["object"]
+    if kind == "ERROR":
+        status = int(body.get("code") or 500)
+        raise Gone(body.get("message", "")) if status == 410 else _error(Answer(status, body), "WATCH", path)
+    return Change(None if kind == "BOOKMARK" else body, int(body["metadata"]["resourceVersion"]), kind == "DELETED")
 
 
 def _error(answer: Answer, method: str, path: str) -> Exception:

@@ -52,7 +52,9 @@ CONNECTIONS_OF_A_WORKER = 3
 """At most: its poll, a heartbeat beside it, and a fault or evidence."""
 
 _LAST_ACKNOWLEDGED = 56
-"""Where `tcpi_last_ack_recv` stands in Linux' struct tcp_info."""
+"""Where `tcpi_last_ack_recv` stands in Linux' struct tcp_info; `tcpi_state` is its first byte."""
+_ESTABLISHED = 1
+"""The state of a connection that neither side has ended."""
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +122,9 @@ class Connections:
             except BaseException:
                 accepted.close()
                 raise
+            if _has_left(accepted):  # while it waited: a handshake with nobody takes the time of those who are there
+                accepted.close()
+                continue
             connection = self.admit(peer[0], accepted)
             if connection is not None:
                 return connection
@@ -234,6 +239,13 @@ def _keep_alive(connection: socket.socket) -> None:
         (socket.TCP_USER_TIMEOUT, 1000 * UNHEARD_SECONDS),  # for what is on its way, which keeps no questions going
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Whether the other side has ended it, by the kernel's `tcp_info`."""
+    with contextlib.suppress(OSError):
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED
+    return False
 
 
 def _unheard_seconds(connection: socket.socket) -> float:

@@ -92,14 +92,15 @@ async def _serve(settings: Settings, runtime: Runtime, edges: Edges) -> None:
 
 async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges, stack: AsyncExitStack) -> None:
     """Raises Overtaken where it is to end before it leads."""
-    # Calls of a thousand jobs wait for each other: neither the Lease nor sidecars' tokens may have to wait behind them.
-    for_lease, for_tokens, api = [await stack.enter_async_context(edges.connect()) for _ in range(3)]
+    # Calls of a thousand jobs wait for each other: the Lease, sidecars' tokens and nodes may not have to wait for them.
+    for_lease, for_tokens, for_nodes, api = [await stack.enter_async_context(edges.connect()) for _ in range(4)]
     lease = await stack.enter_async_context(leadership.contend(for_lease, settings, runtime))
-    api.before_write = lease.require
+    api.before_write = for_nodes.before_write = lease.require
     shown = edges.certificates(api, settings, runtime)
     operator = Operator(
         settings=settings,
         cluster=api,
+        for_nodes=for_nodes,
         memory=Memory(runtime.now()),
         installation=Installation(
             operator_url=settings.endpoint,
@@ -120,8 +121,9 @@ async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges,
     await endpoint.enter_async_context(edges.listen(sidecars, runtime, settings, shown.context, lease))
     logging.info("%s stands by at %s", settings.identity, settings.endpoint)
     keeping = runtime.start(shown.keep(), "the certificates' keeper")
+    watching = runtime.start(operator.follow(), "watches")
     following = runtime.start(operator.resync(), "resync of a standby")
-    stack.push_async_callback(_end, (keeping, following))
+    stack.push_async_callback(_end, (keeping, watching, following))
     await runtime.unless(_over(runtime, edges), lease.begun.wait())
     await _end((following,))
     operator.begin()

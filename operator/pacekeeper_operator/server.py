@@ -167,7 +167,7 @@ def application(
     connections: Connections | None = None,
     leadership: Leadership | None = None,
 ) -> web.Application:
-    app = web.Application(middlewares=[_errors] if leadership is None else [_errors, sends_on(leadership)])
+    app = web.Application(middlewares=[_errors] if leadership is None else [_errors, sends_on(leadership, runtime)])
     app[SIDECARS] = sidecars
     app[RUNTIME] = runtime
     app[COMPLAINTS] = Rate(1 / COMPLAINT_SECONDS, 1)

@@ -2,19 +2,24 @@
 
 Whoever waits for the Lease, or could not renew it for so long that another may lead, knows nothing that is worth being
 heard, and must not be taken for a sign of life of the operator. So nothing is read of a call, not even whose it is; the
-connection is closed, so that the next one goes through the Service anew.
+connection is closed, so that the next one goes through the Service anew. Where nobody leads, it is held for a while:
+this operator may be the next, and thousands that come again and again would keep it from becoming that.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Protocol
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from . import metrics
+from .runtime import Runtime
 
 RETRY_AFTER_SECONDS = 1
+HOLD_SECONDS = 4.0
+"""So long a call waits for an operator that leads: a sidecar waits five seconds for an answer."""
 
 
 class Leadership(Protocol):
@@ -25,12 +30,17 @@ class Leadership(Protocol):
     @property
     def leader(self) -> str: ...
 
+    async def news(self) -> None:
+        """Returns when either may have become another."""
 
-def sends_on(leadership: Leadership) -> Middleware:
+
+def sends_on(leadership: Leadership, runtime: Runtime) -> Middleware:
     """Answers 503 while this operator does not lead, with the address of the one that does, where it is known."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        with suppress(TimeoutError):
+            await runtime.within(HOLD_SECONDS, _decided(leadership))
         if leadership.serves():
             return await handler(request)
         metrics.REFUSALS.labels("503").inc()
@@ -41,3 +51,9 @@ def sends_on(leadership: Leadership) -> Middleware:
         )
 
     return middleware
+
+
+async def _decided(leadership: Leadership) -> None:
+    """Returns when this operator leads, or knows who does."""
+    while not (leadership.serves() or leadership.leader):
+        await leadership.news()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from pacekeeper_operator.cluster import REQUEST_SECONDS, Answer
+from pacekeeper_operator.cluster import REQUEST_SECONDS, SILENT_SECONDS, Answer
 
 from ..loop import Process
 from ..network import API
@@ -80,6 +80,32 @@ class Connection:
         _Exchange(self._api, request, answer).send()
         async with asyncio.timeout(REQUEST_SECONDS):
             return await answer
+
+    async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[Object]:
+        """Raises TimeoutError or OSError where nothing comes for SILENT_SECONDS."""
+        target = parsed(path)
+        if target is None:
+            raise ConnectionResetError(f"nothing is served at {path}")
+        stream = self._api.watch(
+            self._place,
+            self._process,
+            target.kind.plural,
+            query["resourceVersion"],
+            labels=query.get("labelSelector", ""),
+            namespace=target.namespace,
+            seconds=float(query["timeoutSeconds"]),
+        )
+        try:
+            while True:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    type_, found = await anext(stream)
+                yield {"type": type_, "object": found}
+        except ApiError as error:
+            yield {"type": "ERROR", "object": error.body()}
+        except StopAsyncIteration:
+            return
+        finally:
+            stream.close()
 
 
 class _Exchange:

@@ -23,7 +23,7 @@ import aiohttp
 import kopf
 
 from pacekeeper_operator.cluster import JSON, MERGE_PATCH, Answer, Connection, Object
-from pacekeeper_operator.handlers import fabrics, quarantines, startup, trainingjobs, watches  # noqa: F401  # registers them
+from pacekeeper_operator.handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # registers them
 from pacekeeper_operator.services.operator import Operator
 
 from ..kubernetes.errors import ApiError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from pacekeeper_analysis.plan import Role, WorkerPlan
@@ -62,6 +62,11 @@ class ApiServer:
         self.heard: Callable[[Object, bool], None] = lambda _body, _deleted: None
         self.version = 0
         self.nodes = 0
+
+    async def watch(self, _path: str, _query: Mapping[str, str]) -> AsyncGenerator[Object]:
+        """Nobody watches here: `heard` is told."""
+        return
+        yield
 
     async def request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, _style: str

@@ -22,6 +22,8 @@ PASS_SECONDS = 0.05
 IDLE_SECONDS, QUICK_IDLE_SECONDS = 60.0, 10.0
 STORM_SECONDS, QUICK_STORM_SECONDS = 120.0, 20.0
 PATIENCE_SECONDS = 180.0
+LOOK_SECONDS = 2.0
+"""Between two looks at the operator's metrics, which take it a tenth of a second."""
 AT_ONCE = 50
 """Jobs that begin together."""
 SETTLE_SECONDS = 30.0
@@ -71,7 +73,7 @@ async def _known(world: World, jobs: int) -> float:
     while time.monotonic() - began < PATIENCE_SECONDS:
         if _running(world) == (jobs, jobs * WORKERS):
             return time.monotonic() - began
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(LOOK_SECONDS)
     say(f"the operator knows {_running(world)} of {jobs} jobs and their workers")
     return math.inf
 

@@ -53,11 +53,11 @@ def think(observation: Observation, policy: Policy) -> Thought:
 def effects(observation: Observation, policy: Policy, written: Mapping[str, Incident]) -> tuple[Effect, ...]:
     """What the draft, once it is written, asks for. `written`: incidents as they are in the cluster, by name."""
     return (
+        *(AskForQuarantine(wanted) for wanted in observation.state.incidents.quarantines),  # before others come there
         *_template(observation),
         *_pods(observation),
         *_preflight(observation),
         *profile.errands(observation),
-        *(AskForQuarantine(wanted) for wanted in observation.state.incidents.quarantines),
         *(
             WriteIncident(incident, written.get(incident.name))
             for incident in observation.state.incidents.current

@@ -1,4 +1,4 @@
-"""The loop over Fabrics, and what wakes it."""
+"""The loop over Fabrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import kopf
 
-from ..api import GROUP, VERSION
 from ..services.fabrics import watch_over
 from ..services.operator import Operator
 
@@ -22,9 +21,3 @@ async def start(memo: kopf.Memo, **_: Any) -> None:
 async def stop(memo: kopf.Memo, **_: Any) -> None:
     memo.fabrics.cancel()
     await asyncio.gather(memo.fabrics, return_exceptions=True)
-
-
-@kopf.on.event(GROUP, VERSION, "fabrics")
-async def fabric_changed(memo: kopf.Memo, body: kopf.Body, type: str | None, **_: Any) -> None:
-    operator: Operator = memo.operator
-    operator.fabrics.hear(body, deleted=type == "DELETED")

@@ -1,4 +1,4 @@
-"""The loop over all NodeQuarantines, and what wakes it. No daemon each: kopf would add a finalizer of its own."""
+"""The loop over all NodeQuarantines. No daemon each: kopf would add a finalizer of its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import kopf
 
-from ..api import GROUP, VERSION
 from ..services.operator import Operator
 from ..services.quarantine import watch_over
 
@@ -15,7 +14,7 @@ from ..services.quarantine import watch_over
 @kopf.on.startup()
 async def start(memo: kopf.Memo, **_: Any) -> None:
     operator: Operator = memo.operator
-    memo.quarantines = operator.runtime.start(watch_over(operator.fleet), "quarantines")
+    memo.quarantines = operator.runtime.start(_watch_over(operator), "quarantines")
 
 
 @kopf.on.cleanup()
@@ -24,7 +23,6 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
     await asyncio.gather(memo.quarantines, return_exceptions=True)
 
 
-@kopf.on.event(GROUP, VERSION, "nodequarantines")
-async def quarantine_changed(memo: kopf.Memo, body: kopf.Body, type: str | None, **_: Any) -> None:
-    operator: Operator = memo.operator
-    operator.fleet.quarantines.hear(body, deleted=type == "DELETED")
+async def _watch_over(operator: Operator) -> None:
+    await operator.fleet.nodes.listed.wait()  # with the operator's own list of them: there are thousands
+    await watch_over(operator.fleet)

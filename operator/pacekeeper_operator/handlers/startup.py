@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import kopf
 
-from ..api import FINALIZER_JOB, LABEL_JOB
+from ..api import FINALIZER_JOB
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
@@ -39,7 +39,6 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.posting.enabled = False  # we tell Events ourselves
     settings.watching.connect_timeout = 5
     settings.watching.server_timeout = 300
-    settings.watching.label_selectors["", "v1", "pods"] = LABEL_JOB
     settings.background.cancellation_polling = 1
     settings.background.instant_exit_timeout = 2  # a loop ends after the call to the API server that it is in
     settings.process.ultimate_exiting_timeout = 8

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
@@ -114,6 +115,7 @@ class Memory:
         self._jobs: dict[Key, JobMemory] = {}
         self._neighbourhood = Neighbourhood()
         self._changed: dict[Key, None] = {}  # jobs of which it does not know how they are now, in order
+        self._awaited = WeakValueDictionary[Key, asyncio.Event]()  # kept by those who wait
 
     def of(self, job: Job) -> JobMemory:
         """Of this very job: an earlier one that had its name is forgotten. A later one stays: the earlier one, whose
@@ -127,7 +129,7 @@ class Memory:
             if known is not None:
                 self._drop(key, known)
             self._jobs[key] = fresh
-            fresh.shows = lambda _: self._changed.setdefault(key)
+            fresh.shows = lambda _: self._show(key)
         return fresh
 
     def find(self, namespace: str, name: str) -> JobMemory | None:
@@ -165,6 +167,16 @@ class Memory:
 
     def __iter__(self) -> Iterator[tuple[Key, JobMemory]]:
         return iter(list(self._jobs.items()))
+
+    async def news_of(self, namespace: str, job: str) -> None:
+        """Returns when something of the job has become known, or has changed, that others look at."""
+        await self._awaited.setdefault((namespace, job), asyncio.Event()).wait()
+
+    def _show(self, key: Key) -> None:
+        self._changed[key] = None
+        awaited = self._awaited.pop(key, None)
+        if awaited is not None:
+            awaited.set()
 
     def wake_all(self) -> None:
         for _, job in self:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from ..cluster import Cluster, Denied, Kind, Object
+from ..cluster import Change, Cluster, Denied, Kind, Listing
 
 View = TypeVar("View")
 log = logging.getLogger(__name__)
@@ -69,8 +69,14 @@ class Shelf(Generic[View]):
             keys = self._ordered[group] = tuple(sorted(self._groups[group]))
         return tuple(self._entries[key].view for key in keys)
 
+    def hear_of(self, change: Change) -> None:
+        """A watch's word; that it has nothing new to tell is one, too."""
+        self.heard = True
+        if change.body is not None:
+            self.hear(change.body, deleted=change.deleted)
+
     def hear(self, body: Mapping[str, Any], *, deleted: bool) -> None:
-        """A watch's word."""
+        """What a watch tells of an object."""
         self.heard, self.unheard = True, 0
         if deleted:
             self._remove(_key(body), _version(body))
@@ -88,19 +94,12 @@ class Shelf(Generic[View]):
             self._remove(key, entry.version)
 
     async def read(self, cluster: Cluster, namespaces: Sequence[str]) -> None:
-        """Prove what is known by lists, of the given namespaces (none: of all). Raises what `Cluster.list` does, and
-        then knows no less than before. A namespace that may not be read (it is being deleted, say) is passed over."""
-        places = namespaces if self.kind.namespaced and namespaces else [""]
-        untold = 0
-        for place in places:
-            try:
-                answer = await cluster.listing(self.kind, place, labels=self.labels)
-            except Denied as error:
-                if not place:
-                    raise
-                log.warning("%s of namespace %s cannot be listed: %s", self.kind.plural, place, error)
-                continue
-            untold += self._take(answer.items, answer.version, place)
+        """See `read`."""
+        await read(cluster, (self,), namespaces)
+
+    def prove_by(self, listings: Mapping[str, Listing]) -> None:
+        """These are all that there are, by namespace ("": of all)."""
+        untold = sum(self.take_all(listing, place) for place, listing in listings.items())
         if self.listed.is_set():
             self.unheard += untold
         self._gone.clear()
@@ -111,8 +110,9 @@ class Shelf(Generic[View]):
         self.listed.clear()
         self.unheard = 0
 
-    def _take(self, items: Sequence[Object], version: int, namespace: str) -> int:
-        """How many objects were not as they were known."""
+    def take_all(self, listing: Listing, namespace: str) -> int:
+        """All that there are of a namespace ("": of all); how many objects were not as they were known."""
+        items, version = listing.items, listing.version
         there = {_key(body) for body in items}
         missing = [
             key
@@ -163,6 +163,25 @@ class Shelf(Generic[View]):
         self._groups[group].discard(key)
         if not self._groups[group]:
             del self._groups[group]
+
+
+async def read(cluster: Cluster, shelves: Sequence[Shelf[Any]], namespaces: Sequence[str]) -> dict[str, Listing]:
+    """Prove what shelves of one kind know by lists, of the given namespaces (none: of all), which it returns.
+
+    Raises what `Cluster.listing` does; they then know no less than before. A namespace that may not be read (it is
+    being deleted, say) is passed over."""
+    kind, labels = shelves[0].kind, shelves[0].labels
+    found: dict[str, Listing] = {}
+    for place in namespaces if kind.namespaced and namespaces else [""]:
+        try:
+            found[place] = await cluster.listing(kind, place, labels=labels)
+        except Denied as error:
+            if not place:
+                raise
+            log.warning("%s of namespace %s cannot be listed: %s", kind.plural, place, error)
+    for shelf in shelves:
+        shelf.prove_by(found)
+    return found
 
 
 def _key(body: Mapping[str, Any]) -> Key:

@@ -20,10 +20,10 @@ from ..state import Draft, Placement, State, Worker
 from . import incidents
 
 
-async def load(cluster: Cluster, job: Job, memory: JobMemory) -> Draft | None:
-    """What is written, also into `memory`; None: there is nothing (any more). Raises InputError where it cannot be
-    read."""
-    body = await cluster.find(STATES, job.name, job.namespace)
+async def load(cluster: Cluster, job: Job, memory: JobMemory, listed: Object | None = None) -> Draft | None:
+    """What is written, also into `memory`; None: there is nothing (any more). `listed`: as a list has just shown it.
+    Raises InputError where it cannot be read."""
+    body = listed or await cluster.find(STATES, job.name, job.namespace)
     if body is not None and not _belongs_to(body, job):
         await _is_the_job(cluster, job)
         await cluster.delete(STATES, job.name, job.namespace, uid=body["metadata"]["uid"])  # an earlier job's

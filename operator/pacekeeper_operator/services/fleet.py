@@ -83,6 +83,11 @@ class Fleet:
         self._asking = asyncio.Lock()
         self._read_at = -math.inf  # when the last reading for an approval began, by the monotonic clock
 
+    def prove(self) -> None:
+        """It decides from now on: what is known counts for nothing until it has been listed."""
+        self.nodes.prove()
+        self.quarantines.prove()
+
     async def read(self) -> None:
         """List both. Raises what the cluster does."""
         await self.nodes.read(self.cluster, ())

@@ -79,6 +79,7 @@ class Lease:
         self._cluster = cluster
         self._settings = settings
         self._runtime = runtime
+        self._news = asyncio.Event()
         self._seen: _Seen | None = None
         self._written = ""  # resourceVersion that this operator's last taking or renewal has had
         self._renewed_at = -math.inf
@@ -106,6 +107,10 @@ class Lease:
             return ""
         acts = self._runtime.monotonic() - seen.since < seen.lasts * RENEW_SHARE
         return seen.address if acts else ""
+
+    async def news(self) -> None:
+        """Returns when this operator leads or leads no more, or has seen the Lease change."""
+        await self._news.wait()
 
     def start(self) -> None:
         """Try to get the Lease, and keep it, until `give_back`."""
@@ -155,6 +160,11 @@ class Lease:
         if self.serves() != self._served:
             self._served = not self._served
             self.turned(self._served)
+            self._say()
+
+    def _say(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def _try(self) -> None:
         """Take or renew the Lease. Whatever the API server says against it, another try may do better."""
@@ -203,6 +213,7 @@ class Lease:
                 lasts=_lasts(lease),
                 since=self._runtime.monotonic(),
             )
+            self._say()
         return self._seen
 
     async def _release(self) -> None:

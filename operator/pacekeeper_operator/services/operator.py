@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import kopf
 
 from .. import metrics
 from ..api import LABEL_JOB, PAUSE, Fabric, Job, JobPhase, Mode
-from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, Cluster, NotFound
+from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, STATES, Cluster, Kind, NotFound, Object
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
 from ..network import JobName, Network
@@ -21,6 +22,7 @@ from ..observe import traffic
 from ..observe.memory import Memory
 from ..observe.neighbourhood import KnownNodes
 from ..observe.prometheus import Prometheus, Sample
+from ..observe.source import Source
 from ..observe.store import Shelf
 from ..observe.views import view_node, view_pod
 from ..runtime import Runtime
@@ -63,6 +65,8 @@ class Operator:
     leads: Callable[[], bool] = lambda: True
     """Whether this operator holds the Lease, as far as it can know."""
     sample: Sample = field(default_factory=Sample)
+    for_nodes: Cluster | None = None
+    """A connection by which nodes are held before all else that jobs want done; None: by the same."""
     gpu: tuple[GpuValue, ...] = ()  # as Prometheus has said last
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -71,8 +75,14 @@ class Operator:
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
     active: int = 0  # jobs that are under way, as it counted them then
     network: Network | None = None  # as services.fabrics has looked at it last
+    states: dict[JobName, Object] = field(default_factory=dict)
+    """What is written of each job, as listed when this operator began to lead, until it is first looked at: a thousand
+    jobs are not asked for one by one."""
+    _states_wanted: bool = False
     _asking: asyncio.Task[None] | None = None
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    sources: dict[Kind, Source] = field(init=False)
+    """Of all that watches tell of but TrainingJobs, which kopf follows."""
     pods: Shelf[PodView] = field(init=False)
     nodes: Shelf[NodeView] = field(init=False)
     known_nodes: KnownNodes = field(init=False, default_factory=KnownNodes)
@@ -92,8 +102,16 @@ class Operator:
             lambda body: view_node(body, self.settings.node_health, self.levels),
             changed=lambda _key, _node: self.memory.wake_all(),
         )
-        self.fleet = Fleet(self.cluster, self.runtime, self.settings)
+        self.fleet = Fleet(self.for_nodes or self.cluster, self.runtime, self.settings)
         self.fabrics = Shelf(FABRICS, Fabric.parse, changed=lambda _key, _fabric: self.fabrics_changed.set())
+        kept: tuple[tuple[Shelf[Any], ...], ...] = (
+            (self.fabrics,),
+            (self.nodes, self.fleet.nodes),
+            (self.pods,),
+            (self.fleet.quarantines,),
+        )
+        namespaces = self.settings.watch_namespaces
+        self.sources = {shelves[0].kind: Source(self.cluster, self.runtime, shelves, namespaces) for shelves in kept}
 
     def pace(self, a_second: float, at_least: float) -> float:
         """Seconds between two turns of a job that is under way, so that all of them together have so many a second."""
@@ -153,6 +171,8 @@ class Operator:
         self.memory.started_at = self.runtime.now()
         self.pods.prove()
         self.nodes.prove()
+        self.fleet.prove()
+        self._states_wanted = True
 
     async def know(self) -> None:
         """Returns when pods and nodes have been listed since it leads: before, nothing is known of any job."""
@@ -173,10 +193,14 @@ class Operator:
     def blind(self, now: float) -> str:
         """Why no watch can be trusted; "": they live. Lists go on either way, but only at the slow tick."""
         if not (self.nodes.heard or self.pods.heard) and now - self.memory.started_at > FIRST_WORD_SECONDS:
-            return f"no watch has told anything for {FIRST_WORD_SECONDS:.0f} s: kopf does not reach the API server"
+            return f"no watch has told anything for {FIRST_WORD_SECONDS:.0f} s: the API server is not reached"
         if self.pods.unheard >= MISSED_EVENTS:
             return f"the watch of pods is dead: {self.pods.unheard} changes were seen by lists only"
         return ""
+
+    async def follow(self) -> None:
+        """Hear of what changes, whether it leads or not: until cancelled."""
+        await asyncio.gather(*(source.follow() for source in self.sources.values()))
 
     async def resync(self) -> None:
         """List what watches tell of, at once and then every minute: until cancelled."""
@@ -184,17 +208,29 @@ class Operator:
             pause = RESYNC_SECONDS
             await self._read_fabrics()  # first: they say which labels of nodes matter
             try:
-                await self.nodes.read(self.cluster, ())
-                await self.pods.read(self.cluster, self.settings.watch_namespaces)
+                await self._read_states()  # before pods: then jobs are looked at
+                await self.sources[NODES].read()
+                await self.sources[PODS].read()
             except (kopf.TemporaryError, kopf.PermanentError) as error:
-                log.warning("pods and nodes could not be listed, which is tried again: %s", error)
+                log.warning("jobs' states, nodes and pods could not be listed, which is tried again: %s", error)
                 pause = RETRY_SECONDS
             await self.runtime.sleep(pause)
+
+    async def _read_states(self) -> None:
+        """Once. Of jobs that come later there is none yet, and what nobody has asked for by then is old."""
+        self.states = {}
+        if not self._states_wanted:
+            return
+        with suppress(NotFound):
+            for place in self.settings.watch_namespaces or [""]:
+                for body in await self.cluster.list(STATES, place):
+                    self.states[body["metadata"]["namespace"], body["metadata"]["name"]] = body
+        self._states_wanted = False
 
     async def _read_fabrics(self) -> None:
         """Jobs train without them, too: on an installation, say, whose definitions are older than this operator."""
         try:
-            await self.fabrics.read(self.cluster, ())
+            await self.sources[FABRICS].read()
         except NotFound:
             return
         except (kopf.TemporaryError, kopf.PermanentError) as error:

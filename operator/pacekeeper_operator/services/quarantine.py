@@ -226,10 +226,9 @@ class _Round:
         fleet = self.fleet
         if not fleet.nodes.listed.is_set():
             await fleet.nodes.read(fleet.cluster, ())
-            await fleet.quarantines.read(fleet.cluster, ())
+        await fleet.quarantines.read(fleet.cluster, ())
+        if self._listed_at < 0:
             await _sweep(fleet)
-        else:
-            await fleet.quarantines.read(fleet.cluster, ())
         self._waiting |= dict.fromkeys(fleet.names())
 
     async def _attend(self, name: str, *, words: bool) -> None:

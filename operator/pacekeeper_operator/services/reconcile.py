@@ -148,7 +148,8 @@ def _is_to_be_read(operator: Operator, desk: Desk) -> bool:
 
 async def _read(operator: Operator, desk: Desk) -> None:
     """What is written of the job into memory; where nothing is, a beginning."""
-    if await bookkeeping.load(operator.cluster, desk.job, desk.memory) is None:
+    listed = operator.states.pop((desk.job.namespace, desk.job.name), None)
+    if await bookkeeping.load(operator.cluster, desk.job, desk.memory, listed) is None:
         pods = gather.of(operator.pods, desk.job)
         now, told = operator.runtime.now(), _status(desk).round or 0
         await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, now, told)

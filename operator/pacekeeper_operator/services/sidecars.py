@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from zlib import crc32
 
@@ -29,6 +29,9 @@ POLLS_A_SECOND = 170.0
 costs a millisecond, so that they take a fifth of a core."""
 GOLDEN = 0.6180339887498949
 """Of a circle between one worker's moment and the next one's: however many there are, they lie far apart."""
+KNOWN_SECONDS = 2.0
+"""So long a call waits for its job to be known, before its sender is asked to send it again. After a restart all come
+at once, and each that has to come again costs as much as one that waits."""
 TAKE_SECONDS = 2.0
 """So long a fault waits to be dealt with before its sender is asked to send it again."""
 CALLS_AT_ONCE = 64
@@ -85,10 +88,25 @@ class Sidecars:
 
     async def authenticate(self, token: str, source: str) -> Caller:
         """`source`: the address that the token came from. Raises Unauthenticated, Forbidden, TooMany or NotYet."""
-        caller = self._worker(await self._tokens.holder(token, source))
+        caller = await self._caller(await self._tokens.holder(token, source))
         if not self._calls.take(caller, self._runtime.monotonic()):
             raise TooMany(f"{caller.worker} calls more than {CALLS_PER_SECOND:.0f} times a second")
         return caller
+
+    async def _caller(self, holder: Holder) -> Caller:
+        """The worker that this pod is, once it is known. Raises Forbidden or NotYet."""
+        with suppress(TimeoutError):
+            return await self._runtime.within(KNOWN_SECONDS, self._once_known(holder))
+        return self._worker(holder)
+
+    async def _once_known(self, holder: Holder) -> Caller:
+        match = _WORKER_NAME.fullmatch(holder.pod)
+        while True:
+            try:
+                return self._worker(holder)
+            except NotYet:
+                assert match is not None  # or it would be forbidden
+                await self._memory.news_of(holder.namespace, match["job"])
 
     def _worker(self, holder: Holder) -> Caller:
         """The worker that this pod is. Raises Forbidden or NotYet."""

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping
 from typing import Any, cast
 
 import kopf
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import ApiClient, Configuration
 
+from pacekeeper_operator import cluster as calls
 from pacekeeper_operator.cluster import (
     CALLS_AT_ONCE,
     NODES,
     PAGE,
     PODS,
     Answer,
+    Busy,
+    Change,
     Cluster,
+    Gone,
     HttpConnection,
+    NotFound,
     Object,
     Objects,
 )
@@ -47,7 +56,7 @@ class Pages:
 @pytest.mark.parametrize("nodes", [0, 1, PAGE, PAGE + 1, 3 * PAGE - 1])
 async def test_all_of_them_are_one_list(nodes: int) -> None:
     pages = Pages(nodes)
-    found = await Cluster(pages).listing(NODES, labels="a=b")
+    found = await Cluster(cast(Any, pages)).listing(NODES, labels="a=b")
     assert [item["metadata"]["name"] for item in found.items] == [f"node-{number}" for number in range(nodes)]
     assert found.version == 7
     assert len(pages.asked) == max(1, -(-nodes // PAGE))
@@ -56,7 +65,66 @@ async def test_all_of_them_are_one_list(nodes: int) -> None:
 
 async def test_half_a_list_is_none() -> None:
     with pytest.raises(kopf.TemporaryError, match="too old"):
-        await Cluster(Pages(2 * PAGE, forgets_after=1)).list(NODES)
+        await Cluster(cast(Any, Pages(2 * PAGE, forgets_after=1))).list(NODES)
+
+
+class TestWatch:
+    """Over real HTTP, by the real client."""
+
+    async def told(self, *parts: bytes, status: int = 200, then: float = 0.0, version: int = 5) -> list[Change]:
+        """What a watch tells of an answer that comes in these parts, and ends after so many seconds."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            assert request.path == "/api/v1/namespaces/ns/pods"
+            assert request.query["resourceVersion"] == str(version)
+            assert (request.query["watch"], request.query["allowWatchBookmarks"]) == ("true", "true")
+            assert request.query["labelSelector"] == "a=b"
+            response = web.StreamResponse(status=status)
+            await response.prepare(request)
+            for part in parts:
+                await response.write(part)
+            await asyncio.sleep(then)
+            return response
+
+        app = web.Application()
+        app.router.add_get("/api/v1/namespaces/{namespace}/pods", answer)
+        async with TestServer(app) as server:
+            configuration = Configuration(host=str(server.make_url("")).rstrip("/"))
+            async with ApiClient(configuration) as connection:
+                watch = Cluster(HttpConnection(connection)).watch(PODS, version, "ns", labels="a=b")
+                return [change async for change in watch]
+
+    @staticmethod
+    def line(kind: str, body: Object) -> bytes:
+        return json.dumps({"type": kind, "object": body}).encode() + b"\n"
+
+    async def test_events_may_come_in_any_pieces(self) -> None:
+        pod = {"metadata": {"name": "a", "resourceVersion": "6"}, "data": "x" * 300_000}
+        gone = {"metadata": {"name": "a", "resourceVersion": "7"}}
+        nothing = {"metadata": {"resourceVersion": "9"}}
+        data = self.line("MODIFIED", pod) + self.line("DELETED", gone) + self.line("BOOKMARK", nothing)
+        told = await self.told(*[data[at : at + 10_007] for at in range(0, len(data), 10_007)])
+        assert told == [Change(pod, 6), Change(gone, 7, deleted=True), Change(None, 9)]
+
+    async def test_where_the_past_is_forgotten_it_says_so(self) -> None:
+        status = {"code": 410, "message": "too old resource version"}
+        with pytest.raises(Gone, match="too old"):
+            await self.told(self.line("ERROR", status))
+        with pytest.raises(Gone, match="too old"):
+            await self.told(json.dumps(status).encode(), status=410)
+
+    async def test_other_refusals_are_as_of_any_call(self) -> None:
+        with pytest.raises(Busy, match="later"):
+            await self.told(json.dumps({"message": "later"}).encode(), status=429)
+        with pytest.raises(NotFound):
+            await self.told(b"no such page", status=404)
+        with pytest.raises(kopf.TemporaryError, match="without an event"):
+            await self.told(b"who are you?\n")
+
+    async def test_one_that_falls_silent_has_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(calls, "SILENT_SECONDS", 0.05)
+        with pytest.raises(kopf.TemporaryError, match="does not answer a watch"):
+            await self.told(self.line("BOOKMARK", {"metadata": {"resourceVersion": "9"}}), then=5.0)
 
 
 class Client:

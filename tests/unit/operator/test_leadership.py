@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import kopf
 import pytest
@@ -493,7 +493,7 @@ class TestWriting:
                 sent.append(f"{method} {path}")
                 return Answer(200, {})
 
-        return Cluster(Line())
+        return Cluster(cast(Any, Line()))
 
     async def test_who_does_not_lead_sends_nothing_that_changes_the_cluster(
         self, client: Cluster, timeline: Timeline, sent: list[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import aiohttp
@@ -11,7 +11,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
-from pacekeeper_operator import health
+from pacekeeper_operator import health, standby
 from pacekeeper_operator.cluster import Cluster
 from pacekeeper_operator.manifests import Installation
 from pacekeeper_operator.observe.memory import Memory
@@ -37,8 +37,13 @@ class Leadership:
     leader: str = LEADER
     leads: bool = False
 
+    turned: asyncio.Event = field(default_factory=asyncio.Event)
+
     def serves(self) -> bool:
         return self.leads
+
+    async def news(self) -> None:
+        await self.turned.wait()
 
 
 class Nobody:
@@ -55,7 +60,10 @@ def sidecars() -> Sidecars:
 
 @pytest.mark.parametrize("path", ["/v1/plan", "/v1/faults", "/v1/evidence/why", "/v1/patterns/window/0", "/else"])
 @pytest.mark.parametrize("leader", [LEADER, ""])
-async def test_it_sends_on_whoever_calls_unseen(sidecars: Sidecars, path: str, leader: str) -> None:
+async def test_it_sends_on_whoever_calls_unseen(
+    sidecars: Sidecars, path: str, leader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "HOLD_SECONDS", 0.01)
     app = application(sidecars, Runtime(), leadership=Leadership(leader))
     async with TestClient(TestServer(app)) as client:
         answer = await client.post(path, data=b"{" * 100)
@@ -70,6 +78,17 @@ async def test_it_serves_once_it_leads(sidecars: Sidecars) -> None:
     async with TestClient(TestServer(application(sidecars, Runtime(), leadership=leadership))) as client:
         leadership.leads = True
         assert (await client.post("/v1/plan")).status == 401
+
+
+async def test_who_calls_while_nobody_leads_is_held_until_it_leads(sidecars: Sidecars) -> None:
+    leadership = Leadership("")
+    async with TestClient(TestServer(application(sidecars, Runtime(), leadership=leadership))) as client:
+        call = asyncio.create_task(client.post("/v1/plan"))
+        done, _ = await asyncio.wait([call], timeout=0.3)
+        assert not done
+        leadership.leads = True
+        leadership.turned.set()
+        assert (await call).status == 401
 
 
 async def test_polls_that_are_held_end_when_it_leads_no_more() -> None:

@@ -1,0 +1,80 @@
+"""One kind of objects, listed and watched once for all shelves that keep something of it.
+
+A watch begins where the last list ended, and goes on from the last thing that it told when it ends; where the API
+server does not know that far back any more, all is listed anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import kopf
+
+from ..cluster import Cluster, Gone, Listing, NotFound
+from ..runtime import Runtime
+from .store import Shelf, read
+
+AGAIN_SECONDS = 0.1
+"""Between a watch's end and the next one: one that ends at once must not be asked for without end."""
+FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 15.0
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Source:
+    """Of these namespaces; none: of all."""
+
+    cluster: Cluster
+    runtime: Runtime
+    shelves: Sequence[Shelf[Any]]
+    namespaces: Sequence[str] = ()
+    _versions: dict[str, int] = field(default_factory=dict)  # by namespace: up to which all is known
+
+    async def read(self) -> None:
+        """Prove what is known by a list. Raises what `Cluster.listing` does, and then knows no less than before."""
+        listings = await read(self.cluster, self.shelves, self.namespaces)
+        for place, listing in listings.items():
+            self._versions[place] = max(listing.version, self._versions.get(place, 0))
+
+    async def follow(self) -> None:
+        """Tell the shelves of every change, until cancelled."""
+        namespaced = self.shelves[0].kind.namespaced
+        await asyncio.gather(*(self._follow(place) for place in (namespaced and self.namespaces) or [""]))
+
+    async def _follow(self, place: str) -> None:
+        pause = FIRST_BACKOFF_SECONDS
+        while True:
+            try:
+                await self._watch(place)
+                pause = FIRST_BACKOFF_SECONDS
+                await self.runtime.sleep(AGAIN_SECONDS)
+                continue
+            except Gone:
+                self._versions.pop(place, None)
+            except (kopf.TemporaryError, kopf.PermanentError) as error:
+                level = logging.DEBUG if isinstance(error, NotFound) else logging.WARNING  # definitions may be older
+                log.log(level, "%s cannot be watched, which is tried again: %s", self.shelves[0].kind.plural, error)
+            await self.runtime.sleep(pause * (0.75 + 0.5 * self.runtime.random()))
+            pause = min(LONGEST_BACKOFF_SECONDS, 2 * pause)
+
+    async def _watch(self, place: str) -> None:
+        """Until the watch ends. Raises Gone, and what the cluster does."""
+        kind, labels = self.shelves[0].kind, self.shelves[0].labels
+        if place not in self._versions:
+            self._take(place, await self.cluster.listing(kind, place, labels=labels))
+        async with aclosing(self.cluster.watch(kind, self._versions[place], place, labels=labels)) as changes:
+            async for change in changes:
+                for shelf in self.shelves:
+                    shelf.hear_of(change)
+                self._versions[place] = max(change.version, self._versions[place])
+
+    def _take(self, place: str, listing: Listing) -> None:
+        """What a watch that begins anew has missed. It proves nothing: not all places may have been listed."""
+        for shelf in self.shelves:
+            shelf.take_all(listing, place)
+        self._versions[place] = listing.version

@@ -1,0 +1,162 @@
+"""A kind's objects as one watch tells of them, whatever becomes of that watch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import kopf
+import pytest
+
+from pacekeeper_operator.cluster import NODES, PODS, Change, Denied, Gone, Kind, NotFound
+from pacekeeper_operator.observe.source import Source
+from pacekeeper_operator.observe.store import Shelf
+from tests.support.fake_cluster import FakeCluster
+from tests.support.virtual_time import Timeline, VirtualRuntime
+
+END = object()
+
+
+def thing(name: str, version: int, value: str = "", namespace: str = "") -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": namespace, "resourceVersion": str(version)}, "value": value}
+
+
+class Watched(FakeCluster):
+    """Watches tell what is put into `coming`, by namespace: changes, errors, END; where they began is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began: list[tuple[str, int]] = []
+        self.coming: dict[str, asyncio.Queue[Any]] = {}
+
+    def put(self, *changes: Any, namespace: str = "") -> None:
+        for change in changes:
+            self.coming.setdefault(namespace, asyncio.Queue()).put_nowait(change)
+
+    async def watch(self, kind: Kind, version: int, namespace: str = "", *, labels: str = "") -> AsyncGenerator[Change]:
+        assert (kind.plural, labels) in {("nodes", ""), ("pods", "")}
+        self.began.append((namespace, version))
+        while True:
+            change = await self.coming.setdefault(namespace, asyncio.Queue()).get()
+            if change is END:
+                return
+            if isinstance(change, Exception):
+                raise change
+            yield change
+
+
+class World:
+    """A source of nodes for two shelves, on a clock of its own."""
+
+    def __init__(self, kind: Kind = NODES, *namespaces: str) -> None:
+        self.cluster = Watched()
+        self.timeline = Timeline()
+        self.shelves: list[Shelf[Any]] = [
+            Shelf(kind, lambda body: str(body["value"])),
+            Shelf(kind, lambda body: len(body["value"])),
+        ]
+        self.source = Source(self.cluster, VirtualRuntime(self.timeline), self.shelves, namespaces)
+
+    def there_are(self, *things: dict[str, Any], version: int) -> None:
+        kind = self.shelves[0].kind.plural
+        self.cluster.objects = {(kind, t["metadata"]["namespace"], t["metadata"]["name"]): t for t in things}
+        self.cluster.version = version
+
+    async def follow(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self.source.follow())
+
+    def seen(self, name: str, namespace: str = "") -> list[Any]:
+        return [shelf.get((namespace, name)) for shelf in self.shelves]
+
+
+def changed(name: str, version: int, value: str, *, deleted: bool = False, namespace: str = "") -> Change:
+    return Change(thing(name, version, value, namespace), version, deleted)
+
+
+async def test_all_shelves_hear_what_one_watch_tells() -> None:
+    world = World()
+    world.there_are(thing("a", 3, "x"), version=5)
+    world.cluster.put(changed("a", 6, "xyz"), changed("b", 7, "y"), changed("a", 8, "xyz", deleted=True))
+    following = await world.follow()
+    await world.timeline.run(1)
+    assert world.cluster.began == [("", 5)], "it begins where its list ended"
+    assert world.seen("a") == [None, None]
+    assert world.seen("b") == ["y", 1]
+    following.cancel()
+
+
+async def test_a_watch_that_ends_goes_on_from_the_last_word_be_it_that_there_is_nothing() -> None:
+    world = World()
+    world.there_are(version=5)
+    world.cluster.put(changed("a", 6, "x"), Change(None, 40), END, changed("a", 41, "y"))
+    following = await world.follow()
+    await world.timeline.run(1)
+    assert world.cluster.began == [("", 5), ("", 40)]
+    assert world.seen("a") == ["y", 1]
+    assert world.shelves[0].heard
+    following.cancel()
+
+
+async def test_where_the_past_is_forgotten_all_is_listed_anew_and_what_has_gone_is_noticed() -> None:
+    world = World()
+    world.there_are(thing("a", 3, "x"), version=5)
+    world.cluster.put(Gone("too old"))
+    following = await world.follow()
+    await world.timeline.run(0)
+    assert world.seen("a") == ["x", 1]
+    world.there_are(thing("b", 70, "y"), version=80)
+    await world.timeline.run(5)
+    assert world.cluster.began == [("", 5), ("", 80)]
+    assert world.seen("a") == [None, None]
+    assert world.seen("b") == ["y", 1]
+    following.cancel()
+
+
+@pytest.mark.parametrize("error", [kopf.TemporaryError("no answer"), NotFound("no such kind"), Denied("no")])
+async def test_a_watch_that_fails_is_tried_again_ever_more_slowly(error: Exception) -> None:
+    world = World()
+    world.there_are(version=5)
+    world.cluster.put(*[error] * 20, changed("a", 6, "x"))
+    following = await world.follow()
+    await world.timeline.run(60)
+    assert 5 < len(world.cluster.began) < 15
+    await world.timeline.run(600)
+    assert world.seen("a") == ["x", 1]
+    following.cancel()
+
+
+async def test_a_list_that_fails_is_tried_again() -> None:
+    world = World()
+    world.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
+    world.there_are(thing("a", 3, "x"), version=5)
+    following = await world.follow()
+    await world.timeline.run(5)
+    assert world.seen("a") == ["x", 1]
+    following.cancel()
+
+
+async def test_a_list_in_between_is_where_the_next_watch_begins() -> None:
+    world = World()
+    world.there_are(version=5)
+    following = await world.follow()
+    await world.timeline.run(1)
+    world.there_are(thing("a", 50, "x"), version=60)
+    await world.source.read()
+    assert all(shelf.listed.is_set() for shelf in world.shelves)
+    world.cluster.put(END)
+    await world.timeline.run(1)
+    assert world.cluster.began == [("", 5), ("", 60)]
+    following.cancel()
+
+
+async def test_a_namespace_is_followed_by_itself() -> None:
+    world = World(PODS, "one", "two")
+    world.there_are(thing("a", 3, "x", "one"), version=5)
+    world.cluster.put(*[Denied("it is being deleted")] * 50, namespace="one")
+    world.cluster.put(changed("b", 6, "y", namespace="two"), namespace="two")
+    following = await world.follow()
+    await world.timeline.run(5)
+    assert world.seen("b", "two") == ["y", 1]
+    assert world.seen("a", "one") == ["x", 1], "what another namespace's list does not show stays"
+    following.cancel()
