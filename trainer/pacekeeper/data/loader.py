@@ -264,8 +264,9 @@ class Loader:
         if (order := state.get("order", "not named")) != self._stream.order:
             raise InputError(
                 f"dataset: its samples come in another order ({self._stream.order}) than the checkpoint's ({order}): "
-                "some would be used twice and others never; give dataloader() the same `shuffle`, and go on with the "
-                "version of Pacekeeper that wrote it, or begin with another checkpoint path (spec.checkpoint.path)"
+                "some would be used twice and others never; give pk.init() the same `seed` and dataloader() the same "
+                "`shuffle`, and go on with the version of Pacekeeper that wrote it, or begin with another checkpoint "
+                "path (spec.checkpoint.path)"
             )
         if self._run_through is not None:
             self._run_through.size = size or self._size

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHUFFLED = "shuffled by Feistel network, version 1"
-"""Names the order that `permutation` makes: kept positions belong to it. What makes another one needs another name."""
+"""Names the orders that `permutation` makes, each by its seed: kept positions belong to one. What makes others needs
+another name."""
 
 _LEAST_ROUNDS = 8
 _WORD = 2**64 - 1

@@ -34,12 +34,13 @@ class Permutations:
         """`size`: samples in the data set; `seed` must be the same on all ranks."""
         self._size = size
         self._seed = seed
-        self.order = SHUFFLED if shuffle else AS_GIVEN
+        self._shuffle = shuffle
+        self.order = f"{SHUFFLED}, seed {seed}" if shuffle else AS_GIVEN
 
     def indices(self, positions: Sequence[Interval]) -> list[int]:
         places = [np.arange(first, end, dtype=np.int64) for first, end in positions]
         epochs, offsets = np.divmod(np.concatenate([*places, _NONE]), self._size)
-        if self.order == SHUFFLED:
+        if self._shuffle:
             for epoch in np.unique(epochs).tolist():
                 here = epochs == epoch
                 offsets[here] = permutation(self._size, self._seed, epoch).at(offsets[here])

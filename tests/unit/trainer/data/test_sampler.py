@@ -110,6 +110,15 @@ def test_restoring_in_another_order_is_refused() -> None:
         loader.load_state_dict(earlier_version)
 
 
+def test_restoring_with_another_seed_is_refused_where_samples_are_shuffled() -> None:
+    def loader(seed: int, shuffle: bool = True) -> Loader:
+        return Loader(range(30), BatchSizes(8, 8), Place(0, 1), seed=seed, shuffle=shuffle)
+
+    with pytest.raises(InputError, match=r"another order \(.*seed 6\) .* \(.*seed 5\).* give pk.init\(\) the same `seed`"):
+        loader(6).load_state_dict(loader(5).state_dict())
+    loader(6, shuffle=False).load_state_dict(loader(5, shuffle=False).state_dict())
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_changed_shares_take_effect_on_the_same_step_of_all_ranks(workers: int) -> None:
     loaders = make_loaders(64, 8, 2, max_microbatch=1, num_workers=workers)
