@@ -19,6 +19,7 @@ from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
 from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.errors import InputError
 from tests.support.ranks import run_ranks
 
 RANKS = 2
@@ -145,3 +146,86 @@ def test_where_nothing_is_kept_nothing_changes(tmp_path: Path) -> None:
         return fresh.store.restore() is None and torch.equal(fresh.weight, before)
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [True] * RANKS
+
+
+class Particular:
+    """Takes over no state of step 4 or later."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["step"] >= 4:
+            raise KeyError("of another kind")
+        self.step = state["step"]
+
+
+def an_optimizing_rank(rank: int, folder: Path) -> tuple[nn.Linear, torch.optim.Optimizer, Particular, Store]:
+    """It trains the weight and not the bias, at first."""
+    environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(folder / "runtime"))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+    particular = Particular()
+    replication = Replication(rank, {"sync": RANKS, "shard": 1}, torch.device("cpu"))
+    state = TrainingState({"model": model, "optimizer": optimizer, "particular": particular}, replication, rank)
+    volume = CheckpointFolder(folder / "volume", environment.round)
+    return model, optimizer, particular, Store(environment, CpuGroup(Recorder(NoRing())), state, volume)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "snapshots", "step"), [((), (3, 4), 3), ((3,), (4, 5), 3)], ids=["the other slot", "the volume"]
+)
+@pytest.mark.parametrize("why", ["groups", "refused"])
+def test_a_snapshot_that_cannot_be_taken_over_sends_all_ranks_to_an_older_state(
+    why: str, checkpoints: tuple[int, ...], snapshots: tuple[int, ...], step: int, tmp_path: Path
+) -> None:
+    def rank_main(rank: int) -> tuple[int, float]:
+        dist.init_process_group("gloo")
+        model, optimizer, particular, store = an_optimizing_rank(rank, tmp_path)
+
+        def train(number: int) -> None:
+            if number == 4 and why == "groups":
+                optimizer.add_param_group({"params": [model.bias]})
+            if why == "refused":
+                particular.step = number
+            model.weight.data.fill_(number)
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            model.weight.data.fill_(number)
+
+        for number in checkpoints:
+            train(number)
+            store.checkpoint(number, number, lambda _: None)
+            assert store.wait_for_checkpoint() is WriteOutcome.KEPT
+        for number in snapshots:
+            train(number)
+            store.snapshot(number, number)
+            store.settle()
+        dist.barrier()
+        fresh, _, its, later = an_optimizing_rank(rank, tmp_path)
+        if why == "refused" and rank == 0:
+            its.load_state_dict = lambda _: None  # type: ignore[method-assign]  # one rank alone refuses
+        found = later.restore()
+        assert found is not None
+        return found.step, float(fresh.weight.detach())
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(step, step)] * RANKS
+
+
+def test_where_no_other_state_is_left_the_training_does_not_begin_with_half_of_one(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> str:
+        dist.init_process_group("gloo")
+        _, _, particular, store = an_optimizing_rank(rank, tmp_path)
+        particular.step = 4
+        store.snapshot(4, 4)
+        store.settle()
+        dist.barrier()
+        with pytest.raises(InputError) as caught:
+            an_optimizing_rank(rank, tmp_path)[-1].restore()
+        return str(caught.value)
+
+    for said in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
+        assert "the snapshot of step 4" in said
+        assert "of another kind" in said

@@ -110,6 +110,6 @@ def _read(pipe: int, deadline: float) -> tuple[bool, Any]:
 
 def _free_port() -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))  # free on every address: a store listens on all
         port: int = probe.getsockname()[1]
         return port

@@ -198,9 +198,9 @@ def gathered_with(module: FSDPModule) -> set[nn.Module]:
     return {gathered for state in ahead for gathered in state._modules}
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Each of `sources` into its target, in as few operations as the device allows."""
-    torch._foreach_copy_(targets, sources)
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
+    """Each of `sources` into its target, in as few operations as the device allows. non_blocking: as of `copy_`."""
+    torch._foreach_copy_(targets, sources, non_blocking)
 
 
 @contextmanager

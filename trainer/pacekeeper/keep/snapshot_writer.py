@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from collections import deque
-from statistics import median_low
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,13 @@ import torch.distributed as dist
 from pacekeeper.observe.cpu_group import CpuGroup
 
 from .rank_state import RANK_STATE_BYTES, capture_rank_state, fingerprint
-from .snapshots import SLOTS, Slot, Snapshots
+from .snapshots import Snapshots
 from .state import TrainingState
 
+_SAID = struct.Struct("<??d")
+"""What a rank says beside its rank state: whether it is to keep a copy, whether it has one of this snapshot, and what
+one costs it, in seconds."""
+_MOST_LEFT_OUT = 64
 _log = logging.getLogger(__name__)
 
 
@@ -28,60 +33,120 @@ class SnapshotWriter:
         keeps: whether this rank is one of those that keep a copy; the others give their rank states.
         """
         self._snapshots = snapshots if keeps else None
+        self._keeps = keeps
         self._state = state
         self._peers = peers
-        self._exchange: tuple[dist.Work, torch.Tensor, Slot | None] | None = None
+        self._exchange: tuple[dist.Work, torch.Tensor, bool] | None = None
+        self._refusals = Refusals()
+        self._in_vain = Refusals()
+        """Of snapshots that help nobody; alike on all ranks."""
         self._costs: deque[float] = deque(maxlen=5)
-        self._taken = 0
-        self._copy_seconds = 0.0
+        self._cost_of_peers = 0.0
+        self._makes = False
+        """Whether memory was taken for the snapshot that is under way."""
+        self._host_seconds = 0.0
 
     @property
     def keeps(self) -> bool:
-        """Whether this rank keeps a copy: no longer where there was no memory for one."""
+        """Whether this rank keeps a copy, as far as there is memory for one."""
         return self._snapshots is not None
 
     @property
     def seconds(self) -> float:
-        """What a snapshot costs the training; 0: not known yet."""
-        return median_low(self._costs) if self._costs else 0.0
+        """What a snapshot costs the training: of the last few, the mean, on the rank where it is highest.
+
+        0: not known yet.
+        """
+        return max(self._own_cost, self._cost_of_peers)
 
     def write(self, step: int, samples: int) -> None:
         """Copies the state after `step`; `settle` makes it valid. Collective. `samples`: of this rank."""
-        slot = self._copy(step)
-        mine = torch.frombuffer(bytearray(capture_rank_state(samples)), dtype=torch.uint8)
-        everybody = torch.empty(self._peers.group.size() * RANK_STATE_BYTES, dtype=torch.uint8)
+        if self._in_vain.leaves_out():
+            return
+        start = time.perf_counter()
+        kept = self._copy(step)
+        said = _SAID.pack(self._keeps, kept, self._own_cost)
+        mine = torch.frombuffer(bytearray(capture_rank_state(samples) + said), dtype=torch.uint8)
+        everybody = torch.empty(self._peers.group.size() * len(mine), dtype=torch.uint8)
         work = dist.all_gather_into_tensor(everybody, mine, group=self._peers.group, async_op=True)
         assert work is not None
-        self._exchange = (work, everybody, slot)
+        self._exchange = (work, everybody.view(-1, len(mine)), kept)
+        self._host_seconds = time.perf_counter() - start
 
     def settle(self) -> int:
         """Makes what was written last valid, now that all rank states have come; returns its step, -1 without one."""
         if self._exchange is None:
             return -1
-        (work, rank_states, slot), self._exchange = self._exchange, None
+        (work, rows, kept), self._exchange = self._exchange, None
         self._peers.wait(work)
-        if slot is None:
+        if not self._helps(rows[:, RANK_STATE_BYTES:]):
+            self._in_vain.refused()
+            self._refusals.end()  # all ranks try again together
+            if self._snapshots is not None and kept:
+                self._snapshots.give_up()
+                self._costs.append(self._host_seconds)
             return -1
+        self._in_vain.end()
+        if self._snapshots is None or not kept:
+            return -1
+        copy_seconds = self._snapshots.finish_copy()
         start = time.perf_counter()
-        step = slot.publish(rank_states)
-        if self._taken > SLOTS:  # the first ones make their slots, which is dear
-            self._costs.append(self._copy_seconds + time.perf_counter() - start)
+        step = self._snapshots.publish(rows[:, :RANK_STATE_BYTES].reshape(-1))
+        if not self._makes:  # taking memory is dear, and rare
+            copying = self._host_seconds if copy_seconds is None else copy_seconds
+            self._costs.append(copying + time.perf_counter() - start)
         return step
 
-    def _copy(self, step: int) -> Slot | None:
-        if self._snapshots is None:
-            return None
+    def _copy(self, step: int) -> bool:
+        """Whether this rank has a copy."""
+        if self._snapshots is None or self._refusals.leaves_out():
+            return False
+        start = time.perf_counter()
         try:
-            start = time.perf_counter()
             state = self._state.own()
-            slot = self._snapshots.write(step, state, fingerprint(self._state.own_description(state)))
+            self._makes = self._snapshots.write(step, state, fingerprint(self._state.own_description(state)))
         except OSError as error:
-            self._snapshots = None
-            rank = self._peers.group.rank()
+            self._refusals.refused()
+            self._costs.append(time.perf_counter() - start)  # so that trying again costs no more than a snapshot may
             _log.warning(
-                "no more snapshots on rank %d: %s; give the container and its runtime volume more memory", rank, error
+                "no snapshot of step %d on rank %d: %s; give the container and its runtime volume more memory",
+                step,
+                self._peers.group.rank(),
+                error,
             )
-            return None
-        self._taken += 1
-        self._copy_seconds = time.perf_counter() - start
-        return slot
+            return False
+        self._refusals.end()
+        return True
+
+    def _helps(self, said: torch.Tensor) -> bool:
+        """Whether a job could come back from what the ranks have: shards from all together, a replica from any."""
+        rows = [_SAID.unpack(row) for row in said.numpy()]
+        self._cost_of_peers = max(cost for *_, cost in rows)
+        have = [has for keeps, has, _ in rows if keeps]
+        return all(have) if self._state.sharded else any(have)
+
+    @property
+    def _own_cost(self) -> float:
+        return fmean(self._costs) if self._costs else 0.0
+
+
+class Refusals:
+    """How many snapshots are left out after one for which there was no memory: one, then twice as many each time."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._next = 1
+
+    def refused(self) -> None:
+        self._left, self._next = self._next, min(2 * self._next, _MOST_LEFT_OUT)
+
+    def end(self) -> None:
+        """There is memory again, or somebody else counts."""
+        self._left, self._next = 0, 1
+
+    def leaves_out(self) -> bool:
+        """Whether this one is left out, of those that are taken one after another."""
+        if self._left == 0:
+            return False
+        self._left -= 1
+        return True

@@ -1,8 +1,8 @@
 """Snapshots of the training state in shared memory: they outlive the rank, so that a crash costs the job few steps.
 
-Replicated models are the same on all ranks, so one rank of each worker (local rank 0) keeps a copy; of sharded models
-each rank keeps its part. The random states of all ranks are exchanged with each snapshot and stand in every copy:
-whoever takes over a rank gets the very state that it had.
+Replicated models are the same on all ranks, so one rank of each worker (local rank 0) keeps a copy for all of them,
+which they map when they come back; of sharded models each rank keeps its part. The random states of all ranks are
+exchanged with each snapshot and stand in every copy: whoever takes over a rank gets the very state that it had.
 
 A copy is two slots, each a file, written in turn, so that one is whole at every moment:
 header (one page) | rank states | skeleton (JSON, `plain`) | tensors. A slot's step is voided before it is written and
@@ -12,13 +12,16 @@ set last. A checksum over all of it tells a reader that these are the bytes that
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
 import mmap
 import os
 import struct
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pacekeeper.cgroup import memory_left
 from pacekeeper.plain import aligned, describe_layout, layout_of, put_together, read_layout, size, take_apart, views
-from pacekeeper.torch_internals import copy_all
 from pacekeeper_analysis.errors import InputError
 
+from .copies import Copies, HostCopies
 from .rank_state import RANK_STATE_BYTES
 from .versions import NOTHING, Version
 
@@ -38,11 +41,15 @@ _HEADER = struct.Struct("<QqqQqqqqQ")
 """Magic, step (-1: void), round, fingerprint of the model, world size, bytes of the skeleton, offset of the tensors,
 bytes of the slot, checksum."""
 _MAGIC = 0x504B_534E_4150_0003
-_HEADER_BYTES = 4096
+HEADER_BYTES = 4096
 _CHECKED_WORDS = 1 << 17
 """Words of 64 bits that are added up before the checksum takes their sum: 1 MiB."""
 _RESERVE_BYTES = 64 << 20
 """Of the memory that the control group has left, what a new slot leaves to the training."""
+_LOCK = ".turn"
+"""A file that a rank holds locked while it looks whether there is memory for its slot."""
+_PATIENCE_SECONDS = 10.0
+_LOOK_AGAIN_SECONDS = 0.01
 SLOTS = 2
 """One is valid while the other is being written."""
 _log = logging.getLogger(__name__)
@@ -60,50 +67,75 @@ class Snapshots:
         world_size: int,
         fingerprint: int,
         left: Callable[[], float] = memory_left,
+        copies: Copies | None = None,
     ) -> None:
         """
         name: of the copy; "replica", or the shard's.
         fingerprint: of the model that is to be restored; other models' snapshots count as none.
-        left: bytes of memory that this process may still take.
+        left: bytes of memory that the control group may still take.
+        copies: how the state comes into a slot; None: as a state on the host does.
         """
+        self._folder = folder
+        self._name = name
         self._paths = [folder / f"{name}.{slot}" for slot in range(SLOTS)]
         self._round = round_
         self._world_size = world_size
         self._fingerprint = fingerprint
         self._left = left
+        self._copies = copies or HostCopies()
         self._doubted: set[Version] = set()
         self._slots: list[Slot | None] = [None] * SLOTS
         self._next = 0
+        """The slot that is written next, or that is being written."""
 
-    def held(self) -> list[Version]:
-        """What the two slots hold of this model: two versions, NOTHING for a slot without."""
+    def held(self) -> list[tuple[Version, int]]:
+        """What the two slots hold of this model: two versions and their bytes; NOTHING for a slot without."""
         return [self._version(path) for path in self._paths]
 
-    def write(self, step: int, state: Any, fingerprint: int) -> Slot:
-        """Copies `state` into the older slot. It becomes valid with `Slot.publish`, when the rank states have come.
+    def write(self, step: int, state: Any, fingerprint: int) -> bool:
+        """Copies `state` into the older slot. It becomes valid with `publish`, when the rank states have come.
 
         fingerprint: of the model as it is in `state`; it may have grown since the round began.
 
-        Raises OSError where memory does not suffice, InputError where `state` has what cannot be kept.
+        Returns whether the slot had to be made for it, which takes much longer. Raises OSError where memory does not
+        suffice, InputError where `state` has what cannot be kept.
         """
         tensors: list[torch.Tensor] = []
         skeleton = _described(take_apart(state, tensors), tensors)
         slot = self._slots[self._next]
-        if slot is None or not slot.fits(tensors, skeleton):
-            self._slots[self._next] = slot = None  # its memory first: there is room for two slots, not for three
-            path = self._paths[self._next]
-            path.unlink(missing_ok=True)
-            slot = self._slots[self._next] = Slot(path, self._world_size, tensors, len(skeleton), self._left)
-        slot.fill(step, self._round, fingerprint, tensors, skeleton)
+        makes = slot is None or not slot.fits(tensors, skeleton)
+        if slot is None or makes:
+            slot = None  # its memory goes first: there is room for two slots, not for three
+            slot = self._make(tensors, len(skeleton))
+        slot.fill(step, self._round, fingerprint, tensors, skeleton, self._copies)
+        return makes
+
+    def publish(self, rank_states: torch.Tensor) -> int:
+        """Makes what was written last valid; returns its step. rank_states: uint8, world size · RANK_STATE_BYTES."""
+        slot = self._slots[self._next]
+        assert slot is not None, "write() comes first"
         self._next = (self._next + 1) % SLOTS
-        return slot
+        return slot.publish(rank_states)
+
+    def finish_copy(self) -> float | None:
+        """Until what was written last is there; as `Copies.finish`."""
+        return self._copies.finish()
+
+    def give_up(self) -> None:
+        """The slot that was written last, or would be next, gives its memory back. The other one stays."""
+        self._copies.finish()
+        slot, self._slots[self._next] = self._slots[self._next], None
+        if slot is not None:
+            slot.unpin()
+        self._paths[self._next].unlink(missing_ok=True)
 
     def read(self, version: Version) -> torch.Tensor | None:
         """The whole slot that holds `version`, uint8, mapped; `unpack` makes a state of it.
 
-        None: no slot has it, or its bytes are not those that were written; it is not `held` any longer then.
+        What is mapped does not change: the first write of a round makes the slot anew. None: no slot has it, or its
+        bytes are not those that were written; it is not `held` any longer then.
         """
-        number = next((number for number, held in enumerate(self.held()) if held == version), None)
+        number = next((number for number, (held, _) in enumerate(self.held()) if held == version), None)
         if number is None:
             return None
         try:
@@ -117,30 +149,108 @@ class Snapshots:
         self._next = (number + 1) % SLOTS  # this one stays until there is another
         return slot
 
+    def room(self, nbytes: int) -> torch.Tensor:
+        """A slot's memory for a peer's snapshot, uint8, of so many bytes: where what is held is the oldest.
+
+        Raises OSError where memory does not suffice.
+        """
+        held = self.held()
+        number = min(range(SLOTS), key=lambda number: held[number])
+        return torch.frombuffer(self._allocate(self._paths[number], nbytes), dtype=torch.uint8)
+
     def doubt(self, version: Version) -> None:
         """It is not `held` any longer."""
         self._doubted.add(version)
 
-    def _version(self, path: Path) -> Version:
+    def _make(self, tensors: Sequence[torch.Tensor], skeleton_bytes: int) -> Slot:
+        self.give_up()
+        self._clean()
+        path = self._paths[self._next]
+        slot = Slot(lambda total: self._allocate(path, total), self._world_size, tensors, skeleton_bytes)
+        slot.unpin = self._copies.pin(slot.content)
+        self._slots[self._next] = slot
+        return slot
+
+    def _allocate(self, path: Path, total: int) -> mmap.mmap:
+        """Shared memory in the place of the file that is there. Raises OSError where there is not enough of it."""
+        with taking_turns(self._folder / _LOCK):  # each rank sees what the others are about to take
+            path.unlink(missing_ok=True)
+            owed = _owed(self._folder)
+            if total + _RESERVE_BYTES > (bytes_left := self._left() - owed):
+                raise OSError(
+                    errno.ENOMEM,
+                    f"a slot takes {total >> 20} MiB, and the control group has {int(bytes_left) >> 20} MiB left",
+                )
+            file = path.open("x+b")  # no slot before its header says so
+            os.ftruncate(file.fileno(), total)
+        with file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, total)  # fails now, not by SIGBUS later
+            except OSError:
+                path.unlink()
+                raise
+            return mmap.mmap(file.fileno(), total)
+
+    def _clean(self) -> None:
+        """Removes what no rank of this round reads: other sizes' shards, and what was never finished.
+
+        When a round takes its first snapshot, all its ranks have their state, and the rounds before are gone.
+        """
+        _, of, size = self._name.rpartition("-of-")
+        fellows = f"{of}{size}."
+        for path in self._folder.iterdir():
+            if path.name != _LOCK and (fellows not in path.name or path.name.startswith(".")):
+                path.unlink(missing_ok=True)
+
+    def _version(self, path: Path) -> tuple[Version, int]:
         try:
             with path.open("rb") as file:
                 header = file.read(_HEADER.size)
                 nbytes = os.fstat(file.fileno()).st_size
         except FileNotFoundError:
-            return NOTHING
+            return NOTHING, 0
         if len(header) < _HEADER.size:
-            return NOTHING
+            return NOTHING, 0
         magic, step, round_, fingerprint, _, _, _, total, _ = _HEADER.unpack(header)
         if magic != _MAGIC or step < 0 or fingerprint != self._fingerprint or total != nbytes:
-            return NOTHING
+            return NOTHING, 0
         version = Version(step, round_)
-        return NOTHING if version in self._doubted else version
+        return (NOTHING, 0) if version in self._doubted else (version, nbytes)
+
+
+def _owed(folder: Path) -> int:
+    """Bytes that files there are to have, and have not been given yet."""
+    owed = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            owed += max(0, status.st_size - 512 * status.st_blocks)
+    return owed
+
+
+@contextmanager
+def taking_turns(path: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
+    """One process at a time is inside, of those that name this file. Raises TimeoutError.
+
+    Who is killed inside lets the next one in.
+    """
+    deadline = time.monotonic() + patience
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(errno.ETIMEDOUT, f"{path} was taken for {patience:.0f} s") from None
+                time.sleep(_LOOK_AGAIN_SECONDS)
+        yield
 
 
 def check(slot: torch.Tensor) -> None:
     """Raises InputError where the bytes of a slot are not those that were written."""
     content = slot.numpy()
-    if len(content) < _HEADER_BYTES or len(content) % 8:
+    if len(content) < HEADER_BYTES or len(content) % 8:
         raise InputError(f"not a snapshot: {len(content)} bytes")
     *fields, total, checksum = _HEADER.unpack_from(content.data)
     if fields[0] != _MAGIC or total != len(content):
@@ -154,33 +264,48 @@ def _checksum(fields: Sequence[int], content: np.ndarray[Any, Any]) -> int:
 
     Each bit that flips changes its MiB's sum; the sums are hashed, so that their order counts.
     """
-    words = content[_HEADER_BYTES:].view(np.int64)
+    words = content[HEADER_BYTES:].view(np.int64)
     whole = len(words) - len(words) % _CHECKED_WORDS
     sums = [*words[:whole].reshape(-1, _CHECKED_WORDS).sum(axis=1).tolist(), int(words[whole:].sum())]
     digest = hashlib.blake2b(repr((list(fields), sums)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-def unpack(slot: torch.Tensor, mesh: DeviceMesh | None) -> tuple[Any, list[bytes]]:
+def unpack(slot: torch.Tensor, mesh: DeviceMesh | None, copying: Container[str] = ()) -> tuple[Any, list[bytes]]:
     """The state and the rank states (one each rank of the job that wrote it) in the bytes of a slot.
 
-    The state's tensors are copies: nothing of `slot` is kept. Raises InputError where a peer has sent something else.
+    copying: names in the state whose owners copy what they load: their tensors lie in `slot`. All others have memory of
+    their own. Raises InputError where a peer has sent something else.
     """
-    check(slot)
     content = slot.numpy().data
     try:
         _, _, _, _, world_size, skeleton_bytes, offset, _, _ = _HEADER.unpack_from(content)
-        ranks_end = _HEADER_BYTES + world_size * RANK_STATE_BYTES
+        ranks_end = HEADER_BYTES + world_size * RANK_STATE_BYTES
         skeleton, layout = json.loads(bytes(content[ranks_end : ranks_end + skeleton_bytes]))
         if world_size < 1 or offset < 0 or ranks_end + skeleton_bytes > len(content):
             raise ValueError("parts that lie outside of it")
-        tensors = [tensor.clone() for tensor in views(slot, offset, read_layout(layout))]
+        tensors = views(slot, offset, read_layout(layout))
+        own = _Owned(tensors)
+        state = {name: put_together(part, tensors if name in copying else own, mesh) for name, part in skeleton["dict"]}
     except (LookupError, TypeError, ValueError, RuntimeError, RecursionError, struct.error) as error:
         raise InputError(f"not a snapshot: {error!r}") from error
     rank_states = [
-        bytes(content[start : start + RANK_STATE_BYTES]) for start in range(_HEADER_BYTES, ranks_end, RANK_STATE_BYTES)
+        bytes(content[start : start + RANK_STATE_BYTES]) for start in range(HEADER_BYTES, ranks_end, RANK_STATE_BYTES)
     ]
-    return put_together(skeleton, tensors, mesh), rank_states
+    return state, rank_states
+
+
+class _Owned(Sequence[torch.Tensor]):
+    """The same tensors, each a copy that is made when it is asked for, once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tensors[index].clone()
 
 
 def _described(skeleton: Any, tensors: Sequence[torch.Tensor]) -> bytes:
@@ -193,50 +318,47 @@ class Slot:
 
     def __init__(
         self,
-        path: Path,
+        allocate: Callable[[int], mmap.mmap],
         world_size: int,
         tensors: Sequence[torch.Tensor],
         skeleton_bytes: int,
-        left: Callable[[], float],
     ) -> None:
-        """Raises OSError where there is not enough memory: in the control group (`left`), or for the file."""
+        """`allocate`: gives so many bytes of shared memory, or raises OSError."""
         self._layout = layout_of(tensors)
-        self._ranks_end = _HEADER_BYTES + world_size * RANK_STATE_BYTES
+        self._ranks_end = HEADER_BYTES + world_size * RANK_STATE_BYTES
         self._world_size = world_size
         self._skeleton_room = 2 * skeleton_bytes + 4096  # numbers in it may grow
         self._offset = aligned(self._ranks_end + self._skeleton_room)
-        total = self._offset + size(self._layout)
-        if total + _RESERVE_BYTES > (bytes_left := left()):
-            raise OSError(
-                errno.ENOMEM,
-                f"a slot takes {total >> 20} MiB, and the control group has {int(bytes_left) >> 20} MiB left",
-            )
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with temporary.open("w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, total)  # says now that memory does not suffice, not by SIGBUS later
-            self._map = mmap.mmap(file.fileno(), total)
+        self._map = allocate(self._offset + size(self._layout))
         self._words = memoryview(self._map).cast("q")
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._tensors = views(self._bytes, self._offset, self._layout)
+        self.content = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._tensors = views(self.content, self._offset, self._layout)
+        self.unpin: Callable[[], None] = lambda: None
         self._void()
-        temporary.replace(path)
 
     def fits(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> bool:
         return len(skeleton) <= self._skeleton_room and layout_of(tensors) == self._layout
 
-    def fill(self, step: int, round_: int, fingerprint: int, tensors: Sequence[torch.Tensor], skeleton: bytes) -> None:
-        """Copies everything but the rank states."""
+    def fill(
+        self,
+        step: int,
+        round_: int,
+        fingerprint: int,
+        tensors: list[torch.Tensor],
+        skeleton: bytes,
+        copies: Copies,
+    ) -> None:
+        """Begins to copy everything but the rank states."""
         self._void()
         self._map[self._ranks_end : self._ranks_end + len(skeleton)] = skeleton
-        if tensors:
-            copy_all(self._tensors, list(tensors))
+        copies.begin(self._tensors, tensors)
         self._pending = (step, round_, fingerprint, self._world_size, len(skeleton), self._offset, len(self._map))
 
     def publish(self, rank_states: torch.Tensor) -> int:
         """Adds the rank states (uint8, world size · RANK_STATE_BYTES) and makes the slot valid; returns its step."""
-        self._bytes[_HEADER_BYTES : self._ranks_end].copy_(rank_states)
+        self.content[HEADER_BYTES : self._ranks_end].copy_(rank_states)
         step, *rest = self._pending
-        _HEADER.pack_into(self._map, 0, _MAGIC, -1, *rest, _checksum([_MAGIC, step, *rest], self._bytes.numpy()))
+        _HEADER.pack_into(self._map, 0, _MAGIC, -1, *rest, _checksum([_MAGIC, step, *rest], self.content.numpy()))
         self._words[1] = step  # one store: a rank that is killed leaves a valid slot or a void one
         return step
 

@@ -15,10 +15,12 @@ from pacekeeper_analysis.errors import InputError
 from .checkpoints import CheckpointFolder
 from .distributed_checkpoint import load
 from .manifests import Manifest
-from .snapshots import Snapshots, unpack
+from .snapshots import HEADER_BYTES, SLOTS, Snapshots, unpack
 from .state import TrainingState
-from .versions import NOTHING, Version, choose
+from .versions import NOTHING, Version, choose, transfers
 
+_PART_BYTES = 64 << 20
+"""Of a slot that goes to another rank: the group's time-out counts for each part."""
 _log = logging.getLogger(__name__)
 
 
@@ -34,59 +36,131 @@ class Source(Protocol):
     def load(self, version: Version) -> int | None:
         """Brings back the version that `newest` has named; returns this rank's samples. Collective.
 
-        None, on all ranks: one of them doubts what it has. Nothing is changed, and `newest` will name another.
+        None, on all ranks: one of them doubts what it has, and `newest` will name another. Something may be changed
+        already; what is brought back then changes it anew.
         """
 
 
 class SnapshotSource:
     """The snapshots in shared memory."""
 
-    def __init__(self, snapshots: Snapshots | None, state: TrainingState, peers: CpuGroup) -> None:
-        """`snapshots`: None: this rank has no shared memory."""
+    def __init__(self, snapshots: Snapshots | None, state: TrainingState, peers: CpuGroup, keeps: bool) -> None:
+        """
+        snapshots: None: this rank has no shared memory.
+        keeps: whether this rank is one of those that keep a copy: of replicas, for all ranks of its worker.
+        """
         self._snapshots = snapshots
         self._state = state
         self._peers = peers
-        self._holder = -1
-        """A rank that has the newest version."""
+        self._keeps = keeps
+        self._held: list[list[tuple[Version, int]]] = []
+        """What each rank holds: versions and their bytes."""
+        self._keepers: list[bool] = []
+        self._failure = ""
+        """Why a snapshot could not be taken over when some of it already was; "": none was begun in vain."""
 
     def newest(self) -> Version:
-        held = self._snapshots.held() if self._snapshots is not None else [NOTHING, NOTHING]
-        mine = torch.tensor([number for version in held for number in (version.step, version.round)])
+        held = self._snapshots.held() if self._snapshots is not None else [(NOTHING, 0)] * SLOTS
+        numbers = [number for version, nbytes in held for number in (version.step, version.round, nbytes)]
+        mine = torch.tensor([int(self._keeps), *numbers])
         everybody = torch.empty(self._peers.group.size() * len(mine), dtype=torch.int64)
         dist.all_gather_into_tensor(everybody, mine, group=self._peers.group)
-        of_ranks = everybody.view(self._peers.group.size(), len(held), 2).tolist()
-        version, self._holder = choose(
-            [[Version(*numbers) for numbers in rank] for rank in of_ranks], self._state.sharded
-        )
-        return version
+        rows = everybody.view(self._peers.group.size(), len(mine))
+        self._keepers = rows[:, 0].bool().tolist()
+        self._held = [
+            [(Version(step, round_), nbytes) for step, round_, nbytes in rank]
+            for rank in rows[:, 1:].reshape(-1, SLOTS, 3).tolist()
+        ]
+        return choose([[version for version, _ in rank] for rank in self._held], self._state.sharded)
 
     def load(self, version: Version) -> int | None:
-        snapshots = self._snapshots
-        had = snapshots is not None and version in snapshots.held()
-        slot = snapshots.read(version) if snapshots is not None and had else None
+        return self._agreed(version, self._load(version))
+
+    def check_unchanged(self) -> None:
+        """Raises InputError where no other state has taken the place of one that was taken over in part."""
+        if self._failure:
+            raise InputError(
+                f"{self._failure}; there is no other state to go back to: mend the script, or let the job begin anew "
+                "(another spec.checkpoint.path, and no pods of its round before)"
+            )
+
+    def _load(self, version: Version) -> int | None:
+        """None: this rank cannot, or another one. All ranks come here, and take the same part in what is collective."""
+        holds = [version in dict(rank) for rank in self._held]
+        had = holds[self._peers.group.rank()]
+        slot = self._snapshots.read(version) if self._snapshots is not None and had else None
         if not self._peers.all_agree((slot is not None) == had):
             return None
-        if not self._peers.all_agree(had):
-            slot = receive_or_send(slot, self._holder, self._peers.group)
-        assert slot is not None, "this rank has it, or has received it"
-        found = self._unpacked(slot, version)
+        if not all(holds):
+            if not self._distribute(version, slot, holds):
+                return None
+            if slot is None and self._snapshots is not None:
+                slot = self._snapshots.read(version)
+        found = None if slot is None else self._unpacked(slot, version)
         if not self._peers.all_agree(found is not None):
-            if snapshots is not None:
-                snapshots.doubt(version)
             return None
         assert found is not None, "all ranks agree that they have it"
-        state, rank_states = found
-        return self._state.set_own(state, rank_states[self._peers.group.rank() % len(rank_states)])
+        return self._take_over(version, *found)
+
+    def _distribute(self, version: Version, slot: torch.Tensor | None, holds: list[bool]) -> bool:
+        """Has a slot made on each worker that lacks this replica, with the bytes of one that has it. Collective.
+
+        Whether there was memory for it on all of them.
+        """
+        rank, group = self._peers.group.rank(), self._peers.group
+        pairs = transfers(holds, self._keepers)
+        source = next((sender for sender, receiver in pairs if receiver == rank), None)
+        room = None if source is None else self._room(version, dict(self._held[source])[version])
+        if not self._peers.all_agree(room is not None or source is None):
+            return False
+        if room is not None and source is not None:
+            receive_slot(room, source, group)
+        for receiver in (receiver for sender, receiver in pairs if sender == rank):
+            assert slot is not None, "who sends has it"
+            send_slot(slot, receiver, group)
+        return self._peers.all_agree(True)  # the ranks of a worker wait for the one that receives
+
+    def _room(self, version: Version, nbytes: int) -> torch.Tensor | None:
+        try:
+            if self._snapshots is None:
+                raise OSError("this rank has no runtime folder")
+            return self._snapshots.room(nbytes)
+        except OSError as error:
+            _log.warning(
+                "no room for the snapshot of step %d from a peer: %s; give the container and its runtime volume more "
+                "memory",
+                version.step,
+                error,
+            )
+            return None
 
     def _unpacked(self, slot: torch.Tensor, version: Version) -> tuple[Any, list[bytes]] | None:
         try:
-            state, rank_states = unpack(slot, self._state.mesh)
+            state, rank_states = unpack(slot, self._state.mesh, copying=self._state.models)
             if different := self._state.misfit_own(state):
                 raise InputError(different)
-        except InputError as error:
+        except (InputError, LookupError, TypeError, AttributeError) as error:
             _log.warning("the snapshot of step %d is not used: %s", version.step, error)
             return None
         return state, rank_states
+
+    def _take_over(self, version: Version, state: Any, rank_states: list[bytes]) -> int | None:
+        try:
+            return self._state.set_own(state, rank_states[self._peers.group.rank() % len(rank_states)])
+        except Exception as error:  # an object of the script's may raise anything
+            _log.warning("the snapshot of step %d could not be taken over", version.step, exc_info=True)
+            self._failure = f"the snapshot of step {version.step} could not be taken over: {error!r}"
+            return None
+
+    def _agreed(self, version: Version, samples: int | None) -> int | None:
+        """This rank's samples, where all ranks have some."""
+        if self._peers.all_agree(samples is not None):
+            return samples
+        if self._snapshots is not None:
+            self._snapshots.doubt(version)
+        if samples is not None:
+            self._failure = f"the snapshot of step {version.step} could not be taken over by another rank"
+        return None
 
 
 class CheckpointSource:
@@ -125,11 +199,19 @@ class CheckpointSource:
         return self._state.set_portable(manifest, lambda state: load(state, folder.folder(manifest)))
 
 
-def receive_or_send(slot: torch.Tensor | None, source: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Rank `source`'s slot on all ranks, whatever they hold themselves. Collective."""
-    size = torch.tensor([0 if slot is None else slot.numel()])
-    dist.broadcast(size, source, group=group)
-    if slot is None or slot.numel() != size.item():  # equal states need not be described in equally many bytes
-        slot = torch.empty(int(size.item()), dtype=torch.uint8)
-    dist.broadcast(slot, source, group=group)
-    return slot
+def send_slot(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:
+    """To a rank of the group, which calls `receive_slot`."""
+    for part in _parts(slot):
+        dist.send(part, group=group, group_dst=receiver)
+
+
+def receive_slot(room: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None:
+    """Into `room`, which has as many bytes as the slot."""
+    for part in _parts(room):
+        dist.recv(part, group=group, group_src=sender)
+
+
+def _parts(slot: torch.Tensor) -> list[torch.Tensor]:
+    """The header last: until it has come, what is there is no slot."""
+    header, content = slot[:HEADER_BYTES], slot[HEADER_BYTES:]
+    return [*content.split(_PART_BYTES), header]

@@ -86,13 +86,29 @@ class TrainingState:
         theirs = {name for name in state if not str(name).startswith(_OUTER)}
         if theirs != (ours := set(self._registered())):
             return f"registered are {sorted(ours)}, in the snapshot {sorted(map(str, theirs))}"
+        for name, optimizer in self._optimizers.items():
+            if (its := _group_sizes(state[name])) != (own := _group_sizes(optimizer.state_dict())):
+                return f"{name}: it has groups of {own} parameters, in the snapshot of {its}"
         return differences(self.description, self.own_description(state))
 
     def set_own(self, state: Mapping[str, Any], rank_state: bytes) -> int:
-        """What `own` and `capture_rank_state` gave; returns the rank's samples."""
+        """What `own` and `capture_rank_state` gave; returns the rank's samples.
+
+        Models copy what they are given; others may keep it. Raises whatever an object raises that does not take its
+        part; those before it have taken theirs.
+        """
         for name, item in self._everything(state).items():
             item.load_state_dict(state[name])
         return restore_rank_state(rank_state)
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Their names in `own`."""
+        return frozenset(self._models)
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        return tuple(self._optimizers.values())
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -198,3 +214,8 @@ class TrainingState:
             if any(parameter is first for parameter in model.parameters()):
                 return model
         raise InputError("register(): an optimizer without its model; register the model whose parameters it has")
+
+
+def _group_sizes(state: Mapping[str, Any]) -> list[int]:
+    """Parameters in each group, of an optimizer's state; one that keeps it in another way has none."""
+    return [len(group["params"]) for group in state.get("param_groups", ())]

@@ -14,6 +14,7 @@ from pacekeeper.observe.cpu_group import CpuGroup
 
 from .checkpoint_writer import CheckpointWriter, WriteOutcome
 from .checkpoints import CheckpointFolder
+from .copies import copies_for
 from .manifests import Manifest
 from .news import open_news
 from .rank_state import fingerprint
@@ -53,9 +54,10 @@ class Store:
         self._peers = peers
         self._news = open_news(environment)
         self._volume = CheckpointSource(folder, state, peers)
-        self._sources: list[Source] = [SnapshotSource(snapshots, state, peers), self._volume]
-        """The quickest first: where several have the same step, it comes back from the first."""
         keeps = state.sharded or environment.local_rank == 0
+        self._memory = SnapshotSource(snapshots, state, peers, keeps)
+        self._sources: list[Source] = [self._memory, self._volume]
+        """The quickest first: where several have the same step, it comes back from the first."""
         self._snapshot_writer = SnapshotWriter(snapshots, state, peers, keeps)
         self._checkpoint_writer = CheckpointWriter(folder, self._news) if folder else None
         if snapshots or folder:
@@ -70,7 +72,7 @@ class Store:
         """Brings back the newest state that all ranks can have, from whichever source has it. Collective.
 
         None: there is nothing to bring back. Raises InputError where the checkpoint is another model's, before anything
-        is changed.
+        is changed; and where a snapshot was taken over in part, and there is nothing else.
         """
         newest = {source: source.newest() for source in self._sources}
         while True:
@@ -79,6 +81,8 @@ class Store:
             if samples is not None or version == NOTHING:
                 break
             newest[source] = source.newest()
+        if samples is None:
+            self._memory.check_unchanged()
         checkpoint_step = newest[self._volume].step
         self._news.found(checkpoint_step)
         return None if samples is None else Restored(version.step, samples, checkpoint_step)
@@ -141,4 +145,5 @@ def _open_snapshots(environment: Environment, state: TrainingState) -> Snapshots
         round_=environment.round,
         world_size=environment.world_size,
         fingerprint=fingerprint(state.description),
+        copies=copies_for(state.optimizers),
     )

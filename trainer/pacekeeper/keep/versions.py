@@ -1,4 +1,4 @@
-"""Versions of the job's state: what a rank holds, and what all ranks can have."""
+"""Versions of the job's state: what a rank holds, what all ranks can have, and who gives it to those that lack it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,23 @@ class Version:
 NOTHING = Version(-1, -1)
 
 
-def choose(held: Sequence[Sequence[Version]], sharded: bool) -> tuple[Version, int]:
-    """The newest version that all ranks can have, and a rank that has it, from what each rank holds.
+def choose(held: Sequence[Sequence[Version]], sharded: bool) -> Version:
+    """The newest version that all ranks can have, from what each rank holds; NOTHING: there is none.
 
-    A sharded state needs the parts of all ranks; a replica can be had from any. (NOTHING, -1): there is none.
+    A sharded state needs the parts of all ranks; a replica can be had from any.
     """
     versions = [set(rank) - {NOTHING} for rank in held]
     common = set.intersection(*versions) if sharded else set.union(*versions)
-    newest = max(common, default=NOTHING)
-    return newest, next((rank for rank, found in enumerate(versions) if newest in found), -1)
+    return max(common, default=NOTHING)
+
+
+def transfers(holds: Sequence[bool], keeps: Sequence[bool]) -> list[tuple[int, int]]:
+    """Which rank sends its replica to which, so that every worker has one.
+
+    holds: which ranks have it. keeps: which ranks keep it for their worker: these receive for all its ranks, and send,
+    each to as many as the others.
+    """
+    senders = [rank for rank, has in enumerate(holds) if has and keeps[rank]]
+    senders = senders or [rank for rank, has in enumerate(holds) if has]
+    receivers = [rank for rank, has in enumerate(holds) if keeps[rank] and not has]
+    return [(senders[number % len(senders)], receiver) for number, receiver in enumerate(receivers)]

@@ -27,6 +27,15 @@ def make(
     return Snapshots(folder, "replica", round_=round_, world_size=2, fingerprint=fingerprint, left=left)
 
 
+def keep(snapshots: Snapshots, step: int, state: dict[str, Any], fingerprint: int = MODEL) -> int:
+    snapshots.write(step, state, fingerprint)
+    return snapshots.publish(rank_states(step))
+
+
+def versions(snapshots: Snapshots) -> list[Version]:
+    return [version for version, _ in snapshots.held()]
+
+
 def read(snapshots: Snapshots, version: Version) -> torch.Tensor:
     slot = snapshots.read(version)
     assert slot is not None
@@ -60,9 +69,9 @@ def assert_same(found: Any, wanted: Any) -> None:
 def test_the_two_newest_can_be_read_by_a_later_round(tmp_path: Path) -> None:
     writer = make(tmp_path)
     for step in (5, 10, 15):
-        assert writer.write(step, state(step), MODEL).publish(rank_states(step)) == step
+        assert keep(writer, step, state(step)) == step
     reader = make(tmp_path, round_=2)
-    assert sorted(reader.held()) == [Version(10, 1), Version(15, 1)]
+    assert sorted(versions(reader)) == [Version(10, 1), Version(15, 1)]
     for step in (10, 15):
         found, ranks = unpack(read(reader, Version(step, 1)), None)
         assert_same(found, state(step))
@@ -72,44 +81,44 @@ def test_the_two_newest_can_be_read_by_a_later_round(tmp_path: Path) -> None:
 def test_a_half_written_snapshot_is_void_and_the_one_before_remains(tmp_path: Path) -> None:
     writer = make(tmp_path)
     for step in (5, 10):
-        writer.write(step, state(step), MODEL).publish(rank_states(step))
+        keep(writer, step, state(step))
     writer.write(15, state(15), MODEL)  # killed before the rank states came
-    assert sorted(make(tmp_path).held()) == [NOTHING, Version(10, 1)]
+    assert sorted(versions(make(tmp_path))) == [NOTHING, Version(10, 1)]
 
 
 def test_a_state_that_grows_gets_new_slots(tmp_path: Path) -> None:
     writer = make(tmp_path)
-    writer.write(1, {"model": torch.zeros(2)}, MODEL).publish(rank_states(1))
-    writer.write(2, state(2), MODEL).publish(rank_states(2))
-    writer.write(3, state(3), MODEL).publish(rank_states(3))
+    keep(writer, 1, {"model": torch.zeros(2)})
+    keep(writer, 2, state(2))
+    keep(writer, 3, state(3))
     found, _ = unpack(read(make(tmp_path), Version(3, 1)), None)
     assert_same(found, state(3))
 
 
 def test_a_model_that_has_grown_since_the_round_began_is_another_model(tmp_path: Path) -> None:
     writer = make(tmp_path)
-    writer.write(5, state(5), MODEL).publish(rank_states(5))
-    writer.write(10, {"model": torch.zeros(2)}, MODEL + 1).publish(rank_states(10))
-    assert make(tmp_path).held() == [Version(5, 1), NOTHING]
+    keep(writer, 5, state(5))
+    keep(writer, 10, {"model": torch.zeros(2)}, MODEL + 1)
+    assert versions(make(tmp_path)) == [Version(5, 1), NOTHING]
 
 
 def test_a_bit_that_flips_anywhere_is_found_and_the_other_slot_remains(tmp_path: Path) -> None:
     writer = make(tmp_path)
     for step in (5, 10):
-        writer.write(step, state(step), MODEL).publish(rank_states(step))
+        keep(writer, step, state(step))
     path = tmp_path / "replica.1"
     good = path.read_bytes()
     for place in (24, 32, 40, 48, 64, 4096, 4096 + 2 * RANK_STATE_BYTES, len(good) - 1):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         reader = make(tmp_path)
         assert reader.read(Version(10, 1)) is None
-        assert reader.held() == [Version(5, 1), NOTHING]
+        assert versions(reader) == [Version(5, 1), NOTHING]
         assert_same(unpack(read(reader, Version(5, 1)), None)[0], state(5))
 
 
 def test_parts_that_have_changed_places_are_found(tmp_path: Path) -> None:
     writer, mib = make(tmp_path), 1 << 20
-    writer.write(5, {"weight": torch.arange(3 * mib // 4, dtype=torch.int32)}, MODEL).publish(rank_states(5))
+    keep(writer, 5, {"weight": torch.arange(3 * mib // 4, dtype=torch.int32)})
     path = tmp_path / "replica.0"
     good = path.read_bytes()
     path.write_bytes(good[:4096] + good[4096 + mib : 4096 + 2 * mib] + good[4096 : 4096 + mib] + good[4096 + 2 * mib :])
@@ -117,7 +126,7 @@ def test_parts_that_have_changed_places_are_found(tmp_path: Path) -> None:
 
 
 def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
-    make(tmp_path).write(5, state(5), MODEL).publish(rank_states(5))
+    keep(make(tmp_path), 5, state(5))
     found, _ = unpack(read(make(tmp_path), Version(5, 1)), None)
     content = (tmp_path / "replica.0").stat().st_size
     with (tmp_path / "replica.0").open("r+b") as file:
@@ -129,27 +138,27 @@ def test_the_slot_that_a_round_comes_from_is_not_the_first_that_it_writes(tmp_pa
     for restored, remaining in ((5, 0), (10, 1)):
         writer = make(tmp_path)
         for step in (5, 10):
-            writer.write(step, state(step), MODEL).publish(rank_states(step))
+            keep(writer, step, state(step))
         later = make(tmp_path, round_=2)
         read(later, Version(restored, 1))
         later.write(15, state(15), MODEL)  # killed before the rank states came
-        assert make(tmp_path).held()[remaining] == Version(restored, 1)
+        assert versions(make(tmp_path))[remaining] == Version(restored, 1)
 
 
 def test_a_slot_takes_no_memory_that_the_control_group_has_not(tmp_path: Path) -> None:
     left = 65 << 20
     snapshots = make(tmp_path, left=lambda: left)
-    snapshots.write(5, state(5), MODEL).publish(rank_states(5))
+    keep(snapshots, 5, state(5))
     with pytest.raises(OSError, match=r"a slot takes 2 MiB, and the control group has 65 MiB left"):
         snapshots.write(10, {"weight": torch.zeros(2 << 20, dtype=torch.uint8)}, MODEL)
-    assert make(tmp_path).held() == [Version(5, 1), NOTHING]
+    assert versions(make(tmp_path)) == [Version(5, 1), NOTHING]
 
 
 def test_the_snapshot_of_another_model_and_a_torn_file_count_as_nothing(tmp_path: Path) -> None:
-    make(tmp_path).write(5, state(5), MODEL).publish(rank_states(5))
+    keep(make(tmp_path), 5, state(5))
     (tmp_path / "replica.1").write_bytes(b"torn")
-    assert make(tmp_path, fingerprint=8).held() == [NOTHING, NOTHING]
-    assert make(tmp_path).held() == [Version(5, 1), NOTHING]
+    assert versions(make(tmp_path, fingerprint=8)) == [NOTHING, NOTHING]
+    assert versions(make(tmp_path)) == [Version(5, 1), NOTHING]
 
 
 def test_memory_that_does_not_suffice_is_an_error_not_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +180,7 @@ class _Bomb:
 
 def test_a_slot_from_a_peer_that_is_none_is_an_input_error_and_runs_nothing(tmp_path: Path) -> None:
     writer = make(tmp_path)
-    writer.write(5, state(5), MODEL).publish(rank_states(5))
+    keep(writer, 5, state(5))
     good = read(writer, Version(5, 1))
     content = good.numpy().tobytes()
     start = content.index(b"[{")

@@ -1,0 +1,180 @@
+"""Snapshots of several ranks: who has no memory for one, who lacks one, and what earlier rounds have left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from pacekeeper.environment import Environment
+from pacekeeper.keep.state import TrainingState
+from pacekeeper.keep.store import Store
+from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.observe.recorder import NoRing, Recorder
+from pacekeeper.replication.replication import Replication
+from pacekeeper.runtime import Runtime
+from tests.support.ranks import run_ranks
+
+
+class Worker:
+    """A rank of a job with `ranks` ranks, `local` of them on each worker, each worker with a folder of its own."""
+
+    def __init__(self, rank: int, folder: Path, ranks: int, local: int, sharded: bool = False) -> None:
+        shape = {"sync": 1, "shard": ranks} if sharded else {"sync": ranks, "shard": 1}
+        replication = Replication(rank, shape, torch.device("cpu"))
+        self.model = nn.Linear(6, 4)
+        if sharded:
+            fully_shard(self.model, mesh=replication.mesh["shard"])
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        state = TrainingState({"model": self.model, "optimizer": self.optimizer}, replication, rank)
+        runtime = Runtime(folder / f"worker-{rank // local}").make()
+        self.folder = runtime.snapshots
+        environment = Environment(rank, ranks, local_rank=rank % local, round=1, runtime=runtime)
+        self.store = Store(environment, CpuGroup(Recorder(NoRing())), state, None)
+
+    def snapshot(self, step: int) -> int:
+        """Of a state that `step` tells; what `settle` says."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(step)
+        self.store.snapshot(step, samples=step)
+        return self.store.settle()
+
+    @property
+    def slots(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir() if not path.name.startswith("."))
+
+
+class Memory:
+    """Stands before `os.posix_fallocate`: there is none until it is `enough`."""
+
+    def __init__(self, enough: bool) -> None:
+        self.enough = enough
+        self.asked = 0
+        self._allocate: Callable[[int, int, int], None] = os.posix_fallocate
+        os.posix_fallocate = self  # type: ignore[assignment]  # of a process that ends with the test
+
+    def __call__(self, file: int, offset: int, nbytes: int) -> None:
+        self.asked += 1
+        if not self.enough:
+            raise OSError(28, "No space left on device")
+        self._allocate(file, offset, nbytes)
+
+
+def test_where_a_shard_has_no_room_all_ranks_wait_before_they_try_again(tmp_path: Path) -> None:
+    """The others' shards help nobody alone: their memory goes back to the training."""
+
+    def rank_main(rank: int) -> tuple[list[int], int, list[str], int]:
+        dist.init_process_group("gloo")
+        memory = Memory(enough=rank != 1)
+        worker = Worker(rank, tmp_path, ranks=2, local=2, sharded=True)
+        settled = [worker.snapshot(step) for step in range(1, 11)]
+        dist.barrier()
+        asked, slots = memory.asked, worker.slots
+        memory.enough = True
+        dist.barrier()
+        return settled, asked, slots, max(worker.snapshot(step) for step in range(11, 20))
+
+    # Tried at 1, 3, 6 and then at 11.
+    assert run_ranks(rank_main, 2, runtime=tmp_path) == [([-1] * 10, 3, [], 19)] * 2
+
+
+def test_a_worker_without_room_does_not_keep_the_others_from_theirs(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> tuple[list[int], bool]:
+        dist.init_process_group("gloo")
+        memory = Memory(enough=rank != 1)
+        worker = Worker(rank, tmp_path, ranks=2, local=1)
+        settled = [worker.snapshot(step) for step in range(1, 6)]
+        memory.enough = True
+        settled += [worker.snapshot(step) for step in range(6, 8)]
+        return settled, worker.store.can_snapshot
+
+    assert run_ranks(rank_main, 2, runtime=tmp_path) == [
+        ([1, 2, 3, 4, 5, 6, 7], True),
+        ([-1, -1, -1, -1, -1, 6, 7], True),
+    ]
+
+
+def test_what_rank_0_has_no_room_for_is_no_cheaper_for_the_others(tmp_path: Path) -> None:
+    """Rank 0 says how often snapshots are taken: by the cost on the rank where it is highest."""
+
+    def rank_main(rank: int) -> bool:
+        dist.init_process_group("gloo")
+        Memory(enough=rank != 0)
+        worker = Worker(rank, tmp_path, ranks=2, local=1)
+        for step in range(1, 7):
+            worker.snapshot(step)
+        costs = torch.zeros(2, dtype=torch.float64)
+        costs[rank] = worker.store.snapshot_seconds
+        dist.all_reduce(costs)
+        return bool(costs[0] > 0)
+
+    assert run_ranks(rank_main, 2, runtime=tmp_path) == [True] * 2
+
+
+def test_one_rank_of_a_worker_fetches_the_replica_that_it_lacks_for_all(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> tuple[int, float, int, list[str]]:
+        dist.init_process_group("gloo")
+        worker = Worker(rank, tmp_path, ranks=4, local=2)
+        for step in (1, 2):
+            worker.snapshot(step)
+        dist.barrier()
+        if rank == 2:
+            for path in worker.folder.iterdir():
+                path.unlink()
+        dist.barrier()
+        later = Worker(rank, tmp_path, ranks=4, local=2)
+        found = later.store.restore()
+        assert found is not None
+        values = {float(value) for parameter in later.model.parameters() for value in parameter.flatten()}
+        return found.step, values.pop(), len(values), later.slots
+
+    ranks = run_ranks(rank_main, 4, runtime=tmp_path)
+    assert [rank[:3] for rank in ranks] == [(2, 2.0, 0)] * 4
+    assert [rank[3] for rank in ranks] == [["replica.0", "replica.1"]] * 2 + [["replica.0"]] * 2
+    fetched = (tmp_path / "worker-1" / "snapshots" / "replica.0").read_bytes()
+    assert fetched == (tmp_path / "worker-0" / "snapshots" / "replica.1").read_bytes()
+
+
+def test_where_there_is_no_room_for_a_peers_replica_no_rank_waits_for_it(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> bool:
+        dist.init_process_group("gloo")
+        worker = Worker(rank, tmp_path, ranks=2, local=1)
+        worker.snapshot(1)
+        if rank == 1:
+            (worker.folder / "replica.0").unlink()
+        Memory(enough=False)
+        return Worker(rank, tmp_path, ranks=2, local=1).store.restore() is None
+
+    assert run_ranks(rank_main, 2, runtime=tmp_path) == [True] * 2
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_rounds_of_another_size_have_left_goes_when_a_round_takes_its_first(sharded: bool, tmp_path: Path) -> None:
+    own = [f"shard-{rank}-of-2.{slot}" for rank in range(2) for slot in range(2)] if sharded else ["replica.0"]
+    left = ["shard-0-of-4.0", "shard-1-of-12.1", ".shard-0-of-2.0.4711", ".replica.0.4711"]
+    left += ["replica.1"] if sharded else ["shard-0-of-2.0"]
+
+    def rank_main(rank: int) -> tuple[list[str], list[str]]:
+        dist.init_process_group("gloo")
+        worker = Worker(rank, tmp_path, ranks=2, local=2, sharded=sharded)
+        if rank == 0:
+            for name in (*own, *left):
+                (worker.folder / name).write_bytes(b"of an earlier round")
+        dist.barrier()
+        worker.store.restore()
+        before = sorted(path.name for path in worker.folder.iterdir())
+        dist.barrier()
+        worker.snapshot(1)
+        dist.barrier()
+        return before, worker.slots
+
+    for before, after in run_ranks(rank_main, 2, runtime=tmp_path):
+        assert before == sorted([*own, *left]), "not before all ranks have a state to go on from"
+        assert after == sorted(own)

@@ -1,0 +1,145 @@
+"""A snapshot is copied beside the device's work, and is whole before an optimizer changes what it copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from pacekeeper.keep.copies import DeviceCopies, HostCopies, copies_for
+
+PINNED_FROM = 64
+"""Bytes of memory that the device of this test can pin."""
+
+
+class Event:
+    def __init__(self, device: Device, name: str) -> None:
+        self._device, self.name = device, name
+
+    def synchronize(self) -> None:
+        self._device.log.append(f"host waits for {self.name}")
+
+    def elapsed_time(self, end_event: Event) -> float:
+        return 250.0 * (int(end_event.name) - int(self.name))
+
+
+class Device:
+    """Writes down in which order, and on which stream, it is given what."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.captures = False
+        self._stream = "own"
+        self._events = 0
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.log.append("side waits for own")
+        self._stream = "side"
+        yield
+        self._stream = "own"
+
+    def event(self) -> Event:
+        self._events += 1
+        self.log.append(f"{self._stream}: event {self._events}")
+        return Event(self, str(self._events))
+
+    def wait(self, event: Event) -> None:
+        self.log.append(f"{self._stream} waits for {event.name}")
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        self.log.append(f"pin {memory.numel()}")
+        return memory.numel() >= PINNED_FROM
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.log.append(f"unpin {memory.numel()}")
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        self.log.append(f"{self._stream}: copy {[int(source.flatten()[0]) for source in sources]}")
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Its weight is 1, its bias 2 and belongs to no optimizer, its buffer 3, the weight's momentum 4."""
+    model = nn.Module()
+    model.weight, model.bias = nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([2.0]))
+    model.register_buffer("mean", torch.tensor([3.0]))
+    optimizer = torch.optim.SGD([model.weight], lr=1.0, momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.tensor([4.0])
+    return model, optimizer
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    return [tensor.detach() for tensor in (*model.state_dict().values(), momentum)]
+
+
+def room(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.zeros_like(tensor) for tensor in tensors]
+
+
+def test_what_optimizers_change_is_copied_beside_and_their_next_step_waits_for_it() -> None:
+    device = Device()
+    model, optimizer = training()
+    copies = DeviceCopies(device, [optimizer])
+    targets = room(state(model, optimizer))
+    copies.begin(targets, state(model, optimizer))
+    device.log.append("forward and backward pass")
+    optimizer.step()
+    optimizer.step()
+    assert device.log == [
+        "own: event 1",
+        "own: copy [2, 3]",  # the next forward pass may change a buffer, and nobody knows who changes the bias
+        "side waits for own",
+        "side: copy [1, 4]",
+        "side: event 2",
+        "forward and backward pass",
+        "own waits for 2",
+        "own waits for 2",
+    ]
+    assert [float(target) for target in targets] == [1, 2, 3, 4]
+    device.log.clear()
+    assert copies.finish() == 0.25, "what the device took for the copy, not what it had to do before"
+    optimizer.step()
+    assert device.log == ["host waits for 2"]
+
+
+def test_a_copy_begins_when_the_one_before_is_complete() -> None:
+    device = Device()
+    model, optimizer = training()
+    copies = DeviceCopies(device, [optimizer])
+    for _ in range(2):
+        copies.begin(room(state(model, optimizer)), state(model, optimizer))
+    assert device.log.index("host waits for 2") < device.log.index("own: event 3")
+
+
+def test_an_optimizer_in_a_graph_waits_for_nothing_so_all_is_copied_before_what_comes() -> None:
+    device = Device()
+    model, optimizer = training()
+    copies = DeviceCopies(device, [optimizer])
+    device.captures = True
+    optimizer.step()
+    device.captures = False
+    copies.begin(room(state(model, optimizer)), state(model, optimizer))
+    assert device.log == ["own: event 1", "own: copy [1, 2, 3, 4]", "side waits for own", "side: event 2"]
+
+
+def test_memory_is_pinned_where_the_device_can() -> None:
+    device = Device()
+    copies = DeviceCopies(device, [])
+    copies.pin(torch.zeros(PINNED_FROM, dtype=torch.uint8))()
+    copies.pin(torch.zeros(PINNED_FROM - 1, dtype=torch.uint8))()
+    assert device.log == ["pin 64", "unpin 64", "pin 63"]
+
+
+def test_on_the_host_a_copy_is_complete_at_once() -> None:
+    model, optimizer = training()
+    copies = copies_for([optimizer])
+    assert isinstance(copies, HostCopies)
+    targets = room(state(model, optimizer))
+    copies.begin(targets, state(model, optimizer))
+    assert [float(target) for target in targets] == [1, 2, 3, 4]
+    assert copies.finish() is None

@@ -1,0 +1,187 @@
+"""Copies of the state into a slot of a snapshot, made beside the device's work where there is a device.
+
+On a GPU the slot is pinned, and what only the optimizers' steps change is copied on a stream of its own, behind all
+that was launched before; the next optimizer's step waits for it, on the device. Everything else, such as buffers that
+the next forward pass changes, is copied in the order of the device's other work.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from pacekeeper.torch_internals import copy_all
+
+_log = logging.getLogger(__name__)
+
+
+class Copies(Protocol):
+    """One copy at a time."""
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """Has copies into `memory` (uint8, on the host) begin without waiting; returns what ends that."""
+
+    def begin(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Begins to copy the present content of each of `sources` into its target, on the host."""
+
+    def finish(self) -> float | None:
+        """Until the copy is complete. Seconds that the device took for it; None: the host made it, in `begin`."""
+
+
+class HostCopies:
+    """Of a state on the host: complete at once."""
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:  # noqa: ARG002  # there is no device
+        return lambda: None
+
+    def begin(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        if targets:
+            copy_all(targets, sources)
+
+    def finish(self) -> float | None:
+        return None
+
+
+class Event(Protocol):
+    """A point in the course of a stream."""
+
+    def synchronize(self) -> None:
+        """Waits on the host until the device has come to it."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds of the device from this event to another."""
+
+
+class Streams(Protocol):
+    """Those of one device."""
+
+    def beside(self) -> AbstractContextManager[object]:
+        """What is launched inside runs on a stream of its own, behind all that was launched on the current one."""
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Launches it on the current stream; copies between tensors on the host are made at once."""
+
+    def event(self) -> Event:
+        """Here, on the current stream."""
+
+    def wait(self, event: Event) -> None:
+        """What is launched on the current stream from now on comes after `event`."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether what is launched goes into a graph, to run some other time."""
+
+    def pin(self, memory: torch.Tensor) -> bool: ...
+
+    def unpin(self, memory: torch.Tensor) -> None: ...
+
+
+class DeviceCopies:
+    """Of a state on a device, which goes on with its work meanwhile."""
+
+    def __init__(self, streams: Streams, optimizers: Collection[torch.optim.Optimizer]) -> None:
+        """`optimizers`: that change parameters; each of their steps waits for the copy that is under way."""
+        self._streams = streams
+        self._optimizers = optimizers
+        self._under_way: tuple[Event, Event, list[torch.Tensor]] | None = None
+        """Its begin and end, and what it reads: memory that must not be used for anything else before the end."""
+        self._captured = False
+        """Whether an optimizer steps in a graph, which runs without asking us."""
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self._before_step())
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        if not self._streams.pin(memory):
+            _log.warning("a snapshot's memory (%d MiB) cannot be pinned: copying it takes longer", memory.numel() >> 20)
+            return lambda: None
+        return lambda: self._streams.unpin(memory)
+
+    def begin(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self.finish()
+        stepped = set() if self._captured else self._stepped()
+        pairs = list(zip(targets, sources, strict=True))
+        at_once = [pair for pair in pairs if pair[1].untyped_storage().data_ptr() not in stepped]
+        later = [pair for pair in pairs if pair[1].untyped_storage().data_ptr() in stepped]
+        start = self._streams.event()
+        self._copy(at_once)
+        with self._streams.beside():
+            self._copy(later)
+            end = self._streams.event()
+        self._under_way = start, end, sources
+
+    def finish(self) -> float | None:
+        if self._under_way is None:
+            return None
+        start, end, _ = self._under_way
+        end.synchronize()
+        self._under_way = None
+        return start.elapsed_time(end) * 1e-3
+
+    def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        if pairs:
+            self._streams.copy([target for target, _ in pairs], [source for _, source in pairs])
+
+    def _before_step(self) -> None:
+        self._captured |= self._streams.captures
+        if self._under_way is not None and not self._streams.captures:
+            self._streams.wait(self._under_way[1])
+
+    def _stepped(self) -> set[int]:
+        """Where in the device's memory lies what the optimizers' steps alone change."""
+        found = [
+            tensor
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for tensor in (parameter, *optimizer.state.get(parameter, {}).values())
+            if isinstance(tensor, torch.Tensor)
+        ]
+        return {_local(tensor).untyped_storage().data_ptr() for tensor in found}
+
+
+class CudaStreams:
+    """Of the GPU that is current when this is made."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+
+    def beside(self) -> AbstractContextManager[object]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copy_all(targets, sources, non_blocking=True)
+
+    def event(self) -> Event:
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # who waits for it leaves the core to others
+        event.record()
+        return event
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, torch.cuda.Event), "event() makes them"
+        torch.cuda.current_stream().wait_event(event)
+
+    @property
+    def captures(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def pin(self, memory: torch.Tensor) -> bool:
+        return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def copies_for(optimizers: Collection[torch.optim.Optimizer]) -> Copies:
+    """What suits a state that these change."""
+    parameters = (its for optimizer in optimizers for group in optimizer.param_groups for its in group["params"])
+    return DeviceCopies(CudaStreams(), optimizers) if any(its.is_cuda for its in parameters) else HostCopies()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
