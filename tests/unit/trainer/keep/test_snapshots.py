@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES, capture_rank_state, restore_rank_state
-from pacekeeper.keep.snapshots import Snapshots, unpack
+from pacekeeper.keep.snapshots import Snapshots, taking_turns, unpack
 from pacekeeper.keep.versions import NOTHING, Version
 from pacekeeper_analysis.errors import InputError
 
@@ -152,6 +152,90 @@ def test_a_slot_takes_no_memory_that_the_control_group_has_not(tmp_path: Path) -
     with pytest.raises(OSError, match=r"a slot takes 2 MiB, and the control group has 65 MiB left"):
         snapshots.write(10, {"weight": torch.zeros(2 << 20, dtype=torch.uint8)}, MODEL)
     assert versions(make(tmp_path)) == [Version(5, 1), NOTHING]
+
+
+def test_ranks_that_take_memory_at_the_same_moment_do_not_take_the_same_memory(tmp_path: Path) -> None:
+    """Each of them would have found room for its slot, before the other has taken its own."""
+    total = 96 << 20
+
+    def left() -> float:
+        return total - sum(512 * path.stat().st_blocks for path in tmp_path.iterdir())
+
+    def shard(rank: int) -> Snapshots:
+        name = f"shard-{rank}-of-2"
+        return Snapshots(tmp_path, name, round_=1, world_size=2, fingerprint=MODEL, left=left)
+
+    first, second = shard(0), shard(1)
+
+    def allocate(file: int, offset: int, nbytes: int) -> None:
+        monkeypatch.undo()
+        with pytest.raises(OSError, match=r"a slot takes 20 MiB, and the control group has 75 MiB left"):
+            second.write(5, {"weight": torch.zeros(20 << 20, dtype=torch.uint8)}, MODEL)
+        os.posix_fallocate(file, offset, nbytes)
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr("os.posix_fallocate", allocate)
+    keep(first, 5, {"weight": torch.zeros(20 << 20, dtype=torch.uint8)})
+    assert versions(first) == [Version(5, 1), NOTHING]
+    assert versions(second) == [NOTHING, NOTHING]
+
+
+def test_who_looks_for_memory_waits_for_its_turn_and_not_for_ever(tmp_path: Path) -> None:
+    turn = tmp_path / "turn"
+    with taking_turns(turn), pytest.raises(TimeoutError, match="was taken for"), taking_turns(turn, patience=0.0):
+        pass
+    with taking_turns(turn, patience=0.0):
+        pass
+
+
+def test_what_is_given_up_leaves_the_other_slot_and_its_place_is_written_next(tmp_path: Path) -> None:
+    writer = make(tmp_path)
+    for step in (5, 10):
+        keep(writer, step, state(step))
+    assert writer.write(15, state(15), MODEL) is False, "the slot was there"
+    writer.give_up()
+    assert [path.name for path in tmp_path.glob("replica.*")] == ["replica.1"]
+    assert versions(make(tmp_path)) == [NOTHING, Version(10, 1)]
+    assert writer.write(20, state(20), MODEL) is True
+    writer.publish(rank_states(20))
+    assert versions(make(tmp_path)) == [Version(20, 1), Version(10, 1)]
+
+
+def test_a_peers_replica_takes_the_place_of_the_oldest(tmp_path: Path) -> None:
+    holder, lacking = tmp_path / "holder", tmp_path / "lacking"
+    for folder in (holder, lacking):
+        folder.mkdir()
+    writer, older = make(holder), make(lacking)
+    for step in (5, 10):
+        keep(older, step, state(step))
+    keep(writer, 15, state(15))
+    content = read(writer, Version(15, 1))
+    receiver = make(lacking, round_=2)
+    receiver.room(len(content)).copy_(content)
+    assert versions(receiver) == [Version(15, 1), Version(10, 1)]
+    assert_same(unpack(read(receiver, Version(15, 1)), None)[0], state(15))
+
+
+def test_what_copies_what_it_loads_is_given_the_slots_own_memory(tmp_path: Path) -> None:
+    """Whoever keeps what it is given would keep the whole slot in memory with it."""
+    writer = make(tmp_path)
+    keep(writer, 5, state(5))
+    slot = read(writer, Version(5, 1))
+    found, _ = unpack(slot, None, copying={"model"})
+    begin, end = slot.data_ptr(), slot.data_ptr() + len(slot)
+    assert begin < found["model"]["weight"].data_ptr() < end
+    assert not begin < found["optimizer"]["state"][0]["step"].data_ptr() < end
+    assert not begin < found["half"].data_ptr() < end
+    assert_same(found, state(5))
+
+
+def test_bytes_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = make(tmp_path)
+    keep(writer, 5, state(5))
+    checked: list[torch.Tensor] = []
+    monkeypatch.setattr("pacekeeper.keep.snapshots.check", checked.append)
+    unpack(read(writer, Version(5, 1)), None)
+    assert len(checked) == 1
 
 
 def test_the_snapshot_of_another_model_and_a_torn_file_count_as_nothing(tmp_path: Path) -> None:
