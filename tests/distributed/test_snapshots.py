@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pacekeeper.environment import Environment
+from pacekeeper.keep import snapshot_writer, store
+from pacekeeper.keep.copies import HostCopies
 from pacekeeper.keep.state import TrainingState
 from pacekeeper.keep.store import Store
 from pacekeeper.observe.cpu_group import CpuGroup
@@ -58,7 +61,7 @@ class Memory:
         self.enough = enough
         self.asked = 0
         self._allocate: Callable[[int, int, int], None] = os.posix_fallocate
-        os.posix_fallocate = self  # type: ignore[assignment]  # of a process that ends with the test
+        os.posix_fallocate = self  # of a process that ends with the test
 
     def __call__(self, file: int, offset: int, nbytes: int) -> None:
         self.asked += 1
@@ -116,6 +119,36 @@ def test_what_rank_0_has_no_room_for_is_no_cheaper_for_the_others(tmp_path: Path
         return bool(costs[0] > 0)
 
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [True] * 2
+
+
+@pytest.mark.parametrize(("device_seconds", "cost"), [(None, 50.0), (0.25, 0.25)], ids=["host", "device"])
+def test_on_a_device_a_snapshot_costs_what_the_copy_takes_there(
+    device_seconds: float | None, cost: float, tmp_path: Path
+) -> None:
+    """Launching it may wait for all that the device has to do before: that is the training's own time."""
+    now = 0.0
+
+    class Launched(HostCopies):
+        def begin(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+            nonlocal now
+            super().begin(targets, sources)
+            now += 50.0
+
+        def finish(self) -> float | None:
+            return device_seconds
+
+    def rank_main(rank: int) -> float:
+        dist.init_process_group("gloo")
+        store.copies_for = lambda _: Launched()
+        snapshot_writer.time = SimpleNamespace(perf_counter=lambda: now)  # type: ignore[assignment]
+        worker = Worker(rank, tmp_path, ranks=1, local=1)
+        for step in (1, 2):
+            worker.snapshot(step)
+        assert worker.store.snapshot_seconds == 0.0, "taking memory is not counted"
+        worker.snapshot(3)
+        return worker.store.snapshot_seconds
+
+    assert run_ranks(rank_main, 1, runtime=tmp_path) == [cost]
 
 
 def test_one_rank_of_a_worker_fetches_the_replica_that_it_lacks_for_all(tmp_path: Path) -> None:

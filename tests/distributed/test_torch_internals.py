@@ -430,6 +430,16 @@ def test_copy_all() -> None:
     assert [target.tolist() for target in targets] == [[1.0] * 2, [2.0] * 3]
 
 
+def test_version_of_what_an_optimizer_changes() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    kept = parameter.detach()
+    before = torch_internals.version_of(kept)
+    assert torch_internals.version_of(kept) == before
+    parameter.grad = torch.ones(2)
+    torch.optim.SGD([parameter], lr=0.1).step()
+    assert torch_internals.version_of(kept) > before
+
+
 def test_a_state_is_mapped_and_filled_in_by_its_paths() -> None:
     state: Any = {"list": [torch.ones(2), "kept"], "tuple": (torch.ones(1), 3)}
     doubled = torch_internals.tree_map_only(Tensor, lambda tensor: (tensor * 2).tolist(), state)

@@ -203,6 +203,11 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], non_block
     torch._foreach_copy_(targets, sources, non_blocking)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How often what lies in the tensor's memory was changed in place, through whichever tensor that lies there."""
+    return tensor._version
+
+
 @contextmanager
 def as_the_only_worker() -> Iterator[None]:
     """Inside it, torch.utils.data.get_worker_info() says None, as outside of a DataLoader's workers."""

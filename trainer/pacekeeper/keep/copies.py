@@ -15,9 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from pacekeeper.torch_internals import copy_all
+from pacekeeper.torch_internals import copy_all, version_of
 
 _log = logging.getLogger(__name__)
+
+
+class TornCopyError(RuntimeError):
+    """What was copied has changed meanwhile."""
 
 
 class Copies(Protocol):
@@ -30,7 +34,10 @@ class Copies(Protocol):
         """Begins to copy the present content of each of `sources` into its target, on the host."""
 
     def finish(self) -> float | None:
-        """Until the copy is complete. Seconds that the device took for it; None: the host made it, in `begin`."""
+        """Until the copy is complete. Seconds that the device took for it; None: the host made it, in `begin`.
+
+        Raises TornCopyError; the copy is over then, too.
+        """
 
 
 class HostCopies:
@@ -90,6 +97,9 @@ class DeviceCopies:
         self._optimizers = optimizers
         self._under_way: tuple[Event, Event, list[torch.Tensor]] | None = None
         """Its begin and end, and what it reads: memory that must not be used for anything else before the end."""
+        self._unchanged: list[tuple[torch.Tensor, int]] = []
+        """What is copied beside the work, and its version: to be the same until an optimizer steps."""
+        self._torn = False
         self._captured = False
         """Whether an optimizer steps in a graph, which runs without asking us."""
         for optimizer in optimizers:
@@ -102,7 +112,7 @@ class DeviceCopies:
         return lambda: self._streams.unpin(memory)
 
     def begin(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        self.finish()
+        assert self._under_way is None, "finish() comes first"
         stepped = set() if self._captured else self._stepped()
         pairs = list(zip(targets, sources, strict=True))
         at_once = [pair for pair in pairs if pair[1].untyped_storage().data_ptr() not in stepped]
@@ -113,13 +123,21 @@ class DeviceCopies:
             self._copy(later)
             end = self._streams.event()
         self._under_way = start, end, sources
+        self._unchanged = [(source, version_of(source)) for _, source in later]
+        self._torn = False
 
     def finish(self) -> float | None:
         if self._under_way is None:
             return None
         start, end, _ = self._under_way
         end.synchronize()
+        self._look_for_changes()
         self._under_way = None
+        if self._torn:
+            raise TornCopyError(
+                "parameters or moments were changed outside of an optimizer's step while they were copied; change them "
+                "behind optimizer.step(), in the same step"
+            )
         return start.elapsed_time(end) * 1e-3
 
     def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -129,7 +147,13 @@ class DeviceCopies:
     def _before_step(self) -> None:
         self._captured |= self._streams.captures
         if self._under_way is not None and not self._streams.captures:
+            self._look_for_changes()
             self._streams.wait(self._under_way[1])
+
+    def _look_for_changes(self) -> None:
+        """Whoever changes what is copied, without waiting for it, has done so before the first step."""
+        self._torn |= any(version_of(tensor) != version for tensor, version in self._unchanged)
+        self._unchanged = []
 
     def _stepped(self) -> set[int]:
         """Where in the device's memory lies what the optimizers' steps alone change."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pacekeeper.observe.cpu_group import CpuGroup
 
+from .copies import TornCopyError
 from .rank_state import RANK_STATE_BYTES, capture_rank_state, fingerprint
 from .snapshots import Snapshots
 from .state import TrainingState
@@ -89,9 +90,17 @@ class SnapshotWriter:
         self._in_vain.end()
         if self._snapshots is None or not kept:
             return -1
-        copy_seconds = self._snapshots.finish_copy()
+        return self._publish(self._snapshots, rows[:, :RANK_STATE_BYTES])
+
+    def _publish(self, snapshots: Snapshots, rank_states: torch.Tensor) -> int:
+        try:
+            copy_seconds = snapshots.finish_copy()
+        except TornCopyError as error:
+            _log.warning("no snapshot on rank %d: %s", self._peers.group.rank(), error)
+            snapshots.give_up()
+            return -1
         start = time.perf_counter()
-        step = self._snapshots.publish(rows[:, :RANK_STATE_BYTES].reshape(-1))
+        step = snapshots.publish(rank_states.reshape(-1))
         if not self._makes:  # taking memory is dear, and rare
             copying = self._host_seconds if copy_seconds is None else copy_seconds
             self._costs.append(copying + time.perf_counter() - start)

@@ -33,7 +33,7 @@ from pacekeeper.cgroup import memory_left
 from pacekeeper.plain import aligned, describe_layout, layout_of, put_together, read_layout, size, take_apart, views
 from pacekeeper_analysis.errors import InputError
 
-from .copies import Copies, HostCopies
+from .copies import Copies, HostCopies, TornCopyError
 from .rank_state import RANK_STATE_BYTES
 from .versions import NOTHING, Version
 
@@ -123,7 +123,8 @@ class Snapshots:
 
     def give_up(self) -> None:
         """The slot that was written last, or would be next, gives its memory back. The other one stays."""
-        self._copies.finish()
+        with suppress(TornCopyError):
+            self._copies.finish()
         slot, self._slots[self._next] = self._slots[self._next], None
         if slot is not None:
             slot.unpin()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from pacekeeper.keep.copies import DeviceCopies, HostCopies, copies_for
+from pacekeeper.keep.copies import DeviceCopies, HostCopies, TornCopyError, copies_for
 
 PINNED_FROM = 64
 """Bytes of memory that the device of this test can pin."""
@@ -46,7 +48,7 @@ class Device:
         self.log.append(f"{self._stream}: event {self._events}")
         return Event(self, str(self._events))
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Any) -> None:
         self.log.append(f"{self._stream} waits for {event.name}")
 
     def pin(self, memory: torch.Tensor) -> bool:
@@ -62,17 +64,25 @@ class Device:
         self.log.append(f"{self._stream}: copy {[int(source.flatten()[0]) for source in sources]}")
 
 
-def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+class Model(nn.Module):
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([2.0]))
+        self.register_buffer("mean", torch.tensor([3.0]))
+
+
+def training() -> tuple[Model, torch.optim.Optimizer]:
     """Its weight is 1, its bias 2 and belongs to no optimizer, its buffer 3, the weight's momentum 4."""
-    model = nn.Module()
-    model.weight, model.bias = nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([2.0]))
-    model.register_buffer("mean", torch.tensor([3.0]))
+    model = Model()
+    model.weight.grad = torch.tensor([1.0])
     optimizer = torch.optim.SGD([model.weight], lr=1.0, momentum=0.9)
     optimizer.state[model.weight]["momentum_buffer"] = torch.tensor([4.0])
     return model, optimizer
 
 
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def state(model: Model, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     momentum = optimizer.state[model.weight]["momentum_buffer"]
     return [tensor.detach() for tensor in (*model.state_dict().values(), momentum)]
 
@@ -107,13 +117,23 @@ def test_what_optimizers_change_is_copied_beside_and_their_next_step_waits_for_i
     assert device.log == ["host waits for 2"]
 
 
-def test_a_copy_begins_when_the_one_before_is_complete() -> None:
-    device = Device()
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_changes_without_waiting_for_the_copy_leaves_it_torn(steps: int) -> None:
+    """As does a script that moves its parameters, and goes back before the optimizer steps."""
     model, optimizer = training()
-    copies = DeviceCopies(device, [optimizer])
-    for _ in range(2):
+    copies = DeviceCopies(Device(), [optimizer])
+    for changed in (model.weight, model.mean, model.bias):
         copies.begin(room(state(model, optimizer)), state(model, optimizer))
-    assert device.log.index("host waits for 2") < device.log.index("own: event 3")
+        with torch.no_grad():
+            changed.add_(1)
+        for _ in range(steps):
+            optimizer.step()
+        if changed is model.weight:
+            with pytest.raises(TornCopyError, match=r"behind optimizer\.step"):
+                copies.finish()
+        else:  # it was copied at once
+            assert copies.finish() is not None
+    assert copies.finish() is None
 
 
 def test_an_optimizer_in_a_graph_waits_for_nothing_so_all_is_copied_before_what_comes() -> None:
@@ -121,6 +141,7 @@ def test_an_optimizer_in_a_graph_waits_for_nothing_so_all_is_copied_before_what_
     model, optimizer = training()
     copies = DeviceCopies(device, [optimizer])
     device.captures = True
+    optimizer.zero_grad()
     optimizer.step()
     device.captures = False
     copies.begin(room(state(model, optimizer)), state(model, optimizer))
