@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pacekeeper.environment import Environment
-from pacekeeper.keep import snapshot_writer, store
 from pacekeeper.keep.copies import HostCopies
 from pacekeeper.keep.state import TrainingState
 from pacekeeper.keep.store import Store
@@ -139,8 +138,9 @@ def test_on_a_device_a_snapshot_costs_what_the_copy_takes_there(
 
     def rank_main(rank: int) -> float:
         dist.init_process_group("gloo")
-        store.copies_for = lambda _: Launched()
-        snapshot_writer.time = SimpleNamespace(perf_counter=lambda: now)  # type: ignore[assignment]
+        here = pytest.MonkeyPatch()
+        here.setattr("pacekeeper.keep.store.copies_for", lambda _: Launched())
+        here.setattr("pacekeeper.keep.snapshot_writer.time", SimpleNamespace(perf_counter=lambda: now))
         worker = Worker(rank, tmp_path, ranks=1, local=1)
         for step in (1, 2):
             worker.snapshot(step)

@@ -430,7 +430,7 @@ def test_copy_all() -> None:
     assert [target.tolist() for target in targets] == [[1.0] * 2, [2.0] * 3]
 
 
-def test_version_of_what_an_optimizer_changes() -> None:
+def test_version_of() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     kept = parameter.detach()
     before = torch_internals.version_of(kept)

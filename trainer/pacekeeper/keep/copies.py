@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from pacekeeper.observe.clock import Event
 from pacekeeper.torch_internals import copy_all, version_of
 
 _log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ class TornCopyError(RuntimeError):
     """What was copied has changed meanwhile."""
 
 
-class Copies(Protocol):
+class SlotCopies(Protocol):
     """One copy at a time."""
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
@@ -52,16 +53,6 @@ class HostCopies:
 
     def finish(self) -> float | None:
         return None
-
-
-class Event(Protocol):
-    """A point in the course of a stream."""
-
-    def synchronize(self) -> None:
-        """Waits on the host until the device has come to it."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds of the device from this event to another."""
 
 
 class Streams(Protocol):
@@ -201,7 +192,7 @@ class CudaStreams:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-def copies_for(optimizers: Collection[torch.optim.Optimizer]) -> Copies:
+def copies_for(optimizers: Collection[torch.optim.Optimizer]) -> SlotCopies:
     """What suits a state that these change."""
     parameters = (its for optimizer in optimizers for group in optimizer.param_groups for its in group["params"])
     return DeviceCopies(CudaStreams(), optimizers) if any(its.is_cuda for its in parameters) else HostCopies()

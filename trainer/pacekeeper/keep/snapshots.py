@@ -33,7 +33,7 @@ from pacekeeper.cgroup import memory_left
 from pacekeeper.plain import aligned, describe_layout, layout_of, put_together, read_layout, size, take_apart, views
 from pacekeeper_analysis.errors import InputError
 
-from .copies import Copies, HostCopies, TornCopyError
+from .copies import HostCopies, SlotCopies, TornCopyError
 from .rank_state import RANK_STATE_BYTES
 from .versions import NOTHING, Version
 
@@ -67,7 +67,7 @@ class Snapshots:
         world_size: int,
         fingerprint: int,
         left: Callable[[], float] = memory_left,
-        copies: Copies | None = None,
+        copies: SlotCopies | None = None,
     ) -> None:
         """
         name: of the copy; "replica", or the shard's.
@@ -118,7 +118,7 @@ class Snapshots:
         return slot.publish(rank_states)
 
     def finish_copy(self) -> float | None:
-        """Until what was written last is there; as `Copies.finish`."""
+        """Until what was written last is there; as `SlotCopies.finish`."""
         return self._copies.finish()
 
     def give_up(self) -> None:
@@ -347,7 +347,7 @@ class Slot:
         fingerprint: int,
         tensors: list[torch.Tensor],
         skeleton: bytes,
-        copies: Copies,
+        copies: SlotCopies,
     ) -> None:
         """Begins to copy everything but the rank states."""
         self._void()
