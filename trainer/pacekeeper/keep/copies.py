@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 import torch
@@ -186,7 +186,11 @@ class CudaStreams:
         return torch.cuda.is_current_stream_capturing()
 
     def pin(self, memory: torch.Tensor) -> bool:
-        return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            return True
+        with suppress(RuntimeError):  # CUDA keeps the error for whoever launches something next
+            torch.ones(1, device="cuda")
+        return False
 
     def unpin(self, memory: torch.Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
