@@ -142,7 +142,12 @@ async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuar
         wanted.weak,
         wanted.raised,
     )
-    ruling = await quarantine.suspect(operator.fleet, blame)
+    operator.fleet.asking += 1
+    try:
+        ruling = await quarantine.suspect(operator.fleet, blame)
+    finally:
+        operator.fleet.asking -= 1
+    await operator.fleet.calm()
     if desk.memory.rulings.get(wanted.case) != ruling:
         note = f"{wanted.node}: {ruling.words}"
         await events.tell(operator, desk.job, "QuarantineNode", note, "QuarantineNode")

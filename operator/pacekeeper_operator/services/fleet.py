@@ -31,6 +31,10 @@ PAUSE_SECONDS = 1.0
 """So old the word about the pause may be. For an approval it is asked anew."""
 
 
+FEW = 16
+"""So many nodes that wait to be held keep nothing else waiting."""
+FIRST_SECONDS, LOOK_SECONDS = 15.0, 0.1
+"""So long, at most, more of them go before all else that jobs want done, which looks so often whether they are done."""
 FRESH_SECONDS = 0.5
 """So long what was read for an approval is good for others. Nobody but this operator blames or approves meanwhile,
 except people, of whom the watch tells; a thousand nodes that fail at once would else have all read a thousand times."""
@@ -77,6 +81,10 @@ class Fleet:
         """Held by whoever begins a probe of a suspicion."""
         self.busy_until = -math.inf
         """The API server has asked for so long a pause, by the monotonic clock."""
+        self.asking = 0
+        """Suspicions that are being raised."""
+        self.behind = 0
+        """Nodes that wait to be looked after, as counted last."""
         self._census = Census()
         self._raised: dict[str, tuple[str, float]] = {}  # node → UID, since when: its condition has been told of
         self._pause: tuple[float, str] = (-math.inf, "")
@@ -92,6 +100,13 @@ class Fleet:
         """List both. Raises what the cluster does."""
         await self.nodes.read(self.cluster, ())
         await self.quarantines.read(self.cluster, ())
+
+    async def calm(self) -> None:
+        """Returns when only a few nodes wait to be held, or after FIRST_SECONDS: what else there is to be done about a
+        fault of hundreds takes the API server more time than they do."""
+        until = self.runtime.monotonic() + FIRST_SECONDS
+        while self.asking + self.behind > FEW and self.runtime.monotonic() < until:
+            await self.runtime.sleep(LOOK_SECONDS)
 
     def busy(self, seconds: float) -> None:
         """The API server wants to be left alone for so long."""

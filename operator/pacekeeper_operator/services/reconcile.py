@@ -21,7 +21,7 @@ from ..decide import links, node_lost, waits, workforce
 from ..decide import status as statuses
 from ..decide.straggler import window_steps
 from ..decide.think import Thought, effects, think
-from ..effects import Effect
+from ..effects import AskForQuarantine, Effect
 from ..observation import Hindrance, Observation, Policy
 from ..observe import gather
 from ..queues import stage_elsewhere, under
@@ -348,6 +348,8 @@ def desk_for(operator: Operator, job: Job, body: Object) -> Desk:
     memory = operator.memory.of(job)
 
     async def do(effect: Effect) -> float:
+        if not isinstance(effect, AskForQuarantine):
+            await operator.fleet.calm()
         operator.must_lead()
         return await carry_out(operator, desk, effect)
 

@@ -20,11 +20,13 @@ from pacekeeper_operator.api import (
     WantedMode,
 )
 from pacekeeper_operator.cluster import EVENTS, INCIDENTS, JOBS, PODS, Refused
+from pacekeeper_operator.effects import AskForQuarantine, DeletePod
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.services import bookkeeping
 from pacekeeper_operator.services.desk import Desk
+from pacekeeper_operator.services.fleet import FEW
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.reconcile import (
     IDLE_SECONDS,
@@ -391,3 +393,23 @@ async def test_what_somebody_else_has_written_is_read_before_the_next_pass() -> 
     memory.resource_version = ""
     await place.step()
     assert memory.draft.state.life.completed_at == NOW - 1
+
+
+class TestNodesFirst:
+    @pytest.mark.parametrize("waiting", [FEW, FEW + 1])
+    async def test_where_very_many_wait_to_be_held_all_else_waits_for_them(self, waiting: int) -> None:
+        place = await at(training(replicas=2))
+        place.operator.fleet.behind = waiting
+        node = next(iter(place.world.surroundings.nodes.values()))
+        wanted = WantedQuarantine(node.name, node.uid, "it shows an XID", "incident", at=NOW)
+        doing = [
+            asyncio.create_task(place.desk.errands.carry_out(effect))
+            for effect in (AskForQuarantine(wanted), DeletePod("j-w0-0", "u-w0"))
+        ]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert place.cluster.objects.get(("nodequarantines", "", node.name)) is not None
+        assert ("j-w0-0" in place.cluster.graces) == (waiting <= FEW)
+        place.operator.fleet.behind = 0
+        await asyncio.wait_for(asyncio.gather(*doing), 5)
+        assert "j-w0-0" in place.cluster.graces

@@ -11,7 +11,7 @@ import pytest
 from pacekeeper_operator.api import LABEL_NO_QUARANTINE, Mode, Verdict, Witness, format_time
 from pacekeeper_operator.cluster import CONFIG_MAPS, NODES, QUARANTINES, Busy, Conflict, Kind, Object
 from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
-from pacekeeper_operator.services.fleet import Fleet
+from pacekeeper_operator.services.fleet import FEW, FIRST_SECONDS, Fleet
 from pacekeeper_operator.services.quarantine import AT_ONCE, watch_over
 from pacekeeper_operator.settings import Settings
 from tests.support.virtual_time import Timeline, VirtualRuntime
@@ -262,3 +262,44 @@ class TestManyAtOnce:
         assert place.cluster.lists == ["nodequarantines"]
         await place.run(5)
         assert all(found.status.cordoned_at is not None for found in place.cluster.quarantines().values())
+
+
+class TestFirst:
+    """Where very many nodes wait to be held, all else that is to be done waits for them, but not for ever."""
+
+    async def test_a_few_hold_up_nothing(self) -> None:
+        place = Place()
+        place.fleet.behind = FEW
+        await asyncio.wait_for(place.fleet.calm(), 1)
+
+    async def test_it_goes_on_once_they_are_done(self) -> None:
+        place = Place()
+        place.fleet.behind = FEW + 1
+        calm = asyncio.create_task(place.fleet.calm())
+        await place.timeline.run(1.0)
+        assert not calm.done()
+        place.fleet.behind = 0
+        await place.timeline.run(0.2)
+        assert calm.done()
+
+    async def test_and_after_a_while_whatever_becomes_of_them(self) -> None:
+        place = Place()
+        place.fleet.behind = FEW + 1
+        calm = asyncio.create_task(place.fleet.calm())
+        await place.timeline.run(FIRST_SECONDS - 1)
+        assert not calm.done()
+        await place.timeline.run(2)
+        assert calm.done()
+
+    async def test_who_waits_is_counted_and_forgotten(self) -> None:
+        place = Place()
+        await place.run(1)
+        place.breaks(*range(1, NODES_THERE + 1))
+        most = 0
+        for _ in range(20):
+            await place.run(0.01)
+            most = max(most, place.fleet.behind)
+        assert most > FEW
+        await place.run(30)
+        assert len(place.held()) == NODES_THERE
+        assert place.fleet.behind == 0
