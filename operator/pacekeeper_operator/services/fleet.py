@@ -33,7 +33,7 @@ PAUSE_SECONDS = 1.0
 
 FEW = 16
 """So many nodes that wait to be held keep nothing else waiting."""
-FIRST_SECONDS, LOOK_SECONDS = 15.0, 0.1
+FIRST_SECONDS, LOOK_SECONDS = 20.0, 0.1
 """So long, at most, more of them go before all else that jobs want done, which looks so often whether they are done."""
 FRESH_SECONDS = 0.5
 """So long what was read for an approval is good for others. Nobody but this operator blames or approves meanwhile,
