@@ -147,11 +147,12 @@ async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuar
         ruling = await quarantine.suspect(operator.fleet, blame)
     finally:
         operator.fleet.asking -= 1
+    before = desk.memory.rulings.get(wanted.case)
+    desk.memory.rulings[wanted.case] = ruling  # first: whoever deletes the NodeQuarantine now has ended it
     await operator.fleet.calm()
-    if desk.memory.rulings.get(wanted.case) != ruling:
+    if before != ruling:
         note = f"{wanted.node}: {ruling.words}"
         await events.tell(operator, desk.job, "QuarantineNode", note, "QuarantineNode")
-    desk.memory.rulings[wanted.case] = ruling
     return RULING_SECONDS
 
 

@@ -409,6 +409,7 @@ class TestNodesFirst:
         for _ in range(50):
             await asyncio.sleep(0)
         assert place.cluster.objects.get(("nodequarantines", "", node.name)) is not None
+        assert place.desk.memory.rulings[wanted.case].raised, "who deletes it now has ended it"
         assert ("j-w0-0" in place.cluster.graces) == (waiting <= FEW)
         place.operator.fleet.behind = 0
         await asyncio.wait_for(asyncio.gather(*doing), 5)
