@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import pacekeeper as pk
-from pacekeeper.keep import checkpoint_writer, checkpoints
+from pacekeeper.keep import checkpoint_writer, checkpoints, distributed_checkpoint
 from pacekeeper.keep.news import read_news
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime, write_json
@@ -30,12 +30,14 @@ from tests.support.ranks import run_ranks
 
 RANKS = 2
 FULL = OSError(errno.ENOSPC, "No space left on device")
+REMEDY = "make room on the volume, or keep fewer (spec.checkpoint.keep)"
 FAULTS: dict[str, tuple[int, Any, str, str]] = {
     "manifest": (0, checkpoints, "_write_durably", "manifest.json"),
     "publish": (0, checkpoints.CheckpointFolder, "publish", ""),
-    "metadata": (0, checkpoint_writer, "checksum", ".metadata"),
+    "metadata": (0, FileSystemWriter, "finish", ""),
     "checksum": (1, checkpoint_writer, "checksum", ""),
-    "write": (1, FileSystemWriter, "write_data", ""),
+    "write": (1, distributed_checkpoint, "_write", ""),
+    "copy": (1, distributed_checkpoint, "_copies", ""),
 }
 """Rank, where the function is found and its name, and what an argument ends in if the call is to fail."""
 
@@ -102,7 +104,7 @@ def test_a_checkpoint_that_fails_on_one_rank_stalls_nobody_and_the_next_one_is_k
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(6, 0)] * RANKS
     assert kept(tmp_path / "volume") == {"step-00000004", "step-00000006"}
     assert said(tmp_path / "runtime", "checkpoint_step") == [6] * RANKS
-    message = f"the checkpoint of step 2 is not published: rank {FAULTS[fault][0]}: OSError: {FULL}\n"
+    message = f"the checkpoint of step 2 is not published: rank {FAULTS[fault][0]}: OSError: {FULL}: {REMEDY}\n"
     assert capfd.readouterr().err.count(message) == 1  # rank 0 says it for all
 
 
@@ -129,6 +131,14 @@ def make_room(volume: Path) -> None:
     (volume / "filler").unlink()
 
 
+def make_read_only(volume: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", volume.parent], check=True)
+
+
+def make_writable(volume: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,rw", volume.parent], check=True)
+
+
 def put_a_file_there(volume: Path) -> None:
     volume.rename(volume.with_suffix(".aside"))
     volume.write_text("")
@@ -141,8 +151,12 @@ def put_it_back(volume: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "mend", "reason"),
-    [(fill, make_room, "No space left on device"), (put_a_file_there, put_it_back, str(errno.ENOTDIR))],
-    ids=["full", "a file"],
+    [
+        (fill, make_room, f"No space left on device: {REMEDY}"),
+        (make_read_only, make_writable, "mount the volume of spec.checkpoint.path to be written to"),
+        (put_a_file_there, put_it_back, str(errno.ENOTDIR)),
+    ],
+    ids=["full", "read-only", "a file"],
 )
 def test_a_volume_that_fails_in_mid_training_is_named_at_once_and_used_again_when_it_is_mended(
     spoil: Callable[[Path], None], mend: Callable[[Path], None], reason: str, tmp_path: Path
@@ -205,6 +219,27 @@ def test_training_that_waits_for_a_volume_which_hangs_says_so(tmp_path: Path) ->
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(5, 0)] * RANKS
     assert kept(tmp_path / "volume") == {"step-00000002", "step-00000004", "step-00000005"}
     assert read_news(news).error == ""
+
+
+def test_a_rank_that_ends_waits_for_a_volume_that_hangs_and_not_for_ever(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def rank_main(rank: int) -> tuple[int, Any]:
+        checkpoint_writer._SLOW_SECONDS = checkpoint_writer._PATIENCE_SECONDS = 0.2
+        if rank == 1:
+            distributed_checkpoint._write = hang  # type: ignore[assignment]
+        return train(tmp_path / "volume", 2, 5)
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(5, 0)] * RANKS
+    log = capfd.readouterr().err
+    assert log.count("the checkpoint of step 4 is not published: rank 0: an earlier one is still being written") == 1
+    assert log.count("the state after step 5, the last one, is NOT kept on the volume") == RANKS
+    assert not {name for name in kept(tmp_path / "volume") if "partial" not in name}
+
+
+def hang(*_: Any) -> NoReturn:
+    while True:
+        signal.pause()
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

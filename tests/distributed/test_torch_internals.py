@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -440,10 +439,7 @@ def test_version_of() -> None:
     assert torch_internals.version_of(kept) > before
 
 
-def test_a_state_is_mapped_and_filled_in_by_its_paths() -> None:
-    state: Any = {"list": [torch.ones(2), "kept"], "tuple": (torch.ones(1), 3)}
-    doubled = torch_internals.tree_map_only(Tensor, lambda tensor: (tensor * 2).tolist(), state)
-    assert doubled == {"list": [[2.0, 2.0], "kept"], "tuple": ([2.0], 3)}
+def test_a_state_is_filled_in_by_its_paths() -> None:
     filled: Any = {}
     for path, value in itertools.zip_longest([("a", "b", 0), ("a", "b", 1)], [1, 2]):
         torch_internals.set_element(filled, path, value)
@@ -458,8 +454,6 @@ def test_a_checkpoints_index_says_where_values_lie_by_these_types(tmp_path: Path
     (where,) = metadata.storage_data.values()
     assert isinstance(where, torch_internals.StorageInfo)
     assert (where.relative_path, where.offset) == ("__0_0.distcp", 0)
-    (plan,) = FileSystemWriter(tmp_path).prepare_global_plan([SavePlan([])])
-    assert plan.storage_data == torch_internals.StoragePrefix("__0_")
 
 
 def test_device_activities() -> None:

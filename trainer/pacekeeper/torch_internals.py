@@ -22,12 +22,10 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 from torch.utils.data._utils import worker
 
@@ -42,12 +40,10 @@ __all__ = [
     "HookOpName",
     "ProcessGroup",
     "StorageInfo",
-    "StoragePrefix",
     "Store",
     "Work",
     "engine",
     "set_element",
-    "tree_map_only",
 ]
 
 dynamo = torch._C._dynamo.eval_frame

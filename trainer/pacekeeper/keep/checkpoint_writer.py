@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
@@ -12,16 +15,18 @@ from typing import Any
 import torch.distributed as dist
 
 from pacekeeper.exchange import broadcast, gather
-from pacekeeper.observe.cpu_group import new_cpu_group
+from pacekeeper.observe.cpu_group import CpuGroup, new_cpu_group
 from pacekeeper.plain import allow
 
-from .checkpoints import CheckpointFolder
-from .distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, save
+from .checkpoints import ONE_VOLUME, CheckpointFolder, appears, described
+from .distributed_checkpoint import Failed, Saver, Staged
 from .manifests import FileSum, Manifest, checksum
 from .news import Reporter, culprit
 
 _SLOW_SECONDS = 10.0
 """Training that waits for a checkpoint's end for so long says so: a volume may hang instead of failing."""
+_PATIENCE_SECONDS = 1800.0
+"""After which training, or the rank's end, waits for a checkpoint no longer."""
 _log = logging.getLogger(__name__)
 
 
@@ -44,25 +49,42 @@ allow(WriteOutcome)
 class CheckpointWriter:
     """One rank's part in it."""
 
-    def __init__(self, folder: CheckpointFolder, news: Reporter) -> None:
+    def __init__(self, folder: CheckpointFolder, news: Reporter, peers: CpuGroup) -> None:
         self._folder = folder
         self._news = news
         self._rank = dist.get_rank()
+        self._peers = peers
+        self._saver = Saver(peers)
         self._group: dist.ProcessGroup | None = None
+        self._workers: list[str] = []
+        """On which each rank is."""
         self._writing: threading.Thread | None = None
+        self._stuck = False
+        """`wait` has waited for long enough: its copy is still being written, and no other one is made meanwhile."""
         self._outcome = WriteOutcome.KEPT
 
     def start(self, manifest: Manifest, state: dict[str, Any], published: Callable[[int], None]) -> None:
-        """Writes `state`, which nobody changes any more, as the checkpoint of this manifest. Collective.
+        """Copies `state`, and writes the copy as the checkpoint of this manifest in the background. Collective.
 
         manifest: its files are found when they are written. published: called in the background, with the step, once
         the checkpoint is kept. `wait` comes first: it says what came of the one before.
         """
-        assert self._writing is None, "wait() comes first"
-        if self._group is None:
+        stands = self._peers.gather((self._stuck, self._group is not None, _worker()))
+        if stuck := [rank for rank, its in enumerate(stands) if its[0]]:
+            self._tell_of_stuck(manifest.step, stuck[0])
+            self._outcome = WriteOutcome.LOST
+            return
+        if not all(its[1] for its in stands):
             self._group = new_cpu_group("pacekeeper checkpoints")
+            self._workers = [its[2] for its in stands]
+        assert self._group is not None
+        staged: Staged | str
+        try:
+            staged = self._saver.stage(state)
+        except Failed as failure:
+            staged = str(failure)
         self._writing = threading.Thread(
-            target=self._write, args=(self._group, manifest, state, published), name="checkpoint", daemon=True
+            target=self._write, args=(self._group, manifest, staged, published), name="checkpoint", daemon=True
         )
         self._writing.start()
 
@@ -72,19 +94,24 @@ class CheckpointWriter:
             self._writing.join(_SLOW_SECONDS)
             if self._writing.is_alive():
                 self._tell_of_slow_volume()
-            self._writing.join()
+                self._writing.join(_PATIENCE_SECONDS)
+            if self._writing.is_alive():
+                self._stuck = True
+                return WriteOutcome.LOST
             self._writing = None
-        outcome, self._outcome = self._outcome, WriteOutcome.KEPT
+        outcome = WriteOutcome.LOST if self._stuck else self._outcome  # what came of it afterwards, nobody waits for
+        self._stuck, self._outcome = False, WriteOutcome.KEPT
         return outcome
 
     def _write(
-        self, group: dist.ProcessGroup, manifest: Manifest, state: dict[str, Any], published: Callable[[int], None]
+        self, group: dist.ProcessGroup, manifest: Manifest, staged: Staged | str, published: Callable[[int], None]
     ) -> None:
         step = manifest.step
         try:
-            outcome, reason = self._attempt(group, manifest, state)
+            outcome, reason = self._attempt(group, manifest, staged)
         except Exception as error:  # the training goes on; if a peer is gone, it will not come far
-            outcome, reason = WriteOutcome.LOST, _reason(self._rank, error)
+            outcome, reason = WriteOutcome.LOST, self._reason(error)
+            self._group = None  # some of the peers may have left its collectives
         if outcome is WriteOutcome.KEPT:
             published(step)
             self._news.kept(step)
@@ -94,45 +121,87 @@ class CheckpointWriter:
             self._news.failed(f"{self._folder.path}: step {step}: {reason}", culprit(reason))
         self._outcome = outcome
 
-    def _attempt(self, group: dist.ProcessGroup, manifest: Manifest, state: dict[str, Any]) -> tuple[WriteOutcome, str]:
+    def _attempt(self, group: dist.ProcessGroup, manifest: Manifest, staged: Staged | str) -> tuple[WriteOutcome, str]:
         """What came of it, and why: rank 0's word, the same on all ranks.
 
         No rank leaves before the last collective, whatever fails on it: its peers would wait for it in there.
         """
         mine: dict[str, FileSum] | str
         try:
-            partial = self._folder.partial(manifest.step)
-            save(state, partial, group)
-            mine = {path.name: checksum(path) for path in partial.glob(f"__{self._rank}_*.distcp")}
+            mine = self._saver.write(staged, self._folder.partial(manifest.step), group)
         except Exception as error:
-            mine = _reason(self._rank, error)
-        everybody = gather(mine, group)
+            mine = self._reason(error)
+        written = gather(mine, group)
+        verified = gather(self._verify(manifest.step, written), group)
         said: tuple[WriteOutcome, str] = broadcast(
-            self._publish(manifest, everybody) if self._rank == 0 else None, group
+            self._publish(manifest, written, verified) if self._rank == 0 else None, group
         )
+        if said[0] is WriteOutcome.FAILED:
+            self._folder.discard(manifest.step)  # each rank its own, in case that they write into different folders
         return said
 
-    def _publish(self, manifest: Manifest, everybody: Sequence[dict[str, FileSum] | str]) -> tuple[WriteOutcome, str]:
-        """Rank 0's part. everybody: what each rank has written, or why it could not."""
+    def _verify(self, step: int, written: Sequence[dict[str, FileSum] | str]) -> str:
+        """Reads what another rank has written, as another worker sees it; why it is not that, "": it is."""
+        writer = whose_files(self._workers, self._rank)
+        files = written[writer]
+        if any(isinstance(its, str) for its in written) or isinstance(files, str):
+            return ""  # nothing will be published
+        folder = self._folder.partial(step)
+        for name, entry in files.items():
+            try:
+                if not appears(folder / name):
+                    return (
+                        f"rank {self._rank}: {folder / name}, which rank {writer} has written, is not there on this "
+                        f"rank's worker. {ONE_VOLUME}"
+                    )
+                if checksum(folder / name) != entry:
+                    return f"rank {self._rank}: {folder / name} holds other bytes than rank {writer} has written"
+            except OSError as error:
+                return self._reason(error)
+        return ""
+
+    def _publish(
+        self, manifest: Manifest, written: Sequence[dict[str, FileSum] | str], verified: Sequence[str]
+    ) -> tuple[WriteOutcome, str]:
+        """Rank 0's part. written: by each rank, or why it could not; verified: why a rank does not find it so."""
         folder = self._folder
-        failures = [part for part in everybody if isinstance(part, str)]
+        failures = [part for part in written if isinstance(part, str)] + [why for why in verified if why]
         if not failures:
             try:
-                files = {name: entry for part in everybody if isinstance(part, dict) for name, entry in part.items()}
-                files |= {name: checksum(folder.partial(manifest.step) / name) for name in (INDEX, TORCHS_INDEX)}
+                files = {name: entry for part in written if isinstance(part, dict) for name, entry in part.items()}
                 if folder.publish(replace(manifest, files=files)):
                     return WriteOutcome.KEPT, ""
                 return WriteOutcome.OVER, f"round {folder.round} is over: a later one has begun"
             except Exception as error:  # the peers wait for the outcome
-                failures = [_reason(0, error)]
-        folder.discard(manifest.step)  # by now nobody writes there any more
-        return WriteOutcome.FAILED, "; ".join(dict.fromkeys(failures))
+                failures = [self._reason(error)]
+        return WriteOutcome.FAILED, "; ".join(dict.fromkeys(why for part in failures for why in part.split("; ")))
+
+    def _tell_of_stuck(self, step: int, rank: int) -> None:
+        reason = f"rank {rank}: an earlier one is still being written: the volume has neither taken nor refused it"
+        if self._rank == 0:
+            _log.warning("the checkpoint of step %d is not published: %s", step, reason)
+        self._news.failed(f"{self._folder.path}: step {step}: {reason}", rank)
 
     def _tell_of_slow_volume(self) -> None:
         waits = f"the training waits for the last checkpoint, which is still being written after {_SLOW_SECONDS:g} s"
         self._news.failed(f"{self._folder.path}: {waits}")
 
+    def _reason(self, error: Exception) -> str:
+        """In one line, for all ranks' ears."""
+        return str(error) if isinstance(error, Failed) else f"rank {self._rank}: {described(error)}"
 
-def _reason(rank: int, error: Exception) -> str:
-    """In one line, for all ranks' ears. What comes to all ranks alike says itself on which it began."""
-    return str(error) if isinstance(error, Failed) else f"rank {rank}: {type(error).__name__}: {error}"
+
+def whose_files(workers: Sequence[str], rank: int) -> int:
+    """The rank whose files `rank` verifies: each rank's are verified by one, on another worker as far as there is one.
+
+    workers: on which each rank is. Where all are on one, another rank of it does; a rank that is alone, itself.
+    """
+    order = sorted(range(len(workers)), key=lambda its: workers[its])
+    most = max(Counter(workers).values())
+    shift = most if most < len(workers) else 1
+    return order[(order.index(rank) + shift) % len(order)]
+
+
+def _worker() -> str:
+    """Who has the same mounts is the same worker: a container has its own."""
+    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/mnt')}"

@@ -8,23 +8,40 @@ name there.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from pacekeeper_analysis.errors import InputError
 
-from .manifests import Manifest, checksum
+from .manifests import Manifest
 
 _STEP = re.compile(r"step-(\d{8,})")
 _PARTIAL = re.compile(r"step-\d+\.(partial|replaced)-r\d+")
 _MANIFEST = "manifest.json"
 _OWNER = "owner.json"
+_LATE_SECONDS = 10.0
+_MARK = ".seen-by-all."
+ONE_VOLUME = (
+    "Mount one volume on all workers (spec.checkpoint.volumeClaimName, of a claim with access mode ReadWriteMany), or "
+    "set spec.checkpoint.path to a folder on one"
+)
+"""What helps where each worker sees a folder of its own."""
+_REMEDIES = {
+    errno.ENOSPC: "make room on the volume, or keep fewer (spec.checkpoint.keep)",
+    errno.EDQUOT: "raise the volume's quota, or keep fewer (spec.checkpoint.keep)",
+    errno.EROFS: "mount the volume of spec.checkpoint.path to be written to: without readOnly, and mended where the "
+    "kernel has made it read-only after an error",
+    errno.EACCES: "let this user write to spec.checkpoint.path (fsGroup)",
+}
+"""What helps where a file cannot be written."""
 _log = logging.getLogger(__name__)
 
 
@@ -53,9 +70,29 @@ class CheckpointFolder:
             self._claim()
         except OSError as error:
             _log.warning("%s: this round cannot publish checkpoints yet: %s", self.path, error)
-        for folder in self.path.iterdir():
-            if _PARTIAL.fullmatch(folder.name):
-                shutil.rmtree(folder, ignore_errors=True)
+        for left in self.path.iterdir():
+            if _PARTIAL.fullmatch(left.name):
+                shutil.rmtree(left, ignore_errors=True)
+            elif left.name.startswith(_MARK):
+                left.unlink(missing_ok=True)
+
+    def mark(self) -> str:
+        """Makes a file by which others tell that they see the same folder, and returns its name; "": it cannot now."""
+        name = f"{_MARK}{secrets.token_hex(8)}"
+        try:
+            (self.path / name).touch()
+        except OSError:
+            return ""
+        return name
+
+    def sees(self, mark: str) -> bool:
+        """Whether the file is there that another rank has made by `mark`."""
+        return appears(self.path / mark)
+
+    def unmark(self, mark: str) -> None:
+        if mark:
+            with suppress(OSError):
+                (self.path / mark).unlink()
 
     def partial(self, step: int) -> Path:
         """Where this round writes the checkpoint of `step`."""
@@ -64,11 +101,13 @@ class CheckpointFolder:
     def publish(self, manifest: Manifest) -> bool:
         """Makes what lies in `partial` the checkpoint of its step, then forgets the oldest ones.
 
-        False, and nothing changes, where a later round has begun. Raises OSError where it could not; what was there of
-        this step before is still there then.
+        False, and nothing changes, where a later round has begun. Raises OSError where it could not, InputError where
+        this rank does not see all that the others have written; what was there of this step before is still there then.
         """
         partial, final = self.partial(manifest.step), self.path / f"step-{manifest.step:08d}"
         _write_durably(partial / _MANIFEST, json.dumps(manifest.to_json()))
+        if self._manifest(partial) is None:
+            raise InputError(f"{partial} does not have all that the ranks have written. {ONE_VOLUME}")
         if not self._is_current():
             shutil.rmtree(partial, ignore_errors=True)
             return False
@@ -99,15 +138,6 @@ class CheckpointFolder:
 
     def folder(self, manifest: Manifest) -> Path:
         return self.path / f"step-{manifest.step:08d}"
-
-    def intact(self, manifest: Manifest, part: int = 0, parts: int = 1) -> bool:
-        """Whether every `parts`-th file from the `part`-th on has its checksum: ranks share the reading."""
-        folder = self.folder(manifest)
-        names = sorted(manifest.files)[part::parts]
-        try:
-            return all(checksum(folder / name) == manifest.files[name] for name in names)
-        except OSError:
-            return False
 
     def _manifest(self, folder: Path) -> Manifest | None:
         try:
@@ -144,6 +174,22 @@ class CheckpointFolder:
             return str(json.loads((self.path / _OWNER).read_text())["owner"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return ""
+
+
+def appears(path: Path) -> bool:
+    """Whether it is there, or comes within seconds: some network file systems show another host's files late."""
+    deadline = time.monotonic() + _LATE_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def described(error: BaseException) -> str:
+    """What went wrong, in one line, and what helps where that is known."""
+    remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"{type(error).__name__}: {error}" + (f": {remedy}" if remedy else "")
 
 
 def _check_writable(path: Path) -> None:

@@ -1,28 +1,33 @@
 """torch.distributed.checkpoint's files, written and read without its pickles.
 
 Its own `save` has ranks send each other pickled plans, and its reader unpickles the index and every value that is no
-tensor. Here the same planner and the same writer and reader do the work; plans and results go by `exchange`, the index
-is read from a file of `plain` values beside torch's, and other values are read as tensors are: `weights_only`.
+tensor. Here the same planner does the work and the files are the same; plans and results go by `exchange`, the index is
+read from a file of `plain` values beside torch's, and other values are read as tensors are: `weights_only`. The index
+has a checksum of each item, so that a rank checks what it reads, as it reads it, and nothing else.
 """
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import metadata as index
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
+    LoadItemType,
     ReadItem,
     SavePlan,
     TensorWriteData,
@@ -30,54 +35,187 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from pacekeeper import exchange
-from pacekeeper.plain import allow, pack, unpack
-from pacekeeper.torch_internals import StorageInfo, StoragePrefix, set_element
+from pacekeeper.cgroup import memory_left
+from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.plain import aligned, allow, pack, unpack
+from pacekeeper.torch_internals import StorageInfo, set_element
 from pacekeeper_analysis.errors import InputError
+
+from .checkpoints import described
+from .manifests import FileSum, checksum
 
 INDEX = "index.plain"
 TORCHS_INDEX = ".metadata"
 """For torch's own tools; nothing here reads it."""
-
-allow(SavePlan, WriteItem, WriteItemType, TensorWriteData, BytesIOWriteData, WriteResult, StorageInfo, StoragePrefix)
-allow(index.Metadata, index.MetadataIndex, index.TensorStorageMetadata, index.BytesStorageMetadata)
-allow(index.ChunkStorageMetadata, index.TensorProperties)
+_RESERVE_BYTES = 64 << 20
+"""Of the memory that the control group has left, what the copy of the state leaves to the training."""
 
 
 class Failed(Exception):
-    """Some rank could not write; the message says which and why. It comes to all ranks alike."""
+    """Some rank could not write; the message says which and why."""
 
 
-def save(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
-    """Writes this rank's part of `state` into `folder`; the group's first rank adds the index. Collective.
+class Torn(Exception):
+    """What was read is not what was written, or cannot be read; the message says where."""
 
-    No rank leaves before the last collective, whatever fails on it: its peers would wait for it in there.
-    Raises Failed.
+
+@dataclass
+class Staged:
+    """A copy of what one rank is to write."""
+
+    items: list[tuple[WriteItem, torch.Tensor | io.BytesIO]]
+    whole: Metadata | None
+    """What all ranks write together; the first rank has it."""
+
+
+class Saver:
+    """One rank's part in writing checkpoints: `stage` copies the state, `write` writes the copy in the background.
+
+    Replicas share the work: of what several ranks have alike, each copies and writes a part. Which, they agree on once;
+    the plan holds until the state has other names or shapes.
     """
-    mine = _Saving(state, folder, group)
-    plans = exchange.collect(mine.tried(mine.plan), group)
-    part = exchange.scatter(None if plans is None else mine.parts(plans), group)
-    written = part if isinstance(part, _Failure) else mine.tried(lambda: mine.write(part))
-    results = exchange.collect(written, group)
-    outcome = exchange.broadcast(None if results is None else mine.finish(results), group)
-    if isinstance(outcome, _Failure):
-        raise Failed(outcome.why)
+
+    def __init__(self, peers: CpuGroup, left: Callable[[], float] = memory_left) -> None:
+        """`left`: bytes of memory that this process may still take."""
+        self._peers = peers
+        self._rank = peers.group.rank()
+        self._left = left
+        self._planner = DefaultSavePlanner()
+        self._planned: object = None
+        """What this rank had by `_outline`, when `_part` was agreed on; None: it was not."""
+        self._part: SavePlan | None = None
+        """What it writes of that."""
+        self._whole: Metadata | None = None
+        self._room = torch.empty(0, dtype=torch.uint8)
+        """Of the copy; kept for the next one, since new memory takes several times as long to fill."""
+
+    def stage(self, state: dict[str, Any]) -> Staged:
+        """Copies what this rank is to write of `state`, over the copy before. Collective.
+
+        No rank leaves before the last collective, whatever fails on it. Raises Failed.
+        """
+        outline = self._tried(lambda: self._take_up(state))
+        if not self._peers.all_agree(self._planned is not None and outline == self._planned):
+            self._planned = None
+            self._plan(outline if isinstance(outline, _Failure) else self._tried(self._planner.create_local_plan))
+            self._planned = outline
+        assert self._part is not None, "it is planned"
+        staged = self._tried(lambda: self._copied(self._part.items if self._part else []))
+        self._planner.state_dict = {}  # the live state's: nothing of it is kept
+        if isinstance(staged, _Failure):
+            raise Failed(staged.why)
+        return Staged(staged, self._whole)
+
+    def write(self, staged: Staged | str, folder: Path, group: dist.ProcessGroup) -> dict[str, FileSum]:
+        """Writes the copy into `folder`, and on the first rank the index; returns what the files are like that this
+        rank has written. Collective. `staged`: or why there is no copy.
+
+        No rank leaves before the last collective, whatever fails on it. Raises Failed, where this rank could not.
+        """
+        file = folder / f"__{self._rank}_0.distcp"  # as torch names it
+        if isinstance(staged, str):
+            written: Any = _Failure(staged)
+        else:
+            written = self._tried(lambda: _write(staged.items, file))
+        parts = exchange.collect(written, group)
+        if failure := _failure([written] if parts is None else parts):
+            raise Failed(failure.why)
+        assert isinstance(staged, Staged), "nothing has failed"
+        files = {file.name: written.sum}
+        if parts is not None:
+            assert staged.whole is not None, "the first rank has it"
+            _write_index(staged.whole, parts, folder)
+            files |= {name: checksum(folder / name) for name in (INDEX, TORCHS_INDEX)}
+        return files
+
+    def _take_up(self, state: dict[str, Any]) -> object:
+        """Has the planner hold `state`; returns its `_outline`."""
+        self._planner.set_up_planner(state, is_coordinator=self._rank == 0)
+        return [_outline(name, value) for name, value in self._planner.state_dict.items()]
+
+    def _plan(self, mine: SavePlan | _Failure) -> None:
+        """Agrees with the peers on who writes what. Raises Failed, on all ranks alike."""
+        plans = exchange.collect(mine, self._peers.group)
+        part = exchange.scatter(None if plans is None else self._parts(plans), self._peers.group)
+        if isinstance(part, _Failure):
+            raise Failed(part.why)
+        self._part = self._planner.finish_plan(part)
+
+    def _parts(self, plans: Sequence[Any]) -> Sequence[SavePlan | _Failure]:
+        """What each rank is to write, from what they have; where one could not say, its failure for all of them."""
+
+        def combined() -> list[SavePlan]:
+            together, self._whole = self._planner.create_global_plan(list(plans))
+            return together
+
+        failure = _failure(plans)
+        parts: list[SavePlan] | _Failure = self._tried(combined) if failure is None else failure
+        return [parts] * len(plans) if isinstance(parts, _Failure) else parts
+
+    def _copied(self, items: Sequence[WriteItem]) -> list[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
+        """Raises OSError where the control group has not enough memory left."""
+        found = [(item, self._value(item)) for item in items]
+        tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        places = self._places(sum(aligned(tensor.nbytes) for tensor in tensors), on_gpu)
+        copies = iter(_copies(places, tensors))
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return [(item, next(copies) if isinstance(value, torch.Tensor) else value) for item, value in found]
+
+    def _value(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What the planner resolves an item to, in a tenth of the time for tensors."""
+        value = self._planner.state_dict[item.index.fqn]
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        return value.detach() if isinstance(value, torch.Tensor) else self._planner.resolve_data(item)
+
+    def _places(self, nbytes: int, pinned: bool) -> torch.Tensor:
+        if nbytes > len(self._room):
+            self._room = torch.empty(0, dtype=torch.uint8)
+            if nbytes + _RESERVE_BYTES > (left := self._left()):
+                raise OSError(
+                    errno.ENOMEM,
+                    f"the copy of the state takes {nbytes >> 20} MiB, and the control group has {int(left) >> 20} MiB "
+                    "left; give the container more memory",
+                )
+            self._room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return self._room
+
+    def _tried(self, attempt: Callable[[], Any]) -> Any:
+        """What `attempt` gives, or its failure."""
+        try:
+            return attempt()
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
+            return _Failure(f"rank {self._rank}: {described(error)}")
 
 
-def load(state: dict[str, Any], folder: Path) -> None:
-    """Fills in `state` with what it names. Not collective: each rank reads what it needs.
+def load(state: dict[str, Any], folder: Path, files: Mapping[str, FileSum]) -> None:
+    """Fills in `state` with what it names. Not collective: each rank reads what it needs, and checks what it reads.
 
-    Raises InputError where the folder was written by something else, and what torch and the volume raise.
+    files: of the manifest. Raises Torn, with `state` filled in in part; InputError where the folder was written by
+    something else; and what torch raises.
     """
-    planner, reader = _Planner(), _Reader(folder)
-    metadata = reader.read_metadata()
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    (plan,) = reader.prepare_global_plan(
-        planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    )
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    found = _read_index(folder, files)
+    planner = _Planner()
+    planner.set_up_planner(state, found.metadata, is_coordinator=True)
+    plan = planner.finish_plan(planner.create_local_plan())
+    reader = _Reader(folder, found.sums, files)
+    places = found.metadata.storage_data
+    for item in sorted(plan.items, key=lambda its: _place(places[its.storage_index])):
+        content = io.BytesIO(reader.read(places[item.storage_index]))
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, content)
+            continue
+        tensor = torch.load(content, map_location="cpu", weights_only=True)
+        for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor.narrow(dimension, offset, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(tensor)
+        planner.commit_tensor(item, target)
 
 
 @dataclass(frozen=True)
@@ -87,65 +225,28 @@ class _Failure:
     why: str
 
 
-allow(_Failure)
+@dataclass(frozen=True)
+class _Written:
+    """What a rank has written: where its items lie, and what its file is like."""
+
+    places: dict[index.MetadataIndex, StorageInfo]
+    sums: dict[int, int]
+    """CRC-32 of the item that begins at this offset."""
+    sum: FileSum
 
 
-class _Saving:
-    """One rank's part in a `save`; `parts` and `finish` are the first rank's."""
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds, and where."""
 
-    def __init__(self, state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
-        self._state = state
-        self._index = folder / INDEX
-        self._rank = group.rank()
-        self._planner = DefaultSavePlanner()
-        self._writer = FileSystemWriter(folder, sync_files=True)
-        self._metadata: Metadata | None = None
+    metadata: Metadata
+    sums: dict[str, dict[int, int]] = field(default_factory=dict)
+    """By file and offset: CRC-32 of the item that begins there."""
 
-    def plan(self) -> SavePlan:
-        first = self._rank == 0
-        self._planner.set_up_planner(self._state, self._writer.storage_meta(), is_coordinator=first)
-        self._writer.set_up_storage_writer(is_coordinator=first)
-        return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def parts(self, plans: Sequence[Any]) -> Sequence[SavePlan | _Failure]:
-        """What each rank is to write, from their plans; where one could not plan, its failure for all of them."""
-
-        def combined() -> list[SavePlan]:
-            together, self._metadata = self._planner.create_global_plan(list(plans))
-            return self._writer.prepare_global_plan(together)
-
-        failure = _failure(plans)
-        parts: list[SavePlan] | _Failure = self.tried(combined) if failure is None else failure
-        return [parts] * len(plans) if isinstance(parts, _Failure) else parts
-
-    def write(self, part: SavePlan) -> list[WriteResult]:
-        plan = self._planner.finish_plan(part)
-        own = StoragePrefix(f"__{self._rank}_")  # as torch makes it; it goes into paths, and comes from a peer
-        if own != plan.storage_data:
-            raise InputError(f"a peer's plan names files {plan.storage_data!r:.100} instead of {own.prefix!r}")
-        writing = self._writer.write_data(plan, self._planner)
-        writing.wait()
-        return writing.value()
-
-    def finish(self, results: Sequence[Any]) -> _Failure | None:
-        """Writes the index, torch's and ours, from what each rank has written."""
-
-        def written() -> None:
-            assert self._metadata is not None
-            self._writer.finish(self._metadata, list(results))
-            places = {its.index: its.storage_data for of_rank in results for its in of_rank}
-            whole = replace(self._metadata, storage_data=places, storage_meta=None)  # the reader has its own
-            self._index.write_bytes(pack(whole))
-
-        failed: _Failure | None = _failure(results) or self.tried(written)
-        return failed
-
-    def tried(self, attempt: Callable[[], Any]) -> Any:
-        """What `attempt` gives, or its failure."""
-        try:
-            return attempt()
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            return _Failure(f"rank {self._rank}: {type(error).__name__}: {error}")
+allow(SavePlan, WriteItem, WriteItemType, TensorWriteData, BytesIOWriteData, StorageInfo, _Failure, _Written, Index)
+allow(index.Metadata, index.MetadataIndex, index.TensorStorageMetadata, index.BytesStorageMetadata)
+allow(index.ChunkStorageMetadata, index.TensorProperties)
 
 
 def _failure(of_ranks: Sequence[Any]) -> _Failure | None:
@@ -154,18 +255,141 @@ def _failure(of_ranks: Sequence[Any]) -> _Failure | None:
     return _Failure("; ".join(failures)) if failures else None
 
 
+def _outline(name: str, value: Any) -> object:
+    """What a plan depends on, of an item: who has the same has the same items to write."""
+    if isinstance(value, DTensor):
+        return name, value.dtype, value.shape, value.placements, value.device_mesh
+    return (name, value.dtype, value.shape) if isinstance(value, torch.Tensor) else name
+
+
+def _copies(room: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that lie in `room` one behind the other, each with a storage of its own: torch.save writes storages."""
+    memory: Any = room.numpy()
+    offset, copies = 0, []
+    for tensor in tensors:
+        if tensor.numel():
+            copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(tensor.shape)
+            copy.copy_(tensor, non_blocking=True)
+        else:
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copies.append(copy)
+        offset += aligned(tensor.nbytes)
+    return copies
+
+
+# Files
+
+
+class _Summing(io.RawIOBase):
+    """A file that is written once from its beginning to its end, and the checksum of what was written."""
+
+    def __init__(self, file: io.BufferedWriter) -> None:
+        self._file = file
+        self.sum = FileSum(0, 0)
+        self._begin, self._crc = 0, 0
+
+    def begin(self) -> None:
+        """An item begins here."""
+        self._begin, self._crc = self.sum.nbytes, 0
+
+    @property
+    def item(self) -> tuple[int, int, int]:
+        """Offset, bytes and CRC-32 of what was written since `begin`."""
+        return self._begin, self.sum.nbytes - self._begin, self._crc
+
+    def write(self, content: Any) -> int:
+        nbytes = memoryview(content).nbytes
+        self._file.write(content)
+        self._crc = zlib.crc32(content, self._crc)
+        self.sum = FileSum(self.sum.nbytes + nbytes, zlib.crc32(content, self.sum.crc32))
+        return nbytes
+
+
+def _write(items: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]], path: Path) -> _Written:
+    """As torch writes a rank's file. Raises OSError."""
+    places: dict[index.MetadataIndex, StorageInfo] = {}
+    sums: dict[int, int] = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        stream = _Summing(file)
+        for item, value in items:
+            stream.begin()
+            if isinstance(value, torch.Tensor):
+                torch.save(value, cast(IO[bytes], stream))
+            else:
+                stream.write(value.getbuffer())
+            offset, nbytes, sums[offset] = stream.item
+            places[item.index] = StorageInfo(path.name, offset, nbytes)
+        file.flush()
+        os.fsync(file.fileno())
+    return _Written(places, sums, stream.sum)
+
+
+def _write_index(whole: Metadata, parts: Sequence[_Written], folder: Path) -> None:
+    """The index, torch's and ours, from what each rank has written."""
+    results = [[WriteResult(its, place.length, place) for its, place in part.places.items()] for part in parts]
+    FileSystemWriter(folder, sync_files=True).finish(replace(whole), results)
+    places = {its: place for part in parts for its, place in part.places.items()}
+    sums = {place.relative_path: part.sums for part in parts for place in part.places.values()}
+    with (folder / INDEX).open("wb") as file:
+        file.write(pack(Index(replace(whole, storage_data=places, storage_meta=None), sums)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
 _FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
-class _Reader(FileSystemReader):
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        metadata = unpack((Path(self.path) / INDEX).read_bytes())
-        if not isinstance(metadata, Metadata):
-            raise InputError(f"{self.path}/{INDEX}: holds a {type(metadata).__name__} instead of a checkpoint's index")
-        for where in metadata.storage_data.values():  # a peer has said it: it names no file elsewhere
-            if not _FILE.fullmatch(str(where.relative_path)):
-                raise InputError(f"{self.path}/{INDEX}: names file {where.relative_path!r}; give the job another path")
-        return replace(metadata, storage_meta=StorageMeta(load_id=self.load_id))
+def _read_index(folder: Path, files: Mapping[str, FileSum]) -> Index:
+    path = folder / INDEX
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise Torn(f"{path}: {error.strerror}") from error
+    if FileSum(len(content), zlib.crc32(content)) != files.get(INDEX):
+        raise Torn(f"{path}: its checksum is another than when it was written")
+    found = unpack(content)
+    if isinstance(found, Metadata):  # of a build whose indices had no sums
+        found = Index(found)
+    if not isinstance(found, Index):
+        raise InputError(f"{path}: holds a {type(found).__name__} instead of a checkpoint's index")
+    for where in found.metadata.storage_data.values():  # a peer has said it: it names no file elsewhere
+        if not _FILE.fullmatch(str(where.relative_path)):
+            raise InputError(f"{path}: names file {where.relative_path!r}; give the job another path")
+    return found
+
+
+def _place(storage: StorageInfo) -> tuple[str, int]:
+    return storage.relative_path, storage.offset
+
+
+class _Reader:
+    """Reads items of a checkpoint's files, and checks them."""
+
+    def __init__(self, folder: Path, sums: Mapping[str, Mapping[int, int]], files: Mapping[str, FileSum]) -> None:
+        self._folder = folder
+        self._sums = sums
+        self._files = files
+        self._whole: set[str] = set()
+        """Files that were checked as a whole: the index has no sums of them."""
+
+    def read(self, storage: StorageInfo) -> bytes:
+        """Raises Torn."""
+        name, offset = _place(storage)
+        path = self._folder / name
+        try:
+            if name not in self._sums and name not in self._whole:
+                if checksum(path) != self._files.get(name):
+                    raise Torn(f"{path}: its checksum is another than when it was written")
+                self._whole.add(name)
+            with path.open("rb") as file:
+                file.seek(offset)
+                content = file.read(storage.length)
+        except OSError as error:
+            raise Torn(f"{path}: {error.strerror}") from error
+        if name in self._sums and zlib.crc32(content) != self._sums[name].get(offset):
+            raise Torn(f"{path}: what lies at {offset} has another checksum than when it was written")
+        return content
 
 
 class _Planner(DefaultLoadPlanner):

@@ -13,7 +13,7 @@ from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper_analysis.errors import InputError
 
 from .checkpoints import CheckpointFolder
-from .distributed_checkpoint import load
+from .distributed_checkpoint import Torn, load
 from .manifests import Manifest
 from .snapshots import HEADER_BYTES, SLOTS, Snapshots, unpack
 from .state import TrainingState
@@ -39,6 +39,9 @@ class Source(Protocol):
         None, on all ranks: one of them doubts what it has, and `newest` will name another. Something may be changed
         already; what is brought back then changes it anew.
         """
+
+    def check_unchanged(self) -> None:
+        """Raises InputError where something was brought back in part. Called where nothing else was afterwards."""
 
 
 class SnapshotSource:
@@ -77,7 +80,6 @@ class SnapshotSource:
         return self._agreed(version, self._load(version))
 
     def check_unchanged(self) -> None:
-        """Raises InputError where no other state has taken the place of one that was taken over in part."""
         if self._failure:
             raise InputError(
                 f"{self._failure}; there is no other state to go back to: mend the script, or let the job begin anew "
@@ -172,31 +174,55 @@ class CheckpointSource:
         self._state = state
         self._peers = peers
         self._manifests: dict[Version, Manifest] = {}
+        self._torn: set[Version] = set()
+        self._failure = ""
+        """Why the one that was tried last could not be loaded; "": none was tried that could not."""
 
     def newest(self) -> Version:
+        """By the manifests and the files' sizes: their bytes are checked by whoever reads them, in `load`."""
         folder = self._folder
         if folder is None:
             return NOTHING
-        rank, ranks = self._peers.group.rank(), self._peers.group.size()
-        manifests: list[Manifest] = broadcast(folder.published() if rank == 0 else None, self._peers.group)
-        for manifest in manifests:
-            if self._peers.all_agree(folder.intact(manifest, rank, ranks)):
-                if different := self._state.misfit(manifest):
-                    raise InputError(
-                        f"spec.checkpoint.path: {folder.folder(manifest)} is of another model: {different}. "
-                        "Give this job a path of its own, or the model that was trained there"
-                    )
-                version = Version(manifest.step, manifest.round)
-                self._manifests = {version: manifest}
-                return version
-            if rank == 0:
-                _log.warning("the checkpoint of step %d is torn; looking for an older one", manifest.step)
-        return NOTHING
+        published: list[Manifest] = broadcast(
+            folder.published() if self._peers.group.rank() == 0 else None, self._peers.group
+        )
+        self._manifests = {Version(manifest.step, manifest.round): manifest for manifest in published}
+        version = max(self._manifests.keys() - self._torn, default=NOTHING)
+        if version != NOTHING and (different := self._state.misfit(self._manifests[version])):
+            raise InputError(
+                f"spec.checkpoint.path: {folder.folder(self._manifests[version])} is of another model: {different}. "
+                "Give this job a path of its own, or the model that was trained there"
+            )
+        return version
 
-    def load(self, version: Version) -> int:
+    def load(self, version: Version) -> int | None:
         folder, manifest = self._folder, self._manifests[version]
         assert folder is not None, "`newest` has found something there"
-        return self._state.set_portable(manifest, lambda state: load(state, folder.folder(manifest)))
+
+        def fill(state: dict[str, Any]) -> None:
+            torn = ""
+            try:
+                load(state, folder.folder(manifest), manifest.files)
+            except Torn as error:
+                torn = f"rank {self._peers.group.rank()}: {error}"
+            if said := [its for its in self._peers.gather(torn) if its]:
+                raise Torn("; ".join(said))
+
+        try:
+            return self._state.set_portable(manifest, fill)
+        except Torn as error:
+            self._failure = str(error)
+            self._torn.add(version)
+            if self._peers.group.rank() == 0:
+                _log.warning("the checkpoint of step %d is torn; looking for an older one: %s", manifest.step, error)
+            return None
+
+    def check_unchanged(self) -> None:
+        if self._folder is not None and self._failure:
+            raise InputError(
+                f"spec.checkpoint.path: no checkpoint in {self._folder.path} can be loaded: {self._failure}. "
+                "Mend the volume and start the job again, or empty the folder to begin anew"
+            )
 
 
 def send_slot(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:

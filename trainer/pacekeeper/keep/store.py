@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pacekeeper.environment import Environment
+from pacekeeper.exchange import broadcast
 from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper_analysis.errors import InputError
 
 from .checkpoint_writer import CheckpointWriter, WriteOutcome
-from .checkpoints import CheckpointFolder
+from .checkpoints import ONE_VOLUME, CheckpointFolder
 from .copies import copies_for
 from .manifests import Manifest
 from .news import open_news
@@ -21,7 +23,6 @@ from .rank_state import fingerprint
 from .snapshot_writer import SnapshotWriter
 from .snapshots import Snapshots
 from .sources import CheckpointSource, SnapshotSource, Source
-from .staging import stage
 from .state import TrainingState
 from .versions import NOTHING
 
@@ -34,7 +35,7 @@ class Restored:
     samples: int
     """This rank's, since the job's beginning."""
     checkpoint_step: int
-    """Of the newest good checkpoint on the volume; -1: none."""
+    """Of the newest checkpoint on the volume, by its manifest; -1: none."""
 
 
 class Store:
@@ -49,17 +50,17 @@ class Store:
         """
         snapshots = _open_snapshots(environment, state)
         self.has_folder = folder is not None
+        self._folder = folder
         self._environment = environment
         self._state = state
         self._peers = peers
         self._news = open_news(environment)
         self._volume = CheckpointSource(folder, state, peers)
         keeps = state.sharded or environment.local_rank == 0
-        self._memory = SnapshotSource(snapshots, state, peers, keeps)
-        self._sources: list[Source] = [self._memory, self._volume]
+        self._sources: list[Source] = [SnapshotSource(snapshots, state, peers, keeps), self._volume]
         """The quickest first: where several have the same step, it comes back from the first."""
         self._snapshot_writer = SnapshotWriter(snapshots, state, peers, keeps)
-        self._checkpoint_writer = CheckpointWriter(folder, self._news) if folder else None
+        self._checkpoint_writer = CheckpointWriter(folder, self._news, peers) if folder else None
         if snapshots or folder:
             state.check()  # what cannot be kept is said now, not after the first hundred steps
 
@@ -71,9 +72,11 @@ class Store:
     def restore(self) -> Restored | None:
         """Brings back the newest state that all ranks can have, from whichever source has it. Collective.
 
-        None: there is nothing to bring back. Raises InputError where the checkpoint is another model's, before anything
-        is changed; and where a snapshot was taken over in part, and there is nothing else.
+        None: there is nothing to bring back. Raises InputError where ranks see different folders or the checkpoint is
+        another model's, before anything is changed; and where a snapshot or a checkpoint was brought back in part, and
+        there is nothing else.
         """
+        self._check_shared()
         newest = {source: source.newest() for source in self._sources}
         while True:
             source, version = max(newest.items(), key=lambda its: its[1].step)
@@ -82,10 +85,26 @@ class Store:
                 break
             newest[source] = source.newest()
         if samples is None:
-            self._memory.check_unchanged()
+            for one in self._sources:
+                one.check_unchanged()
         checkpoint_step = newest[self._volume].step
         self._news.found(checkpoint_step)
         return None if samples is None else Restored(version.step, samples, checkpoint_step)
+
+    def _check_shared(self) -> None:
+        """Raises InputError, on all ranks, where some do not see what rank 0 writes. Collective."""
+        folder, rank = self._folder, self._environment.rank
+        if folder is None:
+            return
+        mark: str = broadcast(folder.mark() if rank == 0 else None, self._peers.group)
+        blind = [its for its, seen in enumerate(self._peers.gather(not mark or folder.sees(mark))) if not seen]
+        if rank == 0:
+            folder.unmark(mark)
+        if blind:
+            raise InputError(
+                f"spec.checkpoint.path: {folder.path} is another folder for ranks {', '.join(map(str, blind))} than "
+                f"for rank 0. {ONE_VOLUME}"
+            )
 
     def equalise_others(self, but: tuple[type, ...]) -> None:
         """As `TrainingState.equalise_others`. Collective."""
@@ -128,7 +147,7 @@ class Store:
             model=self._state.description,
             objects=self._state.names,
         )
-        self._checkpoint_writer.start(manifest, stage(self._state.portable(samples)), published)
+        self._checkpoint_writer.start(manifest, self._state.portable(samples), published)
 
     def wait_for_checkpoint(self) -> WriteOutcome:
         """Until the checkpoint that is being written is published, or given up; rank 0's log has the reason."""

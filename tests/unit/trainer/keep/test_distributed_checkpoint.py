@@ -1,7 +1,9 @@
-"""What a peer's plan may have this rank write."""
+"""What one rank writes and reads of a checkpoint, and what a peer's plan may have it write."""
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +14,17 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import metadata as index
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_loader import load as torchs_load
 
-from pacekeeper.keep.distributed_checkpoint import INDEX, _Saving, load
-from pacekeeper.plain import pack
+from pacekeeper import exchange
+from pacekeeper.keep.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, Saver, Torn, load
+from pacekeeper.keep.manifests import checksum
+from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.plain import pack, unpack
 from pacekeeper_analysis.errors import InputError
+
+DATA = "__0_0.distcp"
+ALONE = cast(ProcessGroup, SimpleNamespace(rank=lambda: 0))
 
 
 @pytest.fixture
@@ -25,37 +33,166 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def saving(folder: Path) -> _Saving:
-    """The first rank's."""
-    return _Saving({"weight": torch.ones(3)}, folder, cast(ProcessGroup, SimpleNamespace(rank=lambda: 0)))
+def saver(monkeypatch: pytest.MonkeyPatch) -> Saver:
+    """Of a rank that is alone."""
+    monkeypatch.setattr(exchange, "collect", lambda mine, _: [mine])
+    monkeypatch.setattr(exchange, "scatter", lambda each, _: each[0])
+    return Saver(alone())
 
 
-def planned(saving: _Saving) -> SavePlan:
-    """What it is to write."""
-    (part,) = saving.parts([saving.plan()])
-    return cast(SavePlan, part)
+def alone() -> CpuGroup:
+    return cast(CpuGroup, SimpleNamespace(group=ALONE, all_agree=bool))
 
 
-def test_files_have_the_names_that_torch_gives_them(saving: _Saving, folder: Path) -> None:
-    saving.write(planned(saving))
-    assert [path.name for path in folder.iterdir()] == ["__0_0.distcp"]
+def a_state(value: float) -> dict[str, Any]:
+    """An item of 4 MiB, small ones, and one that is no tensor."""
+    return {
+        "large": torch.full((1 << 20,), value),
+        "turned": torch.arange(6.0).reshape(2, 3).t() * value,
+        "half": torch.full((3,), value, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "count": torch.tensor(7),
+        "other": {"bytes": b"bytes", "number": value},
+    }
 
 
-@pytest.mark.parametrize(
-    "storage",
-    [
-        *map(_StoragePrefix, ["../../x", "/tmp/x", "", "__1_", "__0", "__0_/../../x", "__0_\n", "__0_0_"]),
-        _StoragePrefix(cast(Any, None)),
-        "__0_",
-        None,
-    ],
-    ids=repr,
-)
-def test_files_of_another_name_are_refused(saving: _Saving, tmp_path: Path, storage: Any) -> None:
-    part = replace(planned(saving), storage_data=storage)
-    with pytest.raises(InputError, match="instead of '__0_'"):
-        saving.write(part)
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+def none_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.zeros_like(its) if isinstance(its, torch.Tensor) else {} for name, its in state.items()} | {
+        "other": {"bytes": b"", "number": 0.0}
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    tensors = [name for name in one if name != "other"]
+    return one["other"] == other["other"] and all(torch.equal(one[name], other[name]) for name in tensors)
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def lying(folder: Path, name: str) -> tuple[int, int]:
+    """Offset and bytes of an item."""
+    places = unpack((folder / INDEX).read_bytes()).metadata.storage_data
+    return next((place.offset, place.length) for its, place in places.items() if its.fqn == name)
+
+
+def test_what_is_read_is_what_was_written(saver: Saver, folder: Path) -> None:
+    files = saver.write(saver.stage(a_state(2.0)), folder, ALONE)
+    assert files == {path.name: checksum(path) for path in folder.iterdir()}
+    assert files.keys() == {DATA, INDEX, TORCHS_INDEX}
+    found = none_of(a_state(2.0))
+    load(found, folder, files)
+    assert same(found, a_state(2.0))
+
+
+def test_torchs_own_tools_read_it_too(saver: Saver, folder: Path) -> None:
+    saver.write(saver.stage(a_state(2.0)), folder, ALONE)
+    found = none_of(a_state(2.0))
+    torchs_load(found, checkpoint_id=folder, no_dist=True)
+    assert same(found, a_state(2.0))
+
+
+def test_a_copy_is_written_while_the_state_changes_and_the_next_copy_takes_its_place(
+    saver: Saver, folder: Path
+) -> None:
+    state = a_state(2.0)
+    staged = saver.stage(state)
+    state["large"].zero_()
+    files = saver.write(staged, folder / "first", ALONE)
+    load(found := none_of(state), folder / "first", files)
+    assert same(found, a_state(2.0))
+    room = saver._room.data_ptr()
+    files = saver.write(saver.stage(a_state(3.0)), folder / "second", ALONE)
+    load(found, folder / "second", files)
+    assert same(found, a_state(3.0))
+    assert saver._room.data_ptr() == room
+
+
+def test_a_state_of_another_shape_is_planned_anew(saver: Saver, folder: Path) -> None:
+    saver.stage({"large": torch.ones(8)})
+    files = saver.write(saver.stage({"large": torch.ones(9), "more": torch.ones(1)}), folder, ALONE)
+    load(found := {"large": torch.zeros(9), "more": torch.zeros(1)}, folder, files)
+    assert torch.equal(found["large"], torch.ones(9))
+    assert torch.equal(found["more"], torch.ones(1))
+
+
+def test_a_copy_for_which_there_is_no_memory_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "collect", lambda mine, _: [mine])
+    monkeypatch.setattr(exchange, "scatter", lambda each, _: each[0])
+    saver = Saver(alone(), left=lambda: 66 << 20)
+    with pytest.raises(Failed, match=r"rank 0: .*takes 4 MiB, and the control group has 66 MiB left; give"):
+        saver.stage(a_state(1.0))
+    saver.stage({"small": torch.ones(3)})
+
+
+@pytest.mark.parametrize("name", ["large", "turned", "other.bytes"])
+@pytest.mark.parametrize("end", [0, -1], ids=["first byte", "last byte"])
+def test_a_flipped_bit_is_seen_by_who_reads_it_and_by_nobody_else(
+    name: str, end: int, saver: Saver, folder: Path
+) -> None:
+    files = saver.write(saver.stage(a_state(2.0)), folder, ALONE)
+    offset, nbytes = lying(folder, name)
+    flip(folder / DATA, offset + (0 if end == 0 else nbytes - 1))
+    with pytest.raises(Torn, match=rf"{DATA}: what lies at {offset} has another checksum"):
+        load(none_of(a_state(2.0)), folder, files)
+    load(found := {"half": torch.zeros(3, dtype=torch.bfloat16)}, folder, files)
+    assert torch.equal(found["half"], a_state(2.0)["half"])
+
+
+def test_nothing_is_read_but_what_is_loaded(saver: Saver, folder: Path) -> None:
+    files = saver.write(saver.stage(a_state(2.0)), folder, ALONE)
+    before = bytes_read()
+    load({"half": torch.zeros(3, dtype=torch.bfloat16)}, folder, files)
+    assert bytes_read() - before < 1 << 17
+    before = bytes_read()
+    load({"large": torch.zeros(1 << 20)}, folder, files)
+    assert 1 << 22 <= bytes_read() - before < (1 << 22) + (1 << 17)
+
+
+def bytes_read() -> int:
+    """By this process, from files."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@pytest.mark.parametrize("name", [DATA, INDEX])
+def test_a_file_that_is_gone_or_another_is_torn(name: str, saver: Saver, folder: Path) -> None:
+    files = saver.write(saver.stage(a_state(2.0)), folder, ALONE)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-1])
+    with pytest.raises(Torn, match=name):
+        load(none_of(a_state(2.0)), folder, files)
+    (folder / name).unlink()
+    with pytest.raises(Torn, match=f"{name}: No such file"):
+        load(none_of(a_state(2.0)), folder, files)
+
+
+def test_an_index_without_sums_of_items_is_read_and_its_files_are_checked_whole(saver: Saver, folder: Path) -> None:
+    files = saver.write(saver.stage(a_state(2.0)), folder, ALONE)
+    (folder / INDEX).write_bytes(pack(unpack((folder / INDEX).read_bytes()).metadata))
+    files[INDEX] = checksum(folder / INDEX)
+    load(found := none_of(a_state(2.0)), folder, files)
+    assert same(found, a_state(2.0))
+    flip(folder / DATA, lying_of(folder))
+    with pytest.raises(Torn, match=f"{DATA}: its checksum"):
+        load(found, folder, files)
+
+
+def lying_of(folder: Path) -> int:
+    places = unpack((folder / INDEX).read_bytes()).storage_data
+    return next(int(place.offset) for its, place in places.items() if its.fqn == "large")
+
+
+@pytest.mark.parametrize("storage", [*map(_StoragePrefix, ["../../x", "/tmp/x", "__1_"]), "__0_", None], ids=repr)
+def test_a_peers_plan_names_no_file(
+    storage: Any, saver: Saver, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "scatter", lambda each, _: replace(each[0], storage_data=storage))
+    saver.write(saver.stage(a_state(1.0)), folder, ALONE)
+    files = [path for path in tmp_path.rglob("*") if not path.is_dir()]
+    assert {path.relative_to(folder).as_posix() for path in files} == {DATA, INDEX, TORCHS_INDEX}
 
 
 def test_an_index_that_names_files_elsewhere_is_not_read(folder: Path) -> None:
@@ -63,4 +200,18 @@ def test_an_index_that_names_files_elsewhere_is_not_read(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / INDEX).write_bytes(pack(index.Metadata({}, storage_data=storage)))
     with pytest.raises(InputError, match="names file"):
-        load({"weight": torch.ones(3)}, folder)
+        load({"weight": torch.ones(3)}, folder, {INDEX: checksum(folder / INDEX)})
+
+
+def test_why_a_rank_could_not_write_is_told(
+    saver: Saver, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def with_a_peer_that_failed(mine: Any, _: object) -> Sequence[Any]:
+        return [mine, type(mine)(why="rank 1: it is full")] if hasattr(mine, "why") else [mine]
+
+    monkeypatch.setattr(exchange, "collect", with_a_peer_that_failed)
+    tmp_path.joinpath("volume").write_text("")
+    with pytest.raises(Failed, match=rf"rank 0: NotADirectoryError: .*{errno.ENOTDIR}.*; rank 1: it is full"):
+        saver.write(saver.stage(a_state(1.0)), folder, ALONE)
+    with pytest.raises(Failed, match="no memory; rank 1: it is full"):
+        saver.write("rank 0: no memory", folder, ALONE)

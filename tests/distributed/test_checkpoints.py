@@ -1,0 +1,278 @@
+"""Checkpoints: who writes what, what is read again, and that nothing counts as kept which others cannot read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from pacekeeper.environment import Environment
+from pacekeeper.keep import checkpoints, distributed_checkpoint
+from pacekeeper.keep.checkpoint_writer import WriteOutcome
+from pacekeeper.keep.checkpoints import ONE_VOLUME, CheckpointFolder
+from pacekeeper.keep.news import read_news
+from pacekeeper.keep.state import TrainingState
+from pacekeeper.keep.store import Restored, Store
+from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.observe.recorder import NoRing, Recorder
+from pacekeeper.replication.replication import Replication
+from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.errors import InputError
+from tests.support.mounts import leave_the_others_mounts, may_mount, mount_memory
+from tests.support.ranks import run_ranks
+
+MODEL_BYTES = 12 * (256 * 256 + 256) * 4
+"""With its moments three times as much."""
+
+
+@dataclass
+class Rank:
+    """A rank that trains a model of twelve layers, without the steps of a job around it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    folder: CheckpointFolder
+    store: Store
+    runtime: Runtime
+
+    def train(self, steps: int = 1) -> None:
+        for number in range(steps):
+            self.model(torch.full((2, 256), float(number + 1))).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def checkpoint(self, step: int) -> WriteOutcome:
+        self.store.checkpoint(step, samples=10 * step, published=lambda _: None)
+        return self.store.wait_for_checkpoint()
+
+    def values(self) -> list[torch.Tensor]:
+        """Weights and moments, whole."""
+        moments = [its[name] for its in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq", "step")]
+        return [
+            (its.full_tensor() if isinstance(its, DTensor) else its).detach().clone()
+            for its in [*self.model.parameters(), *moments]
+        ]
+
+
+def a_rank(rank: int, root: Path, shard: int = 1, seed: int = 0) -> Rank:
+    """shard: ranks that share a replica. seed: of the weights at the beginning."""
+    ranks = dist.get_world_size()
+    replication = Replication(rank, {"sync": ranks // shard, "shard": shard}, torch.device("cpu"))
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+    if shard > 1:
+        fully_shard(model, mesh=replication.mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    state = TrainingState({"model": model, "optimizer": optimizer}, replication, rank)
+    runtime = Runtime(root / "runtime").make()
+    environment = Environment(rank, ranks, local_rank=rank, round=1, runtime=runtime)
+    folder = CheckpointFolder(root / "volume", environment.round)
+    return Rank(model, optimizer, folder, Store(environment, CpuGroup(Recorder(NoRing())), state, folder), runtime)
+
+
+def in_ranks(ranks: int, main: Callable[[int], Any]) -> list[Any]:
+    def rank_main(rank: int) -> Any:
+        dist.init_process_group("gloo")
+        return main(rank)
+
+    return run_ranks(rank_main, ranks)
+
+
+def steps(root: Path) -> list[str]:
+    """Folders of checkpoints, half-written ones among them."""
+    return sorted(path.name for path in (root / "volume").glob("step-*"))
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# Sharing
+
+
+@pytest.mark.parametrize("shard", [1, 2], ids=["replicas", "replicas of two shards"])
+def test_replicas_share_the_copying_and_the_writing(shard: int, tmp_path: Path) -> None:
+    ranks = 4
+
+    def main(rank: int) -> int:
+        its = a_rank(rank, tmp_path, shard)
+        its.train()
+        assert its.checkpoint(1) is WriteOutcome.KEPT
+        its.train()
+        assert its.checkpoint(2) is WriteOutcome.KEPT
+        writer = its.store._checkpoint_writer
+        assert writer is not None
+        return len(writer._saver._room)
+
+    copied = in_ranks(ranks, main)
+    written = [(tmp_path / f"volume/step-00000002/__{rank}_0.distcp").stat().st_size for rank in range(ranks)]
+    share = 3 * MODEL_BYTES / ranks
+    assert all(0.75 * share < nbytes < 1.25 * share for nbytes in copied), "each a part, none twice"
+    assert all(0.75 * share < nbytes < 1.4 * share for nbytes in written), "torch wraps each item into a kilobyte"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shard", "after", "after_shard"),
+    [(3, 1, 2, 1), (2, 1, 3, 1), (4, 2, 2, 2), (2, 2, 2, 1), (2, 1, 4, 2)],
+    ids=["fewer", "more", "fewer of shards", "shards to replicas", "replicas to shards"],
+)
+def test_another_number_of_ranks_goes_on_bit_for_bit(
+    ranks: int, shard: int, after: int, after_shard: int, tmp_path: Path
+) -> None:
+    def write(rank: int) -> list[torch.Tensor]:
+        its = a_rank(rank, tmp_path, shard)
+        its.train(3)
+        assert its.checkpoint(3) is WriteOutcome.KEPT
+        return [its.numpy() for its in its.values()]  # type: ignore[misc]  # plain values cross processes
+
+    def restore(rank: int) -> tuple[Restored | None, list[torch.Tensor]]:
+        its = a_rank(rank, tmp_path, after_shard, seed=1)
+        restored = its.store.restore()
+        return restored, [its.numpy() for its in its.values()]  # type: ignore[misc]
+
+    kept = [torch.from_numpy(its) for its in in_ranks(ranks, write)[0]]
+    for restored, values in in_ranks(after, restore):
+        assert restored == Restored(3, 30, 3)
+        assert equal(kept, [torch.from_numpy(its) for its in values])
+
+
+def test_a_state_that_grows_is_shared_anew(tmp_path: Path) -> None:
+    def main(rank: int) -> bool:
+        its = a_rank(rank, tmp_path)
+        assert its.checkpoint(1) is WriteOutcome.KEPT  # before the first step there are no moments
+        its.train(2)
+        assert its.checkpoint(2) is WriteOutcome.KEPT
+        fresh = a_rank(rank, tmp_path, seed=1)
+        assert fresh.store.restore() == Restored(2, 20, 2)
+        return equal(its.values(), fresh.values())
+
+    assert in_ranks(2, main) == [True] * 2
+
+
+# Reading
+
+
+def test_a_restart_from_a_snapshot_reads_no_checkpoint(tmp_path: Path) -> None:
+    def main(rank: int) -> tuple[int, int, int]:
+        its = a_rank(rank, tmp_path)
+        its.train()
+        for step in (1, 2):
+            assert its.checkpoint(step) is WriteOutcome.KEPT
+        its.store.snapshot(2, samples=20)
+        its.store.settle()
+        fresh = a_rank(rank, tmp_path, seed=1)
+        opened = opened_files(tmp_path / "volume")
+        restored = fresh.store.restore()
+        assert restored is not None
+        assert equal(its.values(), fresh.values())
+        return restored.step, restored.checkpoint_step, sum(opened)
+
+    for rank, (step, checkpoint_step, nbytes) in enumerate(in_ranks(2, main)):
+        assert (step, checkpoint_step) == (2, 2)
+        assert nbytes < 1 << 16, f"rank {rank}: manifests are all that is read of {6 * MODEL_BYTES} bytes"
+
+
+def opened_files(folder: Path) -> list[int]:
+    """The sizes of files in it that this process opens from now on: no more than that is read of them."""
+    sizes: list[int] = []
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith(str(folder)):
+            path = Path(arguments[0])
+            sizes.append(path.stat().st_size if path.exists() else 0)
+
+    sys.addaudithook(hear)
+    return sizes
+
+
+def test_where_every_checkpoint_is_torn_nobody_goes_on_from_half_of_one(tmp_path: Path) -> None:
+    def main(rank: int) -> str:
+        its = a_rank(rank, tmp_path)
+        its.train()
+        for step in (1, 2):
+            assert its.checkpoint(step) is WriteOutcome.KEPT
+        dist.barrier()
+        if rank == 0:
+            for path in (tmp_path / "volume").glob("step-*/__1_0.distcp"):
+                path.write_bytes(bytes(path.stat().st_size))
+        dist.barrier()
+        with pytest.raises(InputError) as refused:
+            a_rank(rank, tmp_path, seed=1).store.restore()
+        return str(refused.value)
+
+    for message in in_ranks(2, main):
+        assert f"spec.checkpoint.path: no checkpoint in {tmp_path / 'volume'} can be loaded: rank 0: " in message
+        assert "step-00000001/__1_0.distcp: what lies at" in message
+
+
+# What others cannot read
+
+
+def test_what_is_another_on_the_volume_than_was_written_is_not_published(tmp_path: Path) -> None:
+    def main(rank: int) -> list[WriteOutcome]:
+        write = distributed_checkpoint._write
+
+        def write_and_lose_a_bit(items: Any, path: Path) -> Any:
+            written = write(items, path)
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+            return written
+
+        its = a_rank(rank, tmp_path)
+        if rank == 1:
+            distributed_checkpoint._write = write_and_lose_a_bit
+        outcomes = [its.checkpoint(1)]
+        distributed_checkpoint._write = write
+        outcomes.append(its.checkpoint(2))
+        return outcomes
+
+    assert in_ranks(2, main) == [[WriteOutcome.FAILED, WriteOutcome.KEPT]] * 2
+    assert steps(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.skipif(not may_mount(), reason="mounts need root")
+def test_a_path_that_is_each_workers_own_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    def main(rank: int) -> str:
+        leave_the_others_mounts()
+        checkpoints._LATE_SECONDS = 0.0
+        mount_memory(tmp_path / "volume")
+        with pytest.raises(InputError) as refused:
+            a_rank(rank, tmp_path).store.restore()
+        return str(refused.value)
+
+    for message in in_ranks(3, main):
+        path = tmp_path / "volume"
+        assert message == f"spec.checkpoint.path: {path} is another folder for ranks 1, 2 than for rank 0. {ONE_VOLUME}"
+
+
+@pytest.mark.skipif(not may_mount(), reason="mounts need root")
+def test_what_another_worker_does_not_see_does_not_count_as_kept(tmp_path: Path) -> None:
+    """The volume goes away under one worker, which writes into its own disk from then on."""
+
+    def main(rank: int) -> tuple[list[WriteOutcome], str]:
+        leave_the_others_mounts()
+        checkpoints._LATE_SECONDS = 0.0
+        its = a_rank(rank, tmp_path)
+        its.store.restore()
+        outcomes = [its.checkpoint(1)]
+        if rank == 1:
+            mount_memory(tmp_path / "volume")
+        outcomes.append(its.checkpoint(2))
+        assert steps(tmp_path) == (["step-00000001"] if rank == 0 else []), "what nobody can use takes no room"
+        return outcomes, read_news(its.runtime.checkpoints).error
+
+    results = in_ranks(2, main)
+    assert [outcomes for outcomes, _ in results] == [[WriteOutcome.KEPT, WriteOutcome.FAILED]] * 2
+    assert steps(tmp_path) == ["step-00000001"]
+    told = results[0][1]
+    assert "/__1_0.distcp, which rank 1 has written, is not there on this rank's worker. Mount one volume" in told

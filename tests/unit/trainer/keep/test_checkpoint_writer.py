@@ -1,0 +1,21 @@
+"""Who verifies whose files."""
+
+from __future__ import annotations
+
+import pytest
+
+from pacekeeper.keep.checkpoint_writer import whose_files
+
+
+@pytest.mark.parametrize(
+    "workers", ["a", "aa", "ab", "aabb", "abab", "abcd", "aaabbb", "aabbcc", "abcab", "aaabc", "aaaab"], ids=str
+)
+def test_each_ranks_files_are_verified_by_one_on_another_worker_as_far_as_there_is_one(workers: str) -> None:
+    ranks = range(len(workers))
+    verified = [whose_files(list(workers), rank) for rank in ranks]
+    assert sorted(verified) == list(ranks)
+    largest = max(map(workers.count, workers))
+    at_home = sum(workers[rank] == workers[verified[rank]] for rank in ranks)
+    assert at_home == max(0, 2 * largest - len(workers)), "more than half of the ranks cannot all be verified elsewhere"
+    if len(workers) > 1 and largest == len(workers):
+        assert all(verified[rank] != rank for rank in ranks), "a process of its own reads them"
