@@ -273,11 +273,11 @@ class HttpConnection:
         return Answer(answer.status, _parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0)
 
     async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[Object]:
-        patience = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_SECONDS, sock_read=SILENT_SECONDS)
+        patience = aiohttp.ClientTimeout(total=None, connect=REQUEST_SECONDS, sock_read=SILENT_SECONDS)
         answer = await self._ask("GET", path, query, None, JSON, patience)
         try:
             if answer.status >= 300:
-                yield {"type": "ERROR", "object": {"code": answer.status} | _parse(await answer.read())}
+                yield {"type": "ERROR", "object": _parse(await answer.read()) | {"code": answer.status}}
                 return
             rest = b""
             async for data in answer.response.content.iter_any():
@@ -314,6 +314,7 @@ async def connect() -> AsyncIterator[Cluster]:
         await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     # Only for the sake of a proxy: else aiohttp looks for a .netrc, and proxies, with every call.
     configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
+    configuration.connection_pool_maxsize = 0  # calls are bounded here, and watches need one for each namespace
     async with client.ApiClient(configuration) as connection:
         yield Cluster(HttpConnection(connection))
 

@@ -18,8 +18,9 @@ from . import metrics
 from .runtime import Runtime
 
 RETRY_AFTER_SECONDS = 1
-HOLD_SECONDS = 4.0
-"""So long a call waits for an operator that leads: a sidecar waits five seconds for an answer."""
+HOLD_SECONDS = 2.5
+"""So long a call waits for an operator that leads: a sidecar waits five seconds for an answer, and once somebody leads
+its job has to be known (`services.sidecars.KNOWN_SECONDS`)."""
 
 
 class Leadership(Protocol):

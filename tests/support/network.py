@@ -6,8 +6,8 @@ import socket
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that nobody listens on."""
+    """A TCP port that nobody has, on any address of this machine."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port

@@ -37,9 +37,8 @@ class Source:
 
     async def read(self) -> None:
         """Prove what is known by a list. Raises what `Cluster.listing` does, and then knows no less than before."""
-        listings = await read(self.cluster, self.shelves, self.namespaces)
-        for place, listing in listings.items():
-            self._versions[place] = max(listing.version, self._versions.get(place, 0))
+        for place, listing in (await read(self.cluster, self.shelves, self.namespaces)).items():
+            self._versions.setdefault(place, listing.version)  # a watch tells all by itself, or would not seem to live
 
     async def follow(self) -> None:
         """Tell the shelves of every change, until cancelled."""
@@ -49,6 +48,7 @@ class Source:
     async def _follow(self, place: str) -> None:
         pause = FIRST_BACKOFF_SECONDS
         while True:
+            began = self.runtime.monotonic()
             try:
                 await self._watch(place)
                 pause = FIRST_BACKOFF_SECONDS
@@ -59,6 +59,8 @@ class Source:
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 level = logging.DEBUG if isinstance(error, NotFound) else logging.WARNING  # definitions may be older
                 log.log(level, "%s cannot be watched, which is tried again: %s", self.shelves[0].kind.plural, error)
+            if self.runtime.monotonic() - began > LONGEST_BACKOFF_SECONDS:
+                pause = FIRST_BACKOFF_SECONDS  # it has lived
             await self.runtime.sleep(pause * (0.75 + 0.5 * self.runtime.random()))
             pause = min(LONGEST_BACKOFF_SECONDS, 2 * pause)
 
@@ -77,4 +79,5 @@ class Source:
         """What a watch that begins anew has missed. It proves nothing: not all places may have been listed."""
         for shelf in self.shelves:
             shelf.take_all(listing, place)
+            shelf.unheard = 0
         self._versions[place] = listing.version

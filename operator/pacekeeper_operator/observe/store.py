@@ -71,7 +71,7 @@ class Shelf(Generic[View]):
 
     def hear_of(self, change: Change) -> None:
         """A watch's word; that it has nothing new to tell is one, too."""
-        self.heard = True
+        self.heard, self.unheard = True, 0
         if change.body is not None:
             self.hear(change.body, deleted=change.deleted)
 

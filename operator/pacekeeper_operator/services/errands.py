@@ -24,6 +24,10 @@ FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 1.0, 60.0
 log = logging.getLogger(__name__)
 
 
+async def _at_once(_effect: Effect) -> None:
+    return
+
+
 @dataclass
 class _Attempts:
     """What has become of an effect so far."""
@@ -43,6 +47,8 @@ class Errands:
     wake: Callable[[], None]
     """A pass is wanted: something was done, or is to be tried again."""
     name: str = ""
+    ready: Callable[[Effect], Awaitable[None]] = _at_once
+    """Returns when the effect's time has come: what nobody wants any more by then is left."""
     _under_way: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _attempts: dict[str, _Attempts] = field(default_factory=dict)
     _wanted: dict[str, Effect] = field(default_factory=dict)  # by the newest pass
@@ -98,6 +104,7 @@ class Errands:
 
     async def _go(self, effect: Effect, tries: _Attempts) -> None:
         try:
+            await self.ready(effect)
             rest = await self._in_turn(effect)
             tries.failures, tries.trouble = 0, ""
             tries.not_before = self.runtime.monotonic() + rest

@@ -34,7 +34,7 @@ PAUSE_SECONDS = 1.0
 FEW = 16
 """So many nodes that wait to be held keep nothing else waiting."""
 FIRST_SECONDS, LOOK_SECONDS = 20.0, 0.1
-"""So long, at most, more of them go before all else that jobs want done, which looks so often whether they are done."""
+"""So long, in one go, more of them go before all else that jobs want done; that looks so often whether they are."""
 FRESH_SECONDS = 0.5
 """So long what was read for an approval is good for others. Nobody but this operator blames or approves meanwhile,
 except people, of whom the watch tells; a thousand nodes that fail at once would else have all read a thousand times."""
@@ -85,6 +85,7 @@ class Fleet:
         """Suspicions that are being raised."""
         self.behind = 0
         """Nodes that wait to be looked after, as counted last."""
+        self._many_since = math.inf
         self._census = Census()
         self._raised: dict[str, tuple[str, float]] = {}  # node → UID, since when: its condition has been told of
         self._pause: tuple[float, str] = (-math.inf, "")
@@ -104,9 +105,17 @@ class Fleet:
     async def calm(self) -> None:
         """Returns when only a few nodes wait to be held, or after FIRST_SECONDS: what else there is to be done about a
         fault of hundreds takes the API server more time than they do."""
-        until = self.runtime.monotonic() + FIRST_SECONDS
-        while self.asking + self.behind > FEW and self.runtime.monotonic() < until:
+        while self.asking + self.behind > FEW:
+            self._many_since = min(self._many_since, self.runtime.monotonic())
+            if self.runtime.monotonic() - self._many_since >= FIRST_SECONDS:
+                return
             await self.runtime.sleep(LOOK_SECONDS)
+
+    def wait(self, nodes: int) -> None:
+        """So many wait to be looked after."""
+        self.behind = nodes
+        if self.asking + nodes <= FEW:
+            self._many_since = math.inf
 
     def busy(self, seconds: float) -> None:
         """The API server wants to be left alone for so long."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import kopf
 
 from .. import metrics
 from ..api import LABEL_JOB, PAUSE, Fabric, Job, JobPhase, Mode
-from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, STATES, Cluster, Kind, NotFound, Object
+from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, SILENT_SECONDS, STATES, Cluster, Kind, NotFound, Object
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
 from ..network import JobName, Network
@@ -35,8 +34,8 @@ RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
 LEADS_SECONDS = 0.25
 """Between two looks whether the Lease is held again."""
-FIRST_WORD_SECONDS = 60.0
-"""Every cluster has a node that the watches tell of within this time."""
+FIRST_WORD_SECONDS = 2 * SILENT_SECONDS
+"""Within this time every watch has something to say, and be it that there is nothing."""
 MISSED_EVENTS = 3
 """So many times in a row lists have shown changes of pods that no watch told: the watch is dead."""
 RETENTION_SECONDS = 600.0
@@ -200,6 +199,7 @@ class Operator:
 
     async def follow(self) -> None:
         """Hear of what changes, whether it leads or not: until cancelled."""
+        await self.know()  # watches begin where these lists end
         await asyncio.gather(*(source.follow() for source in self.sources.values()))
 
     async def resync(self) -> None:
@@ -211,21 +211,25 @@ class Operator:
                 await self._read_states()  # before pods: then jobs are looked at
                 await self.sources[NODES].read()
                 await self.sources[PODS].read()
+                self._states_wanted = False
             except (kopf.TemporaryError, kopf.PermanentError) as error:
-                log.warning("jobs' states, nodes and pods could not be listed, which is tried again: %s", error)
+                log.warning("pods and nodes could not be listed, which is tried again: %s", error)
                 pause = RETRY_SECONDS
             await self.runtime.sleep(pause)
 
     async def _read_states(self) -> None:
-        """Once. Of jobs that come later there is none yet, and what nobody has asked for by then is old."""
+        """Until pods have been listed, too. Of jobs that come later there is none yet, and what nobody has asked for by
+        then is old. What cannot be listed is asked for job by job."""
         self.states = {}
         if not self._states_wanted:
             return
-        with suppress(NotFound):
-            for place in self.settings.watch_namespaces or [""]:
-                for body in await self.cluster.list(STATES, place):
-                    self.states[body["metadata"]["namespace"], body["metadata"]["name"]] = body
-        self._states_wanted = False
+        for place in self.settings.watch_namespaces or [""]:
+            try:
+                found = await self.cluster.list(STATES, place)
+            except (kopf.TemporaryError, kopf.PermanentError) as error:
+                log.warning("jobs' states could not be listed, and are asked for one by one: %s", error)
+                continue
+            self.states |= {(body["metadata"]["namespace"], body["metadata"]["name"]): body for body in found}
 
     async def _read_fabrics(self) -> None:
         """Jobs train without them, too: on an installation, say, whose definitions are older than this operator."""

@@ -348,11 +348,13 @@ def desk_for(operator: Operator, job: Job, body: Object) -> Desk:
     memory = operator.memory.of(job)
 
     async def do(effect: Effect) -> float:
-        if not isinstance(effect, AskForQuarantine):
-            await operator.fleet.calm()
         operator.must_lead()
         return await carry_out(operator, desk, effect)
 
-    errands = Errands(operator.runtime, do, memory.wake.set, f"job {job.namespace}/{job.name}")
+    async def ready(effect: Effect) -> None:
+        if not isinstance(effect, AskForQuarantine):
+            await operator.fleet.calm()
+
+    errands = Errands(operator.runtime, do, memory.wake.set, f"job {job.namespace}/{job.name}", ready)
     desk = Desk(job, body, memory, errands)
     return desk

@@ -399,18 +399,13 @@ class TestNodesFirst:
     @pytest.mark.parametrize("waiting", [FEW, FEW + 1])
     async def test_where_very_many_wait_to_be_held_all_else_waits_for_them(self, waiting: int) -> None:
         place = await at(training(replicas=2))
-        place.operator.fleet.behind = waiting
         node = next(iter(place.world.surroundings.nodes.values()))
         wanted = WantedQuarantine(node.name, node.uid, "it shows an XID", "incident", at=NOW)
-        doing = [
-            asyncio.create_task(place.desk.errands.carry_out(effect))
-            for effect in (AskForQuarantine(wanted), DeletePod("j-w0-0", "u-w0"))
-        ]
-        for _ in range(50):
-            await asyncio.sleep(0)
+        place.operator.fleet.wait(waiting)
+        await place.desk.errands.send([AskForQuarantine(wanted), DeletePod("j-w0-0", "u-w0")])
         assert place.cluster.objects.get(("nodequarantines", "", node.name)) is not None
         assert place.desk.memory.rulings[wanted.case].raised, "who deletes it now has ended it"
         assert ("j-w0-0" in place.cluster.graces) == (waiting <= FEW)
-        place.operator.fleet.behind = 0
-        await asyncio.wait_for(asyncio.gather(*doing), 5)
+        place.operator.fleet.wait(0)
+        await asyncio.wait_for(place.desk.errands.settled(), 5)
         assert "j-w0-0" in place.cluster.graces

@@ -269,27 +269,34 @@ class TestFirst:
 
     async def test_a_few_hold_up_nothing(self) -> None:
         place = Place()
-        place.fleet.behind = FEW
+        place.fleet.wait(FEW)
         await asyncio.wait_for(place.fleet.calm(), 1)
 
     async def test_it_goes_on_once_they_are_done(self) -> None:
         place = Place()
-        place.fleet.behind = FEW + 1
+        place.fleet.wait(FEW + 1)
         calm = asyncio.create_task(place.fleet.calm())
         await place.timeline.run(1.0)
         assert not calm.done()
-        place.fleet.behind = 0
+        place.fleet.wait(0)
         await place.timeline.run(0.2)
         assert calm.done()
 
     async def test_and_after_a_while_whatever_becomes_of_them(self) -> None:
         place = Place()
-        place.fleet.behind = FEW + 1
+        place.fleet.wait(FEW + 1)
         calm = asyncio.create_task(place.fleet.calm())
         await place.timeline.run(FIRST_SECONDS - 1)
         assert not calm.done()
         await place.timeline.run(2)
         assert calm.done()
+        await asyncio.wait_for(place.fleet.calm(), 1)  # who comes then waits no more
+        place.fleet.wait(0)
+        place.fleet.wait(FEW + 1)
+        again = asyncio.create_task(place.fleet.calm())
+        await place.timeline.run(1)
+        assert not again.done(), "these are others"
+        again.cancel()
 
     async def test_who_waits_is_counted_and_forgotten(self) -> None:
         place = Place()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from pacekeeper_operator import metrics
 from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, PAUSE, JobPhase, format_time
-from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, Denied, Kind, Object
+from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, STATES, Denied, Kind, Object
 from pacekeeper_operator.network import JobName
 from pacekeeper_operator.observation import NOT_ASKED, GpuValue
 from pacekeeper_operator.observe.memory import Memory
@@ -267,6 +268,26 @@ class TestResync:
         await place.timeline.run(3)
         assert place.cluster.looks[5:] == ["all fabrics", "all nodes", "all pods"]
         assert not task.done()
+        task.cancel()
+
+    async def test_one_that_begins_to_lead_reads_what_is_written_of_all_jobs_by_one_list(self, place: Place) -> None:
+        state = {"metadata": {"name": "j", "namespace": "ns", "uid": "u"}}
+        await place.cluster.create(STATES, state)
+        place.operator.begin()
+        task = place.runtime.start(place.operator.resync(), "resync")
+        await place.timeline.run(1)
+        assert list(place.operator.states) == [("ns", "j")]
+        await place.timeline.run(60)
+        assert place.operator.states == {}, "what nobody has asked for by then is old"
+        task.cancel()
+
+    async def test_where_that_list_is_denied_jobs_are_asked_for_one_by_one(self, place: Place) -> None:
+        place.cluster.failures[STATES.plural] = [Denied("the namespace is being deleted")]
+        place.operator.begin()
+        task = place.runtime.start(place.operator.resync(), "resync")
+        await place.timeline.run(1)
+        assert place.operator.states == {}
+        await asyncio.wait_for(place.operator.know(), 1)
         task.cancel()
 
 

@@ -136,7 +136,7 @@ async def test_a_list_that_fails_is_tried_again() -> None:
     following.cancel()
 
 
-async def test_a_list_in_between_is_where_the_next_watch_begins() -> None:
+async def test_a_watch_that_comes_back_tells_again_what_a_list_has_shown_meanwhile() -> None:
     world = World()
     world.there_are(version=5)
     following = await world.follow()
@@ -144,9 +144,14 @@ async def test_a_list_in_between_is_where_the_next_watch_begins() -> None:
     world.there_are(thing("a", 50, "x"), version=60)
     await world.source.read()
     assert all(shelf.listed.is_set() for shelf in world.shelves)
-    world.cluster.put(END)
+    assert world.shelves[0].unheard == 0, "the first list is none in between"
+    world.there_are(thing("a", 70, "y"), version=80)
+    await world.source.read()
+    assert world.shelves[0].unheard == 1
+    world.cluster.put(END, Change(None, 90))
     await world.timeline.run(1)
-    assert world.cluster.began == [("", 5), ("", 60)]
+    assert world.cluster.began == [("", 5), ("", 5)]
+    assert world.shelves[0].unheard == 0
     following.cancel()
 
 
