@@ -35,6 +35,8 @@ STEP_SECONDS = 1.0
 TELL_SECONDS = 0.1
 WOBBLE = 0.01
 """By so much a rank's step times differ from one telling to the next."""
+WAITS = 0.05
+"""Of a step, that all ranks wait: jobs that wait for a tenth of it are asked where that comes from, again and again."""
 LABEL_JOB = "pacekeeper.dev/job"
 AUDIENCE = "pacekeeper"
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.2, 5.0
@@ -127,7 +129,8 @@ def _now(beat: Heartbeat, plan: WorkerPlan, fleet: Fleet) -> Heartbeat:
 
 def _figures(rank: int) -> RankFigures:
     step = STEP_SECONDS * random.uniform(1 - WOBBLE, 1 + WOBBLE)
-    return RankFigures(rank, 8, step, 0.8 * step, 0.8 * step / 8, 0.2 * step, 8, STEP_SECONDS)
+    own = (1 - WAITS) * step
+    return RankFigures(rank, 8, step, own, own / 8, step - own, 8, STEP_SECONDS)
 
 
 async def _settings(fleet: Fleet, pod: dict[str, Any]) -> SidecarSettings:
