@@ -31,6 +31,11 @@ class Leadership(Protocol):
     @property
     def leader(self) -> str: ...
 
+    @property
+    def contends(self) -> bool:
+        """Whether this operator may be the next."""
+        ...
+
     async def news(self) -> None:
         """Returns when either may have become another."""
 
@@ -55,6 +60,6 @@ def sends_on(leadership: Leadership, runtime: Runtime) -> Middleware:
 
 
 async def _decided(leadership: Leadership) -> None:
-    """Returns when this operator leads, or knows who does."""
-    while not (leadership.serves() or leadership.leader):
+    """Returns when this operator leads, or knows who does; at once where it may not be the next."""
+    while leadership.contends and not (leadership.serves() or leadership.leader):
         await leadership.news()

@@ -94,7 +94,7 @@ SCENARIOS: dict[str, Scenario] = {
     # Beginnings.
     "hang-before-warm": _scenario(
         "a worker that hangs before it is warm keeps its job from beginning, beside a warm spare",
-        _at(7.6, ranks.Frozen(role=Role.SPARE, index=1), 300.0),
+        _at(8.0, ranks.Frozen(role=Role.SPARE, index=1), 300.0),
     ),
     "older-job-cannot-begin": _scenario(
         "an older job whose template is refused keeps a younger one waiting",
@@ -259,8 +259,8 @@ SCENARIOS: dict[str, Scenario] = {
     "rounds-from-one": _scenario(
         "rounds are counted from one again when a bookkeeping is deleted and the operator that knew it is replaced",
         _at(CALM, people.StateDeleted()),
-        _at(CALM + 0.29, operators.OperatorReplaced()),
-        seed=2,
+        _at(CALM + 0.2, operators.OperatorReplaced()),
+        seed=3,
         nodes=4,
     ),
     # Clocks and leadership.

@@ -39,6 +39,8 @@ RETRY_SHARE = 1 / 5
 """Of the Lease's duration: the pause between two renewals."""
 LOOK_SHARE = 1 / 24
 """Of the Lease's duration: how often whoever waits for it looks. One that is given back lies there no longer."""
+CUT_OFF_SHARE = 1 / 3
+"""Of the Lease's duration: who has had no answer for so long is cut off."""
 SHORTEST_PAUSE_SECONDS = 0.01
 ADDRESS = f"{GROUP}/address"
 """Annotation of the Lease: where its holder serves sidecars, address:port."""
@@ -79,6 +81,7 @@ class Lease:
         self._cluster = cluster
         self._settings = settings
         self._runtime = runtime
+        self._answered_at = -math.inf  # when the API server was asked last that has answered
         self._news = asyncio.Event()
         self._seen: _Seen | None = None
         self._written = ""  # resourceVersion that this operator's last taking or renewal has had
@@ -107,6 +110,11 @@ class Lease:
             return ""
         acts = self._runtime.monotonic() - seen.since < seen.lasts * RENEW_SHARE
         return seen.address if acts else ""
+
+    @property
+    def contends(self) -> bool:
+        """Whether this operator may be the next to lead: one that is cut off from the API server will not."""
+        return self._runtime.monotonic() - self._answered_at < self._settings.lease_seconds * CUT_OFF_SHARE
 
     async def news(self) -> None:
         """Returns when this operator leads or leads no more, or has seen the Lease change."""
@@ -174,6 +182,7 @@ class Lease:
         except (kopf.TemporaryError, kopf.PermanentError, TimeoutError) as error:
             log.warning("the Lease can be neither taken nor renewed, and is tried again: %r", error)
             return
+        self._answered_at = began
         if taken:
             self._renewed_at = began
 

@@ -37,6 +37,7 @@ class Leadership:
     leader: str = LEADER
     leads: bool = False
 
+    contends: bool = True
     turned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def serves(self) -> bool:
@@ -89,6 +90,12 @@ async def test_who_calls_while_nobody_leads_is_held_until_it_leads(sidecars: Sid
         leadership.leads = True
         leadership.turned.set()
         assert (await call).status == 401
+
+
+async def test_one_that_is_cut_off_holds_nobody(sidecars: Sidecars) -> None:
+    leadership = Leadership("", contends=False)
+    async with TestClient(TestServer(application(sidecars, Runtime(), leadership=leadership))) as client:
+        assert (await asyncio.wait_for(client.post("/v1/plan"), standby.HOLD_SECONDS / 2)).status == 503
 
 
 async def test_polls_that_are_held_end_when_it_leads_no_more() -> None:

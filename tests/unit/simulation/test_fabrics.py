@@ -31,7 +31,7 @@ def world() -> Iterator[World]:
 
     By this seed flows collide that have no ways.
     """
-    world = World(11, WorldSettings(nodes=8, slots=1))
+    world = World(1, WorldSettings(nodes=8, slots=1))
     until(world, lambda: len(world.api.all("nodes")) == 8)
     for n, leaf in enumerate(LEAVES):
         world.api.patch("nodes", f"node-{n}", "", {"metadata": {"labels": {LEAF: leaf}}})
