@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,10 +16,11 @@ from pacekeeper.exchange import broadcast, gather
 from pacekeeper.observe.cpu_group import CpuGroup, new_cpu_group
 from pacekeeper.plain import allow
 
-from .checkpoints import ONE_VOLUME, CheckpointFolder, appears, described
-from .distributed_checkpoint import Failed, Saver, Staged
+from .checkpoints import ONE_VOLUME, CheckpointFolder, appears, described, in_short
+from .distributed_checkpoint import Failed, Pin, Saver, Staged
 from .manifests import FileSum, Manifest, checksum
 from .news import Reporter, culprit
+from .worker import this_worker
 
 _SLOW_SECONDS = 10.0
 """Training that waits for a checkpoint's end for so long says so: a volume may hang instead of failing."""
@@ -49,12 +48,13 @@ allow(WriteOutcome)
 class CheckpointWriter:
     """One rank's part in it."""
 
-    def __init__(self, folder: CheckpointFolder, news: Reporter, peers: CpuGroup) -> None:
+    def __init__(self, folder: CheckpointFolder, news: Reporter, peers: CpuGroup, pin: Pin) -> None:
+        """`pin`: as `SlotCopies.pin`."""
         self._folder = folder
         self._news = news
         self._rank = dist.get_rank()
         self._peers = peers
-        self._saver = Saver(peers)
+        self._saver = Saver(peers, pin)
         self._group: dist.ProcessGroup | None = None
         self._workers: list[str] = []
         """On which each rank is."""
@@ -69,7 +69,7 @@ class CheckpointWriter:
         manifest: its files are found when they are written. published: called in the background, with the step, once
         the checkpoint is kept. `wait` comes first: it says what came of the one before.
         """
-        stands = self._peers.gather((self._stuck, self._group is not None, _worker()))
+        stands = self._peers.gather((self._stuck, self._group is not None, this_worker()))
         if stuck := [rank for rank, its in enumerate(stands) if its[0]]:
             self._tell_of_stuck(manifest.step, stuck[0])
             self._outcome = WriteOutcome.LOST
@@ -137,7 +137,7 @@ class CheckpointWriter:
             self._publish(manifest, written, verified) if self._rank == 0 else None, group
         )
         if said[0] is WriteOutcome.FAILED:
-            self._folder.discard(manifest.step)  # each rank its own, in case that they write into different folders
+            self._folder.discard(manifest.step, self._saver.wrote)
         return said
 
     def _verify(self, step: int, written: Sequence[dict[str, FileSum] | str]) -> str:
@@ -174,7 +174,7 @@ class CheckpointWriter:
                 return WriteOutcome.OVER, f"round {folder.round} is over: a later one has begun"
             except Exception as error:  # the peers wait for the outcome
                 failures = [self._reason(error)]
-        return WriteOutcome.FAILED, "; ".join(dict.fromkeys(why for part in failures for why in part.split("; ")))
+        return WriteOutcome.FAILED, in_short(failures)
 
     def _tell_of_stuck(self, step: int, rank: int) -> None:
         reason = f"rank {rank}: an earlier one is still being written: the volume has neither taken nor refused it"
@@ -200,8 +200,3 @@ def whose_files(workers: Sequence[str], rank: int) -> int:
     most = max(Counter(workers).values())
     shift = most if most < len(workers) else 1
     return order[(order.index(rank) + shift) % len(order)]
-
-
-def _worker() -> str:
-    """Who has the same mounts is the same worker: a container has its own."""
-    return f"{socket.gethostname()} {os.readlink('/proc/self/ns/mnt')}"

@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +29,8 @@ _PARTIAL = re.compile(r"step-\d+\.(partial|replaced)-r\d+")
 _MANIFEST = "manifest.json"
 _OWNER = "owner.json"
 _LATE_SECONDS = 10.0
+_LONGEST_REASON = 400
+"""Letters: each rank has all ranks' reasons in its memory."""
 _MARK = ".seen-by-all."
 ONE_VOLUME = (
     "Mount one volume on all workers (spec.checkpoint.volumeClaimName, of a claim with access mode ReadWriteMany), or "
@@ -124,12 +127,20 @@ class CheckpointFolder:
         _sync_folder(self.path)
         shutil.rmtree(aside, ignore_errors=True)
         with suppress(OSError):  # it is published all the same; the next one tries again
-            self._prune()
+            self._prune(manifest.step)
         return True
 
-    def discard(self, step: int) -> None:
-        """Gives back the room of what this round has written of `step` and cannot publish."""
-        shutil.rmtree(self.partial(step), ignore_errors=True)
+    def discard(self, step: int, mine: Callable[[str], bool]) -> None:
+        """Gives back the room of what this rank has written of `step` and cannot be published.
+
+        mine: whether this rank has written the file of that name. The last rank takes the folder with it.
+        """
+        partial = self.partial(step)
+        with suppress(OSError):
+            for path in partial.iterdir():
+                if mine(path.name):
+                    path.unlink(missing_ok=True)
+            partial.rmdir()
 
     def published(self) -> list[Manifest]:
         """All checkpoints whose manifest can be read and whose files have the right sizes, newest first."""
@@ -147,9 +158,13 @@ class CheckpointFolder:
             return None
         return manifest if all(sizes[name] == entry.nbytes for name, entry in manifest.files.items()) else None
 
-    def _prune(self) -> None:
-        """Forgets all but the newest good ones. What is torn does not count as good, and goes once it is older."""
-        good = self.published()[: self._keep]
+    def _prune(self, step: int) -> None:
+        """Forgets all but the newest good ones up to `step`, which has just been published.
+
+        What is torn does not count as good, and goes once it is older. Nor does what is of a later step: this round has
+        not gone on from it, so that it may be damaged where sizes do not tell.
+        """
+        good = [manifest for manifest in self.published() if manifest.step <= step][: self._keep]
         if not good:
             return
         for folder in self.path.iterdir():
@@ -187,9 +202,16 @@ def appears(path: Path) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """What went wrong, in one line, and what helps where that is known."""
+    """What went wrong, in one line that is not endless, and what helps where that is known."""
     remedy = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
-    return f"{type(error).__name__}: {error}" + (f": {remedy}" if remedy else "")
+    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON] + (f": {remedy}" if remedy else "")
+
+
+def in_short(reasons: Iterable[str], most: int = 3) -> str:
+    """The ranks' reasons, each once, and how many more there are: thousands of ranks may fail at the same moment."""
+    different = list(dict.fromkeys(reasons))
+    more = [f"and {len(different) - most} more"] if len(different) > most else []
+    return "; ".join(different[:most] + more)
 
 
 def _check_writable(path: Path) -> None:
@@ -207,11 +229,16 @@ def _check_writable(path: Path) -> None:
 
 def _write_durably(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     _sync_folder(path.parent)
 
 

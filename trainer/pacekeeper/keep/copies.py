@@ -98,7 +98,9 @@ class DeviceCopies:
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         if not self._streams.pin(memory):
-            _log.warning("a snapshot's memory (%d MiB) cannot be pinned: copying it takes longer", memory.numel() >> 20)
+            _log.warning(
+                "%d MiB for a copy of the state cannot be pinned: copying it takes longer", memory.numel() >> 20
+            )
             return lambda: None
         return lambda: self._streams.unpin(memory)
 

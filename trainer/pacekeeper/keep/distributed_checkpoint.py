@@ -8,8 +8,8 @@ has a checksum of each item, so that a rank checks what it reads, as it reads it
 
 from __future__ import annotations
 
-import errno
 import io
+import mmap
 import os
 import re
 import zlib
@@ -44,8 +44,9 @@ from pacekeeper.plain import aligned, allow, pack, unpack
 from pacekeeper.torch_internals import StorageInfo, set_element
 from pacekeeper_analysis.errors import InputError
 
-from .checkpoints import described
+from .checkpoints import described, in_short
 from .manifests import FileSum, checksum
+from .worker import this_worker
 
 INDEX = "index.plain"
 TORCHS_INDEX = ".metadata"
@@ -54,8 +55,12 @@ _RESERVE_BYTES = 64 << 20
 """Of the memory that the control group has left, what the copy of the state leaves to the training."""
 
 
+Pin = Callable[[torch.Tensor], Callable[[], None]]
+"""As `SlotCopies.pin`."""
+
+
 class Failed(Exception):
-    """Some rank could not write; the message says which and why."""
+    """This rank could not write, or the ranks could not agree what to; the message says which and why."""
 
 
 class Torn(Exception):
@@ -78,9 +83,13 @@ class Saver:
     the plan holds until the state has other names or shapes.
     """
 
-    def __init__(self, peers: CpuGroup, left: Callable[[], float] = memory_left) -> None:
-        """`left`: bytes of memory that this process may still take."""
+    def __init__(self, peers: CpuGroup, pin: Pin, left: Callable[[], float] = memory_left) -> None:
+        """
+        pin: has copies from a device into memory begin without waiting; as `SlotCopies.pin`.
+        left: bytes of memory that the control group may still take.
+        """
         self._peers = peers
+        self._pin = pin
         self._rank = peers.group.rank()
         self._left = left
         self._planner = DefaultSavePlanner()
@@ -90,46 +99,59 @@ class Saver:
         """What it writes of that."""
         self._whole: Metadata | None = None
         self._room = torch.empty(0, dtype=torch.uint8)
-        """Of the copy; kept for the next one, since new memory takes several times as long to fill."""
+        """Of the copy; kept as long as the plan, since new memory takes several times as long to fill."""
+        self._unpin: Callable[[], None] = lambda: None
 
     def stage(self, state: dict[str, Any]) -> Staged:
         """Copies what this rank is to write of `state`, over the copy before. Collective.
 
         No rank leaves before the last collective, whatever fails on it. Raises Failed.
         """
-        outline = self._tried(lambda: self._take_up(state))
-        if not self._peers.all_agree(self._planned is not None and outline == self._planned):
-            self._planned = None
-            self._plan(outline if isinstance(outline, _Failure) else self._tried(self._planner.create_local_plan))
-            self._planned = outline
-        assert self._part is not None, "it is planned"
-        staged = self._tried(lambda: self._copied(self._part.items if self._part else []))
-        self._planner.state_dict = {}  # the live state's: nothing of it is kept
+        try:
+            outline = self._tried(lambda: self._take_up(state))
+            if not self._peers.all_agree(self._planned is not None and outline == self._planned):
+                self._planned = None
+                self._give_back_room()
+                self._plan(outline if isinstance(outline, _Failure) else self._tried(self._planner.create_local_plan))
+                self._look_for_room()
+                self._planned = outline
+            staged = self._tried(self._copied)
+        finally:
+            self._planner.state_dict = {}  # the live state's: nothing of it is kept
         if isinstance(staged, _Failure):
             raise Failed(staged.why)
         return Staged(staged, self._whole)
 
     def write(self, staged: Staged | str, folder: Path, group: dist.ProcessGroup) -> dict[str, FileSum]:
-        """Writes the copy into `folder`, and on the first rank the index; returns what the files are like that this
-        rank has written. Collective. `staged`: or why there is no copy.
+        """Writes the copy into `folder`, and on the first rank the index, where no rank has failed; returns what the
+        files are like that this rank has written. Collective. `staged`: or why there is no copy.
 
         No rank leaves before the last collective, whatever fails on it. Raises Failed, where this rank could not.
         """
-        file = folder / f"__{self._rank}_0.distcp"  # as torch names it
+        file = folder / self._file
         if isinstance(staged, str):
             written: Any = _Failure(staged)
         else:
             written = self._tried(lambda: _write(staged.items, file))
         parts = exchange.collect(written, group)
-        if failure := _failure([written] if parts is None else parts):
-            raise Failed(failure.why)
-        assert isinstance(staged, Staged), "nothing has failed"
+        if isinstance(written, _Failure):  # its own alone: the reasons of all, told by all, would be more than memory
+            raise Failed(written.why)
+        assert isinstance(staged, Staged), "it has not failed"
         files = {file.name: written.sum}
-        if parts is not None:
+        if parts is not None and _failure(parts) is None:
             assert staged.whole is not None, "the first rank has it"
             _write_index(staged.whole, parts, folder)
             files |= {name: checksum(folder / name) for name in (INDEX, TORCHS_INDEX)}
         return files
+
+    def wrote(self, name: str) -> bool:
+        """Whether it is this rank that writes the file of this name into a checkpoint's folder."""
+        return name == self._file or (self._rank == 0 and not _FILE.fullmatch(name))
+
+    @property
+    def _file(self) -> str:
+        """As torch names it."""
+        return f"__{self._rank}_0.distcp"
 
     def _take_up(self, state: dict[str, Any]) -> object:
         """Has the planner hold `state`; returns its `_outline`."""
@@ -155,16 +177,39 @@ class Saver:
         parts: list[SavePlan] | _Failure = self._tried(combined) if failure is None else failure
         return [parts] * len(plans) if isinstance(parts, _Failure) else parts
 
-    def _copied(self, items: Sequence[WriteItem]) -> list[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
-        """Raises OSError where the control group has not enough memory left."""
-        found = [(item, self._value(item)) for item in items]
+    def _look_for_room(self) -> None:
+        """For the copies of all ranks of a worker together: each would find room for its own, before the others have
+        taken theirs. Raises Failed, on all ranks alike."""
+        mine = self._tried(lambda: (this_worker(), _size(self._values()), self._left()))
+        said = self._peers.gather(mine)
+        failure = _failure(said)
+        if why := failure.why if failure else shortage(said):
+            raise Failed(why)
+
+    def _give_back_room(self) -> None:
+        self._unpin()
+        self._room, self._unpin = torch.empty(0, dtype=torch.uint8), lambda: None
+
+    def _copied(self) -> list[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
+        """Raises OSError where there is no memory for it."""
+        found = self._values()
         tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
         on_gpu = any(tensor.is_cuda for tensor in tensors)
-        places = self._places(sum(aligned(tensor.nbytes) for tensor in tensors), on_gpu)
-        copies = iter(_copies(places, tensors))
+        if (nbytes := _size(found)) > len(self._room):
+            self._give_back_room()
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._room = torch.frombuffer(memory, dtype=torch.uint8)
+            if on_gpu:
+                self._unpin = self._pin(self._room)
+        copies = iter(_copies(self._room, tensors))
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return [(item, next(copies) if isinstance(value, torch.Tensor) else value) for item, value in found]
+
+    def _values(self) -> list[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
+        """What this rank is to write, as it is in the live state."""
+        assert self._part is not None, "it is planned"
+        return [(item, self._value(item)) for item in self._part.items]
 
     def _value(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         """What the planner resolves an item to, in a tenth of the time for tensors."""
@@ -173,24 +218,28 @@ class Saver:
             value = value.to_local()
         return value.detach() if isinstance(value, torch.Tensor) else self._planner.resolve_data(item)
 
-    def _places(self, nbytes: int, pinned: bool) -> torch.Tensor:
-        if nbytes > len(self._room):
-            self._room = torch.empty(0, dtype=torch.uint8)
-            if nbytes + _RESERVE_BYTES > (left := self._left()):
-                raise OSError(
-                    errno.ENOMEM,
-                    f"the copy of the state takes {nbytes >> 20} MiB, and the control group has {int(left) >> 20} MiB "
-                    "left; give the container more memory",
-                )
-            self._room = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        return self._room
-
     def _tried(self, attempt: Callable[[], Any]) -> Any:
         """What `attempt` gives, or its failure."""
         try:
             return attempt()
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
             return _Failure(f"rank {self._rank}: {described(error)}")
+
+
+def shortage(said: Sequence[tuple[str, int, float]]) -> str:
+    """Why the ranks of a worker cannot all have their copies; "": they can.
+
+    said: by each rank: its worker, the bytes of its copy, and those that its control group has left before any is made.
+    """
+    for worker in dict.fromkeys(where for where, _, _ in said):
+        ranks = [rank for rank, (where, _, _) in enumerate(said) if where == worker]
+        nbytes, left = sum(said[rank][1] for rank in ranks), min(said[rank][2] for rank in ranks)
+        if nbytes and nbytes + _RESERVE_BYTES > left:
+            return (
+                f"rank {ranks[0]}: its worker's {len(ranks)} ranks copy {nbytes >> 20} MiB of the state, and their "
+                f"control group has {int(left) >> 20} MiB left; give the container more memory"
+            )
+    return ""
 
 
 def load(state: dict[str, Any], folder: Path, files: Mapping[str, FileSum]) -> None:
@@ -250,9 +299,14 @@ allow(index.ChunkStorageMetadata, index.TensorProperties)
 
 
 def _failure(of_ranks: Sequence[Any]) -> _Failure | None:
-    """All of the ranks' failures in one, each once; None: there is none."""
-    failures = dict.fromkeys(its.why for its in of_ranks if isinstance(its, _Failure))
-    return _Failure("; ".join(failures)) if failures else None
+    """The ranks' failures in one; None: there is none."""
+    reasons = in_short(its.why for its in of_ranks if isinstance(its, _Failure))
+    return _Failure(reasons) if reasons else None
+
+
+def _size(values: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]]) -> int:
+    """Bytes that the copies of the tensors take."""
+    return sum(aligned(value.nbytes) for _, value in values if isinstance(value, torch.Tensor))
 
 
 def _outline(name: str, value: Any) -> object:

@@ -16,7 +16,7 @@ from pacekeeper_analysis.errors import InputError
 
 from .checkpoint_writer import CheckpointWriter, WriteOutcome
 from .checkpoints import ONE_VOLUME, CheckpointFolder
-from .copies import copies_for
+from .copies import SlotCopies, copies_for
 from .manifests import Manifest
 from .news import open_news
 from .rank_state import fingerprint
@@ -48,7 +48,8 @@ class Store:
 
         Raises InputError where an object's state cannot be kept.
         """
-        snapshots = _open_snapshots(environment, state)
+        copies = copies_for(state.optimizers)
+        snapshots = _open_snapshots(environment, state, copies)
         self.has_folder = folder is not None
         self._folder = folder
         self._environment = environment
@@ -60,7 +61,7 @@ class Store:
         self._sources: list[Source] = [SnapshotSource(snapshots, state, peers, keeps), self._volume]
         """The quickest first: where several have the same step, it comes back from the first."""
         self._snapshot_writer = SnapshotWriter(snapshots, state, peers, keeps)
-        self._checkpoint_writer = CheckpointWriter(folder, self._news, peers) if folder else None
+        self._checkpoint_writer = CheckpointWriter(folder, self._news, peers, copies.pin) if folder else None
         if snapshots or folder:
             state.check()  # what cannot be kept is said now, not after the first hundred steps
 
@@ -154,7 +155,7 @@ class Store:
         return WriteOutcome.KEPT if self._checkpoint_writer is None else self._checkpoint_writer.wait()
 
 
-def _open_snapshots(environment: Environment, state: TrainingState) -> Snapshots | None:
+def _open_snapshots(environment: Environment, state: TrainingState, copies: SlotCopies) -> Snapshots | None:
     """None: no launcher has made a place for them."""
     if environment.runtime is None:
         return None
@@ -164,5 +165,5 @@ def _open_snapshots(environment: Environment, state: TrainingState) -> Snapshots
         round_=environment.round,
         world_size=environment.world_size,
         fingerprint=fingerprint(state.description),
-        copies=copies_for(state.optimizers),
+        copies=copies,
     )

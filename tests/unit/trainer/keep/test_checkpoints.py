@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.keep import checkpoints
-from pacekeeper.keep.checkpoints import CheckpointFolder, described
+from pacekeeper.keep.checkpoints import CheckpointFolder, described, in_short
 from pacekeeper.keep.manifests import Manifest, checksum
 from pacekeeper.keep.rank_state import differences
 from pacekeeper_analysis.errors import InputError
@@ -69,6 +69,52 @@ def test_torn_checkpoints_do_not_push_out_the_last_good_one(tmp_path: Path) -> N
     assert steps(folder) == [30, 10]
 
 
+def test_what_is_published_stays_though_a_later_step_lies_there_from_which_the_round_did_not_go_on(
+    tmp_path: Path,
+) -> None:
+    """Its bytes may be damaged, and its sizes right."""
+    folder = owned(tmp_path, keep=1)
+    folder.publish(write(folder, 30))
+    later = owned(tmp_path, round_=2, keep=1)
+    for step in (10, 20):
+        assert later.publish(write(later, step))
+        assert steps(later) == [30, step]
+    later.publish(write(later, 40))
+    assert steps(later) == [40]
+
+
+def test_a_rank_gives_back_the_room_of_its_own_files_and_the_last_one_takes_the_folder(tmp_path: Path) -> None:
+    folder = owned(tmp_path)
+    write(folder, 10)
+    folder.discard(10, lambda name: name.startswith("__1_"))
+    assert {path.name for path in folder.partial(10).iterdir()} == {"__0_0.distcp", ".metadata"}
+    folder.discard(10, lambda name: not name.startswith("__1_"))
+    folder.discard(10, lambda _: True)
+    assert not folder.partial(10).exists()
+
+
+def test_a_manifest_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = owned(tmp_path)
+    manifest = write(folder, 10)
+    before = {path.name for path in tmp_path.rglob("*")}
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        folder.publish(manifest)
+    assert {path.name for path in tmp_path.rglob("*")} == before
+
+
+def test_of_many_reasons_a_few_are_told_each_once() -> None:
+    assert in_short(["a", "b", "a"]) == "a; b"
+    assert in_short(f"rank {number}: full" for number in range(9)) == (
+        "rank 0: full; rank 1: full; rank 2: full; and 6 more"
+    )
+    assert len(described(OSError(errno.ENOSPC, "x" * 10_000))) < 600
+
+
 @pytest.mark.parametrize("damage", ["cut", "missing"])
 def test_what_rank_0_does_not_see_whole_is_not_published(tmp_path: Path, damage: str) -> None:
     folder = owned(tmp_path)
@@ -112,7 +158,7 @@ def test_a_checkpoint_that_cannot_take_its_place_leaves_the_one_that_was_there(
     monkeypatch.setattr(Path, "rename", fails)
     with pytest.raises(OSError, match="Input/output error"):
         folder.publish(manifest)
-    folder.discard(10)
+    folder.discard(10, lambda _: True)
     assert {path.name for path in tmp_path.iterdir()} == {"owner.json", "step-00000010"}
     assert steps(folder) == [10]
     assert (tmp_path / "step-00000010/__0_0.distcp").read_bytes().startswith(b"weights")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.state_dict_loader import load as torchs_load
 
 from pacekeeper import exchange
-from pacekeeper.keep.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, Saver, Torn, load
+from pacekeeper.keep import distributed_checkpoint
+from pacekeeper.keep.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, Saver, Torn, load, shortage
 from pacekeeper.keep.manifests import checksum
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper.plain import pack, unpack
@@ -37,11 +38,15 @@ def saver(monkeypatch: pytest.MonkeyPatch) -> Saver:
     """Of a rank that is alone."""
     monkeypatch.setattr(exchange, "collect", lambda mine, _: [mine])
     monkeypatch.setattr(exchange, "scatter", lambda each, _: each[0])
-    return Saver(alone())
+    return Saver(alone(), unpinned)
 
 
 def alone() -> CpuGroup:
-    return cast(CpuGroup, SimpleNamespace(group=ALONE, all_agree=bool))
+    return cast(CpuGroup, SimpleNamespace(group=ALONE, all_agree=bool, gather=lambda mine: [mine]))
+
+
+def unpinned(_: torch.Tensor) -> Callable[[], None]:
+    return lambda: None
 
 
 def a_state(value: float) -> dict[str, Any]:
@@ -122,10 +127,49 @@ def test_a_state_of_another_shape_is_planned_anew(saver: Saver, folder: Path) ->
 def test_a_copy_for_which_there_is_no_memory_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "collect", lambda mine, _: [mine])
     monkeypatch.setattr(exchange, "scatter", lambda each, _: each[0])
-    saver = Saver(alone(), left=lambda: 66 << 20)
-    with pytest.raises(Failed, match=r"rank 0: .*takes 4 MiB, and the control group has 66 MiB left; give"):
-        saver.stage(a_state(1.0))
+    saver = Saver(alone(), unpinned, left=lambda: 66 << 20)
+    state = a_state(1.0)
+    with pytest.raises(
+        Failed,
+        match=r"rank 0: its worker's 1 ranks copy 4 MiB of the state, and their control group has 66 MiB left; give",
+    ):
+        saver.stage(state)
+    assert not saver._planner.state_dict, "nobody keeps the live state until the next one"
     saver.stage({"small": torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("said", "short"),
+    [
+        ([("a", 30, 100), ("a", 30, 100), ("b", 30, 100)], ""),
+        ([("a", 30, 100), ("b", 40, 100), ("b", 40, 70)], "rank 1: its worker's 2 ranks copy 80 MiB"),
+        ([("a", 30, 100), ("a", 30, 100), ("a", 30, 100)], "rank 0: its worker's 3 ranks copy 90 MiB"),
+        ([("a", 0, 0), ("b", 30, float("inf"))], ""),
+    ],
+    ids=["room", "too little on the second", "for two, not for three", "nothing to copy"],
+)
+def test_the_ranks_of_a_worker_do_not_take_the_same_memory(said: list[tuple[str, int, float]], short: str) -> None:
+    """MiB; the reserve is 64."""
+    told = shortage([(worker, int(nbytes) << 20, left * (1 << 20) + (24 << 20)) for worker, nbytes, left in said])
+    assert told.startswith(short)
+    assert bool(told) == bool(short)
+
+
+def test_a_new_plan_gives_pinned_memory_back_before_it_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    def pin(memory: torch.Tensor) -> Callable[[], None]:
+        log.append(f"pin {len(memory)}")
+        return lambda: log.append(f"unpin {len(memory)}")
+
+    monkeypatch.setattr(exchange, "collect", lambda mine, _: [mine])
+    monkeypatch.setattr(exchange, "scatter", lambda each, _: each[0])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    saver = Saver(alone(), pin)
+    for length in (1 << 10, 1 << 10, 3 << 10):
+        saver.stage({"weights": torch.ones(length)})
+    assert log == ["pin 4096", "unpin 4096", "pin 12288"], "what is pinned is what is needed"
 
 
 @pytest.mark.parametrize("name", ["large", "turned", "other.bytes"])
@@ -203,7 +247,7 @@ def test_an_index_that_names_files_elsewhere_is_not_read(folder: Path) -> None:
         load({"weight": torch.ones(3)}, folder, {INDEX: checksum(folder / INDEX)})
 
 
-def test_why_a_rank_could_not_write_is_told(
+def test_each_rank_tells_why_it_could_not_write_itself(
     saver: Saver, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def with_a_peer_that_failed(mine: Any, _: object) -> Sequence[Any]:
@@ -211,7 +255,19 @@ def test_why_a_rank_could_not_write_is_told(
 
     monkeypatch.setattr(exchange, "collect", with_a_peer_that_failed)
     tmp_path.joinpath("volume").write_text("")
-    with pytest.raises(Failed, match=rf"rank 0: NotADirectoryError: .*{errno.ENOTDIR}.*; rank 1: it is full"):
-        saver.write(saver.stage(a_state(1.0)), folder, ALONE)
-    with pytest.raises(Failed, match="no memory; rank 1: it is full"):
+    staged = saver.stage(a_state(1.0))
+    with pytest.raises(Failed, match=rf"^rank 0: NotADirectoryError: [^;]*{errno.ENOTDIR}[^;]*$"):
+        saver.write(staged, folder, ALONE)
+    with pytest.raises(Failed, match=r"^rank 0: no memory$"):
         saver.write("rank 0: no memory", folder, ALONE)
+
+
+def test_the_first_rank_writes_no_index_where_another_has_failed_and_says_nothing_for_it(
+    saver: Saver, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank tells all others why it failed: where each told it for all, they would need the square of it."""
+    staged = saver.stage(a_state(1.0))
+    failure = distributed_checkpoint._Failure("rank 1: it is full")
+    monkeypatch.setattr(exchange, "collect", lambda mine, _: [mine, failure])
+    assert saver.write(staged, folder, ALONE).keys() == {DATA}
+    assert [path.name for path in folder.iterdir()] == [DATA]
