@@ -237,6 +237,24 @@ def test_a_rank_that_ends_waits_for_a_volume_that_hangs_and_not_for_ever(
     assert not {name for name in kept(tmp_path / "volume") if "partial" not in name}
 
 
+def test_what_one_rank_could_not_wait_for_counts_as_lost_on_all_and_nobody_tries_again_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 has heard that it has failed, and would make the last checkpoint once more, without rank 1."""
+
+    def rank_main(rank: int) -> tuple[int, Any]:
+        break_(rank, "manifest")
+        if rank == 1:
+            checkpoint_writer._SLOW_SECONDS = checkpoint_writer._PATIENCE_SECONDS = 1.0
+            checkpoints.CheckpointFolder.discard = hang  # type: ignore[method-assign,assignment]
+        return train(tmp_path / "volume", every=1000, until=4)
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime", patience=30.0) == [(4, 0)] * RANKS
+    log = capfd.readouterr().err
+    assert log.count("rank 1: the training waits no longer for the last checkpoint") == 1
+    assert log.count("the state after step 4, the last one, is NOT kept on the volume") == RANKS
+
+
 def hang(*_: Any) -> NoReturn:
     while True:
         signal.pause()

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from pacekeeper.environment import Environment
+from pacekeeper.keep.copies import TornCopyError
+from pacekeeper.keep.snapshots import Snapshots
 from pacekeeper.keep.state import TrainingState
 from pacekeeper.keep.store import Store
 from pacekeeper.observe.cpu_group import CpuGroup
@@ -37,6 +40,12 @@ class _Rank:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def places(self) -> list[int]:
+        """In memory, of what a graph or somebody's `data` would have."""
+        moments = [its for state in self.optimizer.state.values() for its in state.values()]
+        tensors = [*self.model.parameters(), *moments]
+        return [(its.to_local() if isinstance(its, DTensor) else its).data_ptr() for its in tensors]
+
     def shards(self) -> list[torch.Tensor]:
         moments = [its["exp_avg"] for its in self.optimizer.state.values()]
         return [shard.to_local().detach().clone() for shard in [*self.model.parameters(), *moments]]
@@ -59,8 +68,38 @@ def test_shards_come_back_bit_equal(flipped: bool, restored: int, tmp_path: Path
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         dist.barrier()
         later = _Rank(rank, tmp_path)
+        later.step()
+        places = later.places()
         found = later.store.restore()
         assert found is not None
+        assert later.places() == places
         return found.step, all(map(torch.equal, later.shards(), kept[restored]))
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(restored, True)] * RANKS
+
+
+def test_a_copy_that_is_torn_on_one_rank_is_void_on_all(tmp_path: Path) -> None:
+    """Otherwise the others write the next one over the last that all have."""
+
+    def rank_main(rank: int) -> int:
+        dist.init_process_group("gloo")
+        writer = _Rank(rank, tmp_path)
+        for step in (1, 2):
+            writer.step()
+            writer.store.snapshot(step, samples=step)
+            assert writer.store.settle() == step
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(Snapshots, "finish_copy", torn)
+            writer.store.snapshot(3, samples=3)
+            assert writer.store.settle() == -1
+        writer.store.snapshot(4, samples=4)  # killed before it is whole
+        dist.barrier()
+        found = _Rank(rank, tmp_path).store.restore()
+        assert found is not None
+        return found.step
+
+    def torn(_: Snapshots) -> None:
+        raise TornCopyError("changed meanwhile")
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [2] * RANKS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -230,3 +231,87 @@ def test_where_no_other_state_is_left_the_training_does_not_begin_with_half_of_o
     for said in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
         assert "the snapshot of step 4" in said
         assert "of another kind" in said
+
+
+@pytest.mark.parametrize("source", ["memory", "volume"])
+def test_what_is_brought_back_lies_where_it_lay_before(source: str, tmp_path: Path) -> None:
+    """A graph that was captured before, and whoever has a tensor's `data`, sees it."""
+
+    def a_training_rank(rank: int) -> tuple[nn.Linear, torch.optim.Optimizer, Store]:
+        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(tmp_path / "runtime"))
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        replication = Replication(rank, {"sync": RANKS, "shard": 1}, torch.device("cpu"))
+        state = TrainingState({"model": model, "optimizer": optimizer}, replication, rank)
+        volume = CheckpointFolder(tmp_path / "volume", environment.round)
+        return model, optimizer, Store(environment, CpuGroup(Recorder(NoRing())), state, volume)
+
+    def tensors(model: nn.Linear, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        moments = [its for state in optimizer.state.values() for its in state.values()]
+        return [*(its.data for its in model.parameters()), *moments, optimizer.param_groups[0]["lr"]]
+
+    def rank_main(rank: int) -> list[list[Any]]:
+        dist.init_process_group("gloo")
+        torch.manual_seed(0)
+        model, optimizer, store = a_training_rank(rank)
+        optimizer.param_groups[0]["lr"].fill_(0.5)
+        if source == "memory":
+            store.snapshot(3, samples=3)
+            store.settle()
+        else:
+            store.checkpoint(3, 3, lambda _: None)
+            assert store.wait_for_checkpoint() is WriteOutcome.KEPT
+        dist.barrier()
+        fresh, its, later = a_training_rank(rank)
+        before = tensors(fresh, its)
+        assert later.restore() is not None
+        assert [one.data_ptr() for one in tensors(fresh, its)] == [one.data_ptr() for one in before]
+        return [[one.flatten().tolist() for one in found] for found in (before, tensors(model, optimizer))]
+
+    for found, wanted in run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime"):
+        assert found == wanted
+
+
+def test_an_outer_optimizer_of_a_newer_state_that_was_torn_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The job was not in a Local-SGD mode yet, when the older one was kept."""
+
+    def a_training_rank(rank: int) -> tuple[Replication, Particular, Store]:
+        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(tmp_path / "runtime"))
+        replication = Replication(rank, {"sync": RANKS, "shard": 1}, torch.device("cpu"))
+        model = nn.Linear(1, 1)
+        replication.replicate(model, lambda _: [], {})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replication.train_with(optimizer, None)
+        particular = Particular()
+        objects = {"model": model, "optimizer": optimizer, "particular": particular}
+        return (
+            replication,
+            particular,
+            Store(environment, CpuGroup(Recorder(NoRing())), TrainingState(objects, replication, rank), None),
+        )
+
+    def momentum(replication: Replication) -> list[float]:
+        return [float(its["momentum_buffer"].flatten()) for its in replication.replicas[0].outer.state.values()]
+
+    def rank_main(rank: int) -> tuple[int, list[float], int]:
+        dist.init_process_group("gloo")
+        replication, particular, store = a_training_rank(rank)
+        for step in (3, 4):
+            particular.step = step
+            if step == 4:
+                for its in replication.replicas[0].outer.state.values():
+                    its["momentum_buffer"].fill_(1.0)
+                replication.replicas[0].load_state_dict({**replication.replicas[0].state_dict(), "number": 7})
+            store.snapshot(step, samples=step)
+            store.settle()
+        dist.barrier()
+        fresh, particular, later = a_training_rank(rank)
+        if rank == 1:
+            particular.most = 5  # rank 0 alone refuses the newest
+        found = later.restore()
+        assert found is not None
+        return found.step, momentum(fresh), fresh.replicas[0].state_dict()["number"]
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(3, [0.0, 0.0], 0)] * RANKS

@@ -24,8 +24,9 @@ from .worker import this_worker
 
 _SLOW_SECONDS = 10.0
 """Training that waits for a checkpoint's end for so long says so: a volume may hang instead of failing."""
-_PATIENCE_SECONDS = 1800.0
-"""After which training, or the rank's end, waits for a checkpoint no longer."""
+_PATIENCE_SECONDS = 1500.0
+"""After which training, or the rank's end, waits for a checkpoint no longer: before the launcher's watch takes the rank
+for one that hangs (`LauncherSettings.phase_deadline`), and ends the round for it."""
 _log = logging.getLogger(__name__)
 
 
@@ -89,19 +90,26 @@ class CheckpointWriter:
         self._writing.start()
 
     def wait(self) -> WriteOutcome:
-        """Until what is being written is published, or given up; rank 0's log has the reason."""
+        """Until what is being written is published, or given up; rank 0's log has the reason. `agree` comes next, where
+        all ranks go on from it."""
         if self._writing is not None:
             self._writing.join(_SLOW_SECONDS)
             if self._writing.is_alive():
                 self._tell_of_slow_volume()
-                self._writing.join(_PATIENCE_SECONDS)
+                self._writing.join(max(0.0, _PATIENCE_SECONDS - _SLOW_SECONDS))
             if self._writing.is_alive():
+                self._tell_of_patience()
                 self._stuck = True
                 return WriteOutcome.LOST
             self._writing = None
         outcome = WriteOutcome.LOST if self._stuck else self._outcome  # what came of it afterwards, nobody waits for
         self._stuck, self._outcome = False, WriteOutcome.KEPT
         return outcome
+
+    def agree(self, outcome: WriteOutcome) -> WriteOutcome:
+        """What all ranks take for the outcome of the one that `wait` gave here: LOST where it is on one of them, since
+        others may have heard of it when that one's patience was over. Collective."""
+        return WriteOutcome.LOST if WriteOutcome.LOST in self._peers.gather(outcome) else outcome
 
     def _write(
         self, group: dist.ProcessGroup, manifest: Manifest, staged: Staged | str, published: Callable[[int], None]
@@ -185,6 +193,14 @@ class CheckpointWriter:
     def _tell_of_slow_volume(self) -> None:
         waits = f"the training waits for the last checkpoint, which is still being written after {_SLOW_SECONDS:g} s"
         self._news.failed(f"{self._folder.path}: {waits}")
+
+    def _tell_of_patience(self) -> None:
+        reason = (
+            f"rank {self._rank}: the training waits no longer for the last checkpoint, which is still being written "
+            f"after {_PATIENCE_SECONDS:g} s: the volume has neither taken nor refused it"
+        )
+        _log.warning("%s: %s", self._folder.path, reason)
+        self._news.failed(f"{self._folder.path}: {reason}")
 
     def _reason(self, error: Exception) -> str:
         """In one line, for all ranks' ears."""

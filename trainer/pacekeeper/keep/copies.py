@@ -85,16 +85,18 @@ class DeviceCopies:
     def __init__(self, streams: Streams, optimizers: Collection[torch.optim.Optimizer]) -> None:
         """`optimizers`: that change parameters; each of their steps waits for the copy that is under way."""
         self._streams = streams
-        self._optimizers = optimizers
         self._under_way: tuple[Event, Event, list[torch.Tensor]] | None = None
         """Its begin and end, and what it reads: memory that must not be used for anything else before the end."""
         self._unchanged: list[tuple[torch.Tensor, int]] = []
         """What is copied beside the work, and its version: to be the same until an optimizer steps."""
         self._torn = False
-        self._captured = False
-        """Whether an optimizer steps in a graph, which runs without asking us."""
+        self._asking: set[torch.optim.Optimizer] = set()
+        """Which have stepped since the last copy began, and asked us before: those in a graph that was captured before
+        this was made do not, whatever Python knows of it."""
+        self._captured: set[torch.optim.Optimizer] = set()
+        """Which step in a graph by now."""
         for optimizer in optimizers:
-            optimizer.register_step_pre_hook(lambda *_: self._before_step())
+            optimizer.register_step_pre_hook(lambda its, *_: self._before_step(its))
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         if not self._streams.pin(memory):
@@ -106,7 +108,8 @@ class DeviceCopies:
 
     def begin(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         assert self._under_way is None, "finish() comes first"
-        stepped = set() if self._captured else self._stepped()
+        stepped = self._stepped_by(self._asking - self._captured)
+        self._asking.clear()
         pairs = list(zip(targets, sources, strict=True))
         at_once = [pair for pair in pairs if pair[1].untyped_storage().data_ptr() not in stepped]
         later = [pair for pair in pairs if pair[1].untyped_storage().data_ptr() in stepped]
@@ -137,9 +140,12 @@ class DeviceCopies:
         if pairs:
             self._streams.copy([target for target, _ in pairs], [source for _, source in pairs])
 
-    def _before_step(self) -> None:
-        self._captured |= self._streams.captures
-        if self._under_way is not None and not self._streams.captures:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._streams.captures:
+            self._captured.add(optimizer)
+            return
+        self._asking.add(optimizer)
+        if self._under_way is not None:
             self._look_for_changes()
             self._streams.wait(self._under_way[1])
 
@@ -148,11 +154,11 @@ class DeviceCopies:
         self._torn |= any(version_of(tensor) != version for tensor, version in self._unchanged)
         self._unchanged = []
 
-    def _stepped(self) -> set[int]:
-        """Where in the device's memory lies what the optimizers' steps alone change."""
+    def _stepped_by(self, optimizers: Collection[torch.optim.Optimizer]) -> set[int]:
+        """Where in the device's memory lies what these optimizers' steps alone change."""
         found = [
             tensor
-            for optimizer in self._optimizers
+            for optimizer in optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
             for tensor in (parameter, *optimizer.state.get(parameter, {}).values())

@@ -93,12 +93,16 @@ class SnapshotWriter:
         return self._publish(self._snapshots, rows[:, :RANK_STATE_BYTES])
 
     def _publish(self, snapshots: Snapshots, rank_states: torch.Tensor) -> int:
+        whole, copy_seconds = True, None
         try:
             copy_seconds = snapshots.finish_copy()
         except TornCopyError as error:
+            whole = False
             _log.warning("no snapshot on rank %d: %s", self._peers.group.rank(), error)
-            snapshots.give_up()
-            return -1
+        if self._state.sharded:
+            whole = self._peers.all_agree(whole)  # else the next one would be written over what all ranks have
+        if not whole:
+            return -1  # the slot stays void
         start = time.perf_counter()
         step = snapshots.publish(rank_states.reshape(-1))
         if not self._makes:  # taking memory is dear, and rare

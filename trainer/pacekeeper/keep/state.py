@@ -6,7 +6,8 @@ the names of parameters, it fits any number of ranks: that of checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from pacekeeper.exchange import broadcast
 from pacekeeper.plain import pack, take_apart, unpack
@@ -94,11 +96,13 @@ class TrainingState:
     def set_own(self, state: Mapping[str, Any], rank_state: bytes) -> int:
         """What `own` and `capture_rank_state` gave; returns the rank's samples.
 
-        Models copy what they are given; others may keep it. Raises whatever an object raises that does not take its
-        part; those before it have taken theirs.
+        The tensors of models and optimizers stay where they are: a graph that was captured before, or whoever has their
+        `data`, sees what they are now. Objects of the script's may keep what they are given. Raises whatever an object
+        raises that does not take its part; those before it have taken theirs.
         """
         for name, item in self._everything(state).items():
-            item.load_state_dict(state[name])
+            with _in_place(item):
+                item.load_state_dict(state[name])
         return restore_rank_state(rank_state)
 
     @property
@@ -136,12 +140,13 @@ class TrainingState:
         state = {**self._portable(objects), mine: b""}
         fill(state)
         for name, item in objects.items():
-            if isinstance(item, nn.Module):
-                set_model_state_dict(item, state[name])
-            elif isinstance(item, torch.optim.Optimizer):
-                set_optimizer_state_dict(self._model_of(item), item, state[name])
-            else:
-                item.load_state_dict(unpack(state[name]))
+            with _in_place(item):
+                if isinstance(item, nn.Module):
+                    set_model_state_dict(item, state[name])
+                elif isinstance(item, torch.optim.Optimizer):
+                    set_optimizer_state_dict(self._model_of(item), item, state[name])
+                else:
+                    item.load_state_dict(unpack(state[name]))
         packed, buffers = unpack(state[mine])
         for name, its in buffers.items():
             self._models[name].load_state_dict(its, strict=False)
@@ -175,10 +180,13 @@ class TrainingState:
     def _everything(self, names: Container[str] | None = None) -> dict[str, Any]:
         """What is registered, and the outer optimizers and what their penalties have learnt, where there are any.
 
-        names: of what is to be restored; they are made where it has them. Collective then.
+        names: of what is to be restored; they are made where it has them. Collective then. Where it has none, what
+        there is of them begins anew: a newer state that was torn may have left it.
         """
         everything = self._registered()
         outer = self._replication.has_outer_state if names is None else f"{_OUTER}.0" in names
+        if self._replication.has_outer_state and not outer:
+            self._replication.reset_outer_state()
         if outer:
             for number, replicas in enumerate(self._replication.replicas):
                 everything[f"{_OUTER}.{number}"] = replicas.outer
@@ -214,6 +222,39 @@ class TrainingState:
             if any(parameter is first for parameter in model.parameters()):
                 return model
         raise InputError("register(): an optimizer without its model; register the model whose parameters it has")
+
+
+@contextmanager
+def _in_place(item: Any) -> Iterator[None]:
+    """What an optimizer loads inside goes into the tensors that it has; its own `load_state_dict` gives it others."""
+    if not isinstance(item, torch.optim.Optimizer):
+        yield
+        return
+    moments = {parameter: dict(its) for parameter, its in item.state.items()}
+    settings = [dict(group) for group in item.param_groups]
+    yield
+    for parameter, its in item.state.items():
+        _keep_tensors(its, moments.get(parameter, {}))
+    for group, before in zip(item.param_groups, settings, strict=True):
+        _keep_tensors(group, before)
+
+
+@torch.no_grad()
+def _keep_tensors(now: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Each of `before` takes the value, and the place, of the one in `now` that is like it."""
+    for name, old in before.items():
+        new = now.get(name)
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and _alike(old, new):
+            old.copy_(new)
+            now[name] = old
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if isinstance(one, DTensor) != isinstance(other, DTensor):
+        return False
+    if isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements != other.placements:
+        return False
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _group_sizes(state: Mapping[str, Any]) -> list[int]:

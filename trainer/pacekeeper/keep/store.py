@@ -151,8 +151,15 @@ class Store:
         self._checkpoint_writer.start(manifest, self._state.portable(samples), published)
 
     def wait_for_checkpoint(self) -> WriteOutcome:
-        """Until the checkpoint that is being written is published, or given up; rank 0's log has the reason."""
+        """Until the checkpoint that is being written is published, or given up; rank 0's log has the reason.
+
+        As far as this rank knows; `agree_on_checkpoint` comes next, where all ranks go on from it.
+        """
         return WriteOutcome.KEPT if self._checkpoint_writer is None else self._checkpoint_writer.wait()
+
+    def agree_on_checkpoint(self, outcome: WriteOutcome) -> WriteOutcome:
+        """The same on all ranks: LOST where one of them could not wait for it. Collective."""
+        return outcome if self._checkpoint_writer is None else self._checkpoint_writer.agree(outcome)
 
 
 def _open_snapshots(environment: Environment, state: TrainingState, copies: SlotCopies) -> Snapshots | None:

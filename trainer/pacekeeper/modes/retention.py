@@ -77,7 +77,7 @@ class Retention:
         A request that is open is answered once it is published: by this one, or if it fails by a later one.
         """
         progress, answered = self._progress, self._progress.answered
-        self.wait()
+        self._conclude()
         if not self._store.has_folder or progress.step <= self._checkpointed:
             self._state.checkpoint_request = answered
             return
@@ -117,10 +117,10 @@ class Retention:
         Nobody writes a checkpoint after this one, so where it fails there is a second attempt.
         """
         self.checkpoint()
-        outcome = self.wait()
-        if outcome is WriteOutcome.FAILED:  # all ranks have heard of it
+        outcome = self._conclude()
+        if outcome is WriteOutcome.FAILED:  # on all ranks
             self.checkpoint()
-            outcome = self.wait()
+            outcome = self._conclude()
         if outcome is not WriteOutcome.KEPT:
             _log.error(
                 "the state after step %d, the last one, is NOT kept on the volume: the newest checkpoint there is %s; "
@@ -137,10 +137,15 @@ class Retention:
             self._store.settle()
         self.finish()
 
-    def wait(self) -> WriteOutcome:
-        """Until the checkpoint that is being written is published, or given up: its step can be written again then."""
+    def wait(self) -> None:
+        """Until the checkpoint that is being written is published, or given up. Of this rank alone, which leaves."""
         with self._recorder.during(Phase.CHECKPOINT):
-            outcome = self._store.wait_for_checkpoint()
+            self._store.wait_for_checkpoint()
+
+    def _conclude(self) -> WriteOutcome:
+        """The same of all ranks together, so that they go on alike: its step can be written again then. Collective."""
+        with self._recorder.during(Phase.CHECKPOINT):
+            outcome = self._store.agree_on_checkpoint(self._store.wait_for_checkpoint())
         if outcome is WriteOutcome.KEPT:
             self._kept = self._checkpointed
         else:

@@ -168,6 +168,11 @@ class Replication:
     def has_outer_state(self) -> bool:
         return bool(self._replicas)
 
+    def reset_outer_state(self) -> None:
+        """What the replicas' outer optimizers and penalties have learnt is as in the beginning."""
+        for replicas in self._replicas:
+            replicas.reset()
+
     def _add(self, forward: ForwardPass, wrapped: nn.Module) -> nn.Module:
         self._models.append(_Model(forward, wrapped))
         return wrapped

@@ -1,10 +1,16 @@
-"""Who verifies whose files."""
+"""Who verifies whose files, and who waits for how long."""
 
 from __future__ import annotations
 
 import pytest
 
+from pacekeeper.keep import checkpoint_writer
 from pacekeeper.keep.checkpoint_writer import whose_files
+from pacekeeper.launcher.settings import LauncherSettings
+
+
+def test_a_rank_gives_up_a_checkpoint_before_the_watch_takes_it_for_one_that_hangs() -> None:
+    assert 0.9 * LauncherSettings.phase_deadline > checkpoint_writer._PATIENCE_SECONDS
 
 
 @pytest.mark.parametrize(

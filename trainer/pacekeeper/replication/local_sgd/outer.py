@@ -60,6 +60,11 @@ class OuterOptimizer(torch.optim.Optimizer):
             place = torch.device("cpu") if self._offload else local(parameter).device
             self.state[parameter] = {_MOMENTUM: loaded.to(place)}
 
+    def reset(self) -> None:
+        """As in the beginning."""
+        for parameter in self._parameters():
+            self.state[parameter][_MOMENTUM].zero_()
+
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 

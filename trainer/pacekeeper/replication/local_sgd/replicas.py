@@ -211,6 +211,12 @@ class Replicas:
         fits = statistics.shape == self._statistics.shape
         self._statistics = statistics if fits else Statistics.fresh(*self._statistics.shape)
 
+    def reset(self) -> None:
+        """Outer optimizer and penalty have learnt nothing yet."""
+        self.outer.reset()
+        self._number = 0
+        self._statistics = Statistics.fresh(*self._statistics.shape)
+
     def _complete_up_to(self, module: nn.Module) -> None:
         """Every unit that the forward pass of `module` needs, and those before it.
 
