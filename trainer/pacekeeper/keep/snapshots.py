@@ -150,14 +150,21 @@ class Snapshots:
         self._next = (number + 1) % SLOTS  # this one stays until there is another
         return slot
 
-    def room(self, nbytes: int) -> torch.Tensor:
+    def room(self, nbytes: int, may_replace: bool = False) -> torch.Tensor:
         """A slot's memory for a peer's snapshot, uint8, of so many bytes: where what is held is the oldest.
 
+        may_replace: whether it may be in the place of the other one, where there is memory for one slot only.
         Raises OSError where memory does not suffice.
         """
         held = self.held()
-        number = min(range(SLOTS), key=lambda number: held[number])
-        return torch.frombuffer(self._allocate(self._paths[number], nbytes), dtype=torch.uint8)
+        oldest, other = sorted(range(SLOTS), key=lambda number: held[number])
+        try:
+            memory = self._allocate(self._paths[oldest], nbytes)
+        except OSError:
+            if not may_replace or held[other][1] < nbytes:  # nor would there be room without it
+                raise
+            memory = self._allocate(self._paths[other], nbytes)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def doubt(self, version: Version) -> None:
         """It is not `held` any longer."""

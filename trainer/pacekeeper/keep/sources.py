@@ -126,7 +126,7 @@ class SnapshotSource:
         try:
             if self._snapshots is None:
                 raise OSError("this rank has no runtime folder")
-            return self._snapshots.room(nbytes)
+            return self._snapshots.room(nbytes, may_replace=True)  # all ranks go to this version
         except OSError as error:
             _log.warning(
                 "no room for the snapshot of step %d from a peer: %s; give the container and its runtime volume more "

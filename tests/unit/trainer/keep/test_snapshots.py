@@ -216,6 +216,33 @@ def test_a_peers_replica_takes_the_place_of_the_oldest(tmp_path: Path) -> None:
     assert_same(unpack(read(receiver, Version(15, 1)), None)[0], state(15))
 
 
+def test_a_worker_with_room_for_one_slot_gets_a_peers_replica_in_the_place_of_what_it_has(tmp_path: Path) -> None:
+    holder, lacking = tmp_path / "holder", tmp_path / "lacking"
+    for folder in (holder, lacking):
+        folder.mkdir()
+    total = 100 << 20
+
+    def left() -> float:
+        return total - sum(512 * path.stat().st_blocks for path in lacking.iterdir())
+
+    def large(step: int) -> dict[str, Any]:
+        return {"weight": torch.full((20 << 20,), step, dtype=torch.uint8)}
+
+    writer = make(holder)
+    keep(writer, 15, large(15))
+    content = read(writer, Version(15, 1))
+    keep(make(lacking, left=left), 10, large(10))
+    receiver = make(lacking, round_=2, left=left)
+    with pytest.raises(OSError, match="a slot takes 20 MiB"):
+        receiver.room(len(content))
+    assert set(versions(receiver)) == {Version(10, 1), NOTHING}
+    receiver.room(len(content), may_replace=True).copy_(content)
+    assert set(versions(receiver)) == {Version(15, 1), NOTHING}
+    with pytest.raises(OSError, match="a slot takes 40 MiB"):
+        receiver.room(2 * len(content), may_replace=True)
+    assert set(versions(receiver)) == {Version(15, 1), NOTHING}, "it is not given up for nothing"
+
+
 def test_what_copies_what_it_loads_is_given_the_slots_own_memory(tmp_path: Path) -> None:
     """Whoever keeps what it is given would keep the whole slot in memory with it."""
     writer = make(tmp_path)
