@@ -233,6 +233,9 @@ def test_a_rank_that_ends_waits_for_a_volume_that_hangs_and_not_for_ever(
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(5, 0)] * RANKS
     log = capfd.readouterr().err
     assert log.count("the checkpoint of step 4 is not published: rank 0: an earlier one is still being written") == 1
+    assert log.count("the training waits no longer for the last checkpoint") == RANKS, (
+        "once, not at each one that is due"
+    )
     assert log.count("the state after step 5, the last one, is NOT kept on the volume") == RANKS
     assert not {name for name in kept(tmp_path / "volume") if "partial" not in name}
 

@@ -93,13 +93,15 @@ class CheckpointWriter:
         """Until what is being written is published, or given up; rank 0's log has the reason. `agree` comes next, where
         all ranks go on from it."""
         if self._writing is not None:
-            self._writing.join(_SLOW_SECONDS)
+            if not self._stuck:  # it waits for each once
+                self._writing.join(_SLOW_SECONDS)
+                if self._writing.is_alive():
+                    self._tell_of_slow_volume()
+                    self._writing.join(max(0.0, _PATIENCE_SECONDS - _SLOW_SECONDS))
+                if self._writing.is_alive():
+                    self._tell_of_patience()
+                    self._stuck = True
             if self._writing.is_alive():
-                self._tell_of_slow_volume()
-                self._writing.join(max(0.0, _PATIENCE_SECONDS - _SLOW_SECONDS))
-            if self._writing.is_alive():
-                self._tell_of_patience()
-                self._stuck = True
                 return WriteOutcome.LOST
             self._writing = None
         outcome = WriteOutcome.LOST if self._stuck else self._outcome  # what came of it afterwards, nobody waits for
