@@ -14,6 +14,8 @@ from .runtime import Runtime
 LEFT_WHEN_TOLD = 143
 """Exit code of a rank that was told to leave (SIGTERM, suspend), after its checkpoint: 128 + SIGTERM."""
 
+_NEIGHBOUR_MEGABYTES = "PACEKEEPER_NEIGHBOUR_MEGABYTES"
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -29,6 +31,14 @@ class Environment:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: none but those that are asked for."""
     checkpoint_keep: int = 3
+    worker: str = ""
+    """Name of this worker's pod; "": it has none."""
+    node: str = ""
+    """Where it runs; "": that is not known."""
+    address: str = ""
+    """Of the worker, where other workers reach it; "": they do not."""
+    neighbour_megabytes: int = 200
+    """A second, that this worker's ranks send at most of their snapshots to another node; 0: they send none."""
     native: bool = True
     """Whether what is repeated in each step may be done in C (`observe/fast.py`)."""
 
@@ -36,6 +46,12 @@ class Environment:
     def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
         """Raises InputError that names the variable which is no number."""
         path = variables.get("PACEKEEPER_CHECKPOINT_PATH")
+        megabytes = _number(variables, _NEIGHBOUR_MEGABYTES, cls.neighbour_megabytes)
+        if megabytes < 0:
+            raise InputError(
+                f"{_NEIGHBOUR_MEGABYTES}={megabytes}: give the megabytes a second that snapshots may take of the "
+                "network on their way to another node, or 0 for none"
+            )
         return cls(
             rank=_number(variables, "RANK", 0),
             world_size=_number(variables, "WORLD_SIZE", 1),
@@ -45,6 +61,10 @@ class Environment:
             checkpoint_path=Path(path) if path else None,
             checkpoint_every=_number(variables, "PACEKEEPER_CHECKPOINT_EVERY", 0),
             checkpoint_keep=_number(variables, "PACEKEEPER_CHECKPOINT_KEEP", 3),
+            worker=variables.get("PACEKEEPER_WORKER", ""),
+            node=variables.get("PACEKEEPER_NODE", ""),
+            address=variables.get("PACEKEEPER_POD_IP", ""),
+            neighbour_megabytes=megabytes,
             native=_number(variables, "PACEKEEPER_NATIVE", 1) != 0,
         )
 

@@ -15,8 +15,8 @@ import pytest
 from pacekeeper.launcher import probe
 from pacekeeper.launcher.network import bind
 from pacekeeper.launcher.probe import GUESTS, TRANSFER_BYTES, TURN_SECONDS, ProbeHost, Prober
-from pacekeeper.launcher.seal import Channel, greet_host
 from pacekeeper.runtime import read_json
+from pacekeeper.seal import Channel, greet_host
 from pacekeeper_analysis.plan import ProbeTarget, ProbeTask
 from pacekeeper_analysis.reports import Evidence, LinkProbe
 

@@ -15,8 +15,8 @@ import pytest
 from pacekeeper.launcher import wire
 from pacekeeper.launcher.meeting import MeetingStage, Report, Status
 from pacekeeper.launcher.network import bind
-from pacekeeper.launcher.seal import LONGEST_LINE, Channel, Forged, greet_guest, greet_host
 from pacekeeper.launcher.wire import MeetingClient, MeetingHost
+from pacekeeper.seal import LONGEST_LINE, Channel, Forged, greet_guest, greet_host
 
 SECRET, OTHER = "5ec2e7" * 8, "0a" * 24
 PATIENCE = 20.0

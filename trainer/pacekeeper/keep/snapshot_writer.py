@@ -15,13 +15,13 @@ from pacekeeper.observe.cpu_group import CpuGroup
 
 from .copies import TornCopyError
 from .rank_state import RANK_STATE_BYTES, capture_rank_state, fingerprint
+from .refusals import Refusals
 from .snapshots import Snapshots
 from .state import TrainingState
 
 _SAID = struct.Struct("<??d")
 """What a rank says beside its rank state: whether it is to keep a copy, whether it has one of this snapshot, and what
 one costs it, in seconds."""
-_MOST_LEFT_OUT = 64
 _log = logging.getLogger(__name__)
 
 
@@ -141,25 +141,3 @@ class SnapshotWriter:
     @property
     def _own_cost(self) -> float:
         return fmean(self._costs) if self._costs else 0.0
-
-
-class Refusals:
-    """How many snapshots are left out after one for which there was no memory: one, then twice as many each time."""
-
-    def __init__(self) -> None:
-        self._left = 0
-        self._next = 1
-
-    def refused(self) -> None:
-        self._left, self._next = self._next, min(2 * self._next, _MOST_LEFT_OUT)
-
-    def end(self) -> None:
-        """There is memory again, or somebody else counts."""
-        self._left, self._next = 0, 1
-
-    def leaves_out(self) -> bool:
-        """Whether this one is left out, of those that are taken one after another."""
-        if self._left == 0:
-            return False
-        self._left -= 1
-        return True

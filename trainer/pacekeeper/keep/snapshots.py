@@ -255,12 +255,12 @@ def taking_turns(path: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[No
         yield
 
 
-def check(slot: torch.Tensor) -> None:
-    """Raises InputError where the bytes of a slot are not those that were written."""
+def check(slot: torch.Tensor, header: bytes | bytearray | None = None) -> None:
+    """Raises InputError where the bytes of a slot are not those that were written. `header`: None: that in the slot."""
     content = slot.numpy()
     if len(content) < HEADER_BYTES or len(content) % 8:
         raise InputError(f"not a snapshot: {len(content)} bytes")
-    *fields, total, checksum = _HEADER.unpack_from(content.data)
+    *fields, total, checksum = _HEADER.unpack_from(content.data if header is None else header)
     if fields[0] != _MAGIC or total != len(content):
         raise InputError(f"not a snapshot: {len(content)} bytes, of which its header says {total}")
     if checksum != _checksum([*fields, total], content):

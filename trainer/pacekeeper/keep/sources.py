@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from pacekeeper_analysis.errors import InputError
 from .checkpoints import CheckpointFolder
 from .distributed_checkpoint import Torn, load
 from .manifests import Manifest
+from .neighbours import KeptShards
 from .snapshots import HEADER_BYTES, SLOTS, Snapshots, unpack
 from .state import TrainingState
 from .versions import NOTHING, Version, choose, transfers
@@ -47,18 +49,24 @@ class Source(Protocol):
 class SnapshotSource:
     """The snapshots in shared memory."""
 
-    def __init__(self, snapshots: Snapshots | None, state: TrainingState, peers: CpuGroup, keeps: bool) -> None:
+    def __init__(
+        self, snapshots: Snapshots | None, state: TrainingState, peers: CpuGroup, keeps: bool, kept: KeptShards
+    ) -> None:
         """
         snapshots: None: this rank has no shared memory.
         keeps: whether this rank is one of those that keep a copy: of replicas, for all ranks of its worker.
+        kept: shards of other workers' ranks that this one can hand out.
         """
         self._snapshots = snapshots
         self._state = state
         self._peers = peers
         self._keeps = keeps
+        self._kept = kept
         self._held: list[list[tuple[Version, int]]] = []
         """What each rank holds: versions and their bytes."""
         self._keepers: list[bool] = []
+        self._offers: dict[tuple[int, Version], tuple[int, int]] = {}
+        """Of each rank's shard: who has it for that rank, and its bytes."""
         self._failure = ""
         """Why a snapshot could not be taken over when some of it already was; "": none was begun in vain."""
 
@@ -74,7 +82,20 @@ class SnapshotSource:
             [(Version(step, round_), nbytes) for step, round_, nbytes in rank]
             for rank in rows[:, 1:].reshape(-1, SLOTS, 3).tolist()
         ]
-        return choose([[version for version, _ in rank] for rank in self._held], self._state.sharded)
+        self._offers = self._offered() if self._state.sharded else {}
+        held = [[version for version, _ in rank] for rank in self._held]
+        for rank, version in self._offers:
+            held[rank].append(version)
+        return choose(held, self._state.sharded)
+
+    def _offered(self) -> dict[tuple[int, Version], tuple[int, int]]:
+        """Where several have the same, the first. Collective."""
+        mine = [[rank, version.step, version.round, nbytes] for rank, version, nbytes in self._kept.held()]
+        offers: dict[tuple[int, Version], tuple[int, int]] = {}
+        for keeper, theirs in enumerate(self._peers.gather(mine)):
+            for rank, step, round_, nbytes in theirs:
+                offers.setdefault((rank, Version(step, round_)), (keeper, nbytes))
+        return offers
 
     def load(self, version: Version) -> int | None:
         return self._agreed(version, self._load(version))
@@ -105,22 +126,37 @@ class SnapshotSource:
         return self._take_over(version, *found)
 
     def _distribute(self, version: Version, slot: torch.Tensor | None, holds: list[bool]) -> bool:
-        """Has a slot made on each worker that lacks this replica, with the bytes of one that has it. Collective.
+        """Has a slot made wherever this replica, or a rank's own shard, is lacking, with the bytes of whoever has it.
 
-        Whether there was memory for it on all of them.
+        Whether there was memory for it on all of them, and the bytes are good. Collective.
         """
         rank, group = self._peers.group.rank(), self._peers.group
-        pairs = transfers(holds, self._keepers)
-        source = next((sender for sender, receiver in pairs if receiver == rank), None)
-        room = None if source is None else self._room(version, dict(self._held[source])[version])
-        if not self._peers.all_agree(room is not None or source is None):
+        parcels = self._parcels(version, holds)
+        own = next((its for its in parcels if its.receiver == rank), None)
+        room = None if own is None else self._room(version, own.nbytes)
+        ready = room is not None or own is None
+        slots: dict[int, torch.Tensor] = {}
+        for receiver in (its.receiver for its in parcels if its.sender == rank):
+            sent = self._kept.read(receiver, version) if self._state.sharded else slot
+            ready &= sent is not None
+            if sent is not None:
+                slots[receiver] = sent
+        if not self._peers.all_agree(ready):
             return False
-        if room is not None and source is not None:
-            receive_slot(room, source, group)
-        for receiver in (receiver for sender, receiver in pairs if sender == rank):
-            assert slot is not None, "who sends has it"
-            send_slot(slot, receiver, group)
+        for its in parcels:  # in one order for all: who sends to each other would wait for each other
+            if its.receiver == rank:
+                assert room is not None, "this rank is ready"
+                receive_slot(room, its.sender, group)
+            elif its.sender == rank:
+                send_slot(slots[its.receiver], its.receiver, group)
         return self._peers.all_agree(True)  # the ranks of a worker wait for the one that receives
+
+    def _parcels(self, version: Version, holds: list[bool]) -> list[_Parcel]:
+        if not self._state.sharded:
+            pairs = transfers(holds, self._keepers)
+            return [_Parcel(sender, receiver, dict(self._held[sender])[version]) for sender, receiver in pairs]
+        lacking = (rank for rank, has in enumerate(holds) if not has)
+        return [_Parcel(self._offers[rank, version][0], rank, self._offers[rank, version][1]) for rank in lacking]
 
     def _room(self, version: Version, nbytes: int) -> torch.Tensor | None:
         try:
@@ -160,9 +196,19 @@ class SnapshotSource:
             return samples
         if self._snapshots is not None:
             self._snapshots.doubt(version)
+        self._kept.doubt(version)
         if samples is not None:
             self._failure = f"the snapshot of step {version.step} could not be taken over by another rank"
         return None
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A slot that goes from rank to rank."""
+
+    sender: int
+    receiver: int
+    nbytes: int
 
 
 class CheckpointSource:

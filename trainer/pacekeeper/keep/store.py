@@ -18,13 +18,14 @@ from .checkpoint_writer import CheckpointWriter, WriteOutcome
 from .checkpoints import ONE_VOLUME, CheckpointFolder
 from .copies import SlotCopies, copies_for
 from .manifests import Manifest
+from .neighbours import Neighbours
 from .news import open_news
 from .rank_state import fingerprint
 from .snapshot_writer import SnapshotWriter
 from .snapshots import Snapshots
 from .sources import CheckpointSource, SnapshotSource, Source
 from .state import TrainingState
-from .versions import NOTHING
+from .versions import NOTHING, Version
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,16 @@ class Store:
         self._news = open_news(environment)
         self._volume = CheckpointSource(folder, state, peers)
         keeps = state.sharded or environment.local_rank == 0
-        self._sources: list[Source] = [SnapshotSource(snapshots, state, peers, keeps), self._volume]
+        self._neighbours = Neighbours(
+            environment,
+            peers,
+            lambda rank: _open_shard(environment, state, rank),
+            snapshots is not None and state.sharded,
+        )
+        self._sources: list[Source] = [
+            SnapshotSource(snapshots, state, peers, keeps, self._neighbours.kept),
+            self._volume,
+        ]
         """The quickest first: where several have the same step, it comes back from the first."""
         self._snapshot_writer = SnapshotWriter(snapshots, state, peers, keeps)
         self._checkpoint_writer = CheckpointWriter(folder, self._news, peers, copies.pin) if folder else None
@@ -113,18 +123,31 @@ class Store:
 
     # Snapshots
 
-    def snapshot(self, step: int, samples: int) -> None:
+    def snapshot(self, step: int, samples: int, leaving: bool = False) -> None:
         """Copies the state after `step` into shared memory; `settle` makes it valid. Collective.
 
-        samples: of this rank, since the job's beginning.
+        None is taken while the one before is on its way to a neighbour: otherwise what neighbours have might soon be
+        older than what the others still have.
+
+        samples: of this rank, since the job's beginning. leaving: there is no later one, so this one is taken.
         """
         self.settle()
+        if not (leaving or self._neighbours.have_last()):
+            return
         self._state.equalise_buffers()
         self._snapshot_writer.write(step, samples)
 
     def settle(self) -> int:
         """Makes the newest snapshot valid, now that all rank states have come; returns its step, -1 without one."""
-        return self._snapshot_writer.settle()
+        step = self._snapshot_writer.settle()
+        if step >= 0:
+            self._neighbours.send(Version(step, self._environment.round))
+        return step
+
+    @property
+    def delivered_step(self) -> int:
+        """Of the newest snapshot that this rank's neighbour on another node has from this round; -1: none."""
+        return self._neighbours.delivered.step
 
     @property
     def snapshot_seconds(self) -> float:
@@ -168,9 +191,25 @@ def _open_snapshots(environment: Environment, state: TrainingState, copies: Slot
         return None
     return Snapshots(
         environment.runtime.snapshots,
-        f"shard-{environment.rank}-of-{environment.world_size}" if state.sharded else "replica",
+        _shard(environment.rank, environment) if state.sharded else "replica",
         round_=environment.round,
         world_size=environment.world_size,
         fingerprint=fingerprint(state.description),
         copies=copies,
     )
+
+
+def _open_shard(environment: Environment, state: TrainingState, rank: int) -> Snapshots:
+    """Of any rank, as they lie in this worker's memory."""
+    assert environment.runtime is not None, "there are snapshots"
+    return Snapshots(
+        environment.runtime.snapshots,
+        _shard(rank, environment),
+        round_=environment.round,
+        world_size=environment.world_size,
+        fingerprint=fingerprint(state.description),
+    )
+
+
+def _shard(rank: int, environment: Environment) -> str:
+    return f"shard-{rank}-of-{environment.world_size}"

@@ -17,10 +17,9 @@ from pathlib import Path
 from statistics import median
 
 from pacekeeper.runtime import write_json
+from pacekeeper.seal import Channel, Forged, greet_guest, greet_host
 from pacekeeper_analysis.plan import ProbeTarget, ProbeTask
 from pacekeeper_analysis.reports import LinkProbe
-
-from .seal import Channel, Forged, greet_guest, greet_host
 
 SLOT_SECONDS = 1.0
 TURN_SECONDS = 0.9

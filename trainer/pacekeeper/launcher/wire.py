@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pacekeeper.seal import LONGEST_LINE, Channel, Forged, greet_guest, greet_host
+
 from .meeting import Meeting, MeetingStage, Report, View, advance
-from .seal import LONGEST_LINE, Channel, Forged, greet_guest, greet_host
 
 PERIOD = 1.0
 """Seconds between two reports that say the same."""

@@ -91,13 +91,13 @@ class Retention:
         self._progress.answered = request
         self.checkpoint()
 
-    def snapshot(self) -> None:
-        """Of the present state; the next `settle` makes it valid. Collective.
+    def snapshot(self, leaving: bool = False) -> None:
+        """Of the present state; the next `settle` makes it valid. Collective. `leaving`: as `Store.snapshot`.
 
         What replicas that train by themselves have each for themselves is the keeping rank's.
         """
         self._replication.finish()
-        self._store.snapshot(self._progress.step, self._progress.own_samples)
+        self._store.snapshot(self._progress.step, self._progress.own_samples, leaving)
 
     def equalise_others(self) -> None:
         """Gives all ranks what is neither parameter nor moment and must be the same in Sync. Collective.
@@ -133,7 +133,7 @@ class Retention:
     def leave(self, snapshot: bool) -> None:
         """Told to leave, all ranks keep the state."""
         if snapshot:
-            self.snapshot()
+            self.snapshot(leaving=True)
             self._store.settle()
         self.finish()
 

@@ -25,6 +25,7 @@ from typing import Any
 LONGEST_LINE = 1 << 13
 """Bytes; a report or a view takes a few hundred."""
 _NONCE_BYTES = 16
+_MEETING = b"meeting"
 _FIRST_LINE = re.compile(rb"pacekeeper ([0-9a-f]{32})\n")
 _SECOND_LINE = re.compile(rb"pacekeeper ([0-9a-f]{32}) (\d{1,18})\n")
 
@@ -43,7 +44,7 @@ class Channel:
         self.membership = membership
         self._reader = reader
         self._writer = writer
-        self._reading, self._writing = _Seal(keys[0]), _Seal(keys[1])
+        self._reading, self._writing = Seal(keys[0]), Seal(keys[1])
 
     async def read(self) -> dict[str, Any] | None:
         """The next message; None at the end. Raises Forged, or ValueError where it is no JSON object."""
@@ -51,7 +52,7 @@ class Channel:
         if not line:
             return None
         proof, _, content = line.rstrip(b"\n").partition(b" ")
-        if not hmac.compare_digest(proof, self._reading.next(content)):
+        if not hmac.compare_digest(proof, self._reading.next(content).hex().encode()):
             raise Forged("a message without proof of the membership's secret")
         message = json.loads(content)
         if not isinstance(message, dict):
@@ -61,24 +62,25 @@ class Channel:
     def write(self, message: Mapping[str, Any]) -> None:
         if not self._writer.is_closing():
             content = json.dumps(message).encode()
-            self._writer.write(self._writing.next(content) + b" " + content + b"\n")
+            self._writer.write(self._writing.next(content).hex().encode() + b" " + content + b"\n")
 
     async def drain(self) -> None:
         await self._writer.drain()
 
 
-class _Seal:
+class Seal:
     """Numbers and proves the messages of one direction."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._count = 0
 
-    def next(self, content: bytes) -> bytes:
-        """The proof of `content` as the next message, hexadecimal."""
-        numbered = self._count.to_bytes(8, "big") + content
+    def next(self, content: bytes | memoryview) -> bytes:
+        """The proof of `content` as the next message."""
+        proof = hmac.new(self._key, self._count.to_bytes(8, "big"), hashlib.sha256)
+        proof.update(content)
         self._count += 1
-        return hmac.new(self._key, numbered, hashlib.sha256).hexdigest().encode()
+        return proof.digest()
 
 
 async def greet_guest(
@@ -88,10 +90,10 @@ async def greet_guest(
 
     The guest has proved nothing before its first message is read. Raises Forged.
     """
-    ours = _nonce()
+    ours = nonce()
     writer.write(b"pacekeeper " + ours + b"\n")
     theirs, membership = await _answer(reader, _SECOND_LINE)
-    to_host, to_guest = _keys(await secret_of(int(membership)), int(membership), ours, theirs)
+    to_host, to_guest = keys_of(_MEETING, await secret_of(int(membership)), int(membership), ours, theirs)
     return Channel(reader, writer, int(membership), (to_host, to_guest))
 
 
@@ -100,9 +102,9 @@ async def greet_host(
 ) -> Channel:
     """The guest's end. The host has proved nothing before its first message is read. Raises Forged."""
     (theirs,) = await _answer(reader, _FIRST_LINE)
-    ours = _nonce()
+    ours = nonce()
     writer.write(b"pacekeeper %b %d\n" % (ours, membership))
-    to_host, to_guest = _keys(secret, membership, theirs, ours)
+    to_host, to_guest = keys_of(_MEETING, secret, membership, theirs, ours)
     return Channel(reader, writer, membership, (to_guest, to_host))
 
 
@@ -113,15 +115,20 @@ async def _answer(reader: asyncio.StreamReader, expected: re.Pattern[bytes]) -> 
     return match.groups()
 
 
-def _nonce() -> bytes:
+def nonce() -> bytes:
+    """Hexadecimal."""
     return secrets.token_hex(_NONCE_BYTES).encode()
 
 
-def _keys(secret: str, membership: int, host: bytes, guest: bytes) -> tuple[bytes, bytes]:
-    """Of the messages to the host, and of those to the guest. `host`, `guest`: their nonces."""
+def keys_of(purpose: bytes, secret: str, membership: int, host: bytes, guest: bytes) -> tuple[bytes, bytes]:
+    """Of the messages to the host, and of those to the guest.
+
+    purpose: of the connection; what was said for one is no proof for another. secret: of the membership, hexadecimal.
+    host, guest: their nonces.
+    """
 
     def key(direction: bytes) -> bytes:
-        about = b"pacekeeper meeting, %b, membership %d, %b, %b" % (direction, membership, host, guest)
+        about = b"pacekeeper %b, %b, membership %d, %b, %b" % (purpose, direction, membership, host, guest)
         return hmac.new(bytes.fromhex(secret), about, hashlib.sha256).digest()
 
     return key(b"to the host"), key(b"to the guest")

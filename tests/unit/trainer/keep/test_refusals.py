@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from pacekeeper.keep.snapshot_writer import Refusals
+from pacekeeper.keep.refusals import Refusals
 
 
 def tried(refusals: Refusals, snapshots: range) -> list[int]:

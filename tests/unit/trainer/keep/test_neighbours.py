@@ -1,0 +1,308 @@
+"""A copy on another node is whole, or it is none; whatever happens to it, the training goes on."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pacekeeper.keep import neighbour_link, neighbours
+from pacekeeper.keep.neighbour_link import Link, hang_up
+from pacekeeper.keep.neighbours import Circle, Courier, Shelf
+from pacekeeper.keep.rank_state import RANK_STATE_BYTES
+from pacekeeper.keep.snapshots import HEADER_BYTES, Snapshots
+from pacekeeper.keep.versions import NOTHING, Version
+from pacekeeper.seal import Forged
+from tests.support.launchers import eventually
+
+KEY = "3"
+CIRCLE = Circle(membership=5, secret="ab" * 32)
+NUMBERS = 3 << 20
+"""Of a shard: 12 MiB, three messages."""
+
+
+def shard(folder: Path, left: Callable[[], float] = lambda: math.inf) -> Snapshots:
+    folder.mkdir(exist_ok=True)
+    return Snapshots(folder, "shard-3-of-4", round_=1, world_size=4, fingerprint=7, left=left)
+
+
+class Pair:
+    """A rank with its snapshots at home, and the neighbour's shelf."""
+
+    def __init__(self, folder: Path, left: Callable[[], float] = lambda: math.inf) -> None:
+        self.home, self.abroad = folder / "home", folder / "abroad"
+        self.writer = shard(self.home)
+        self.kept = shard(self.abroad)
+        self.firsts = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = ("127.0.0.1", self.listener.getsockname()[1])
+        Shelf({KEY: shard(self.abroad, left)}, CIRCLE, self._first).serve(self.listener)
+        self.courier = self.another_courier()
+
+    def _first(self) -> None:
+        self.firsts += 1
+
+    def another_courier(self, circle: Circle = CIRCLE, key: str = KEY, budget: float = 1e12) -> Courier:
+        """Whose first snapshot, which it does not deliver, is behind it."""
+        courier = Courier(key, shard(self.home), self.address, circle, budget)
+        courier.send(Version(0, 1))
+        assert courier.idle
+        return courier
+
+    def write(self, step: int) -> Version:
+        self.writer.write(step, {"model": {"weight": torch.full((NUMBERS,), float(step))}}, fingerprint=7)
+        self.writer.publish(torch.full((4 * RANK_STATE_BYTES,), step, dtype=torch.uint8))
+        return Version(step, 1)
+
+    def deliver(self, step: int) -> Version:
+        version = self.write(step)
+        self.courier.send(version)
+        assert self.courier.wait(30)
+        return version
+
+    def versions(self) -> set[Version]:
+        return {version for version, _ in self.kept.held()} - {NOTHING}
+
+    def link(self) -> tuple[socket.socket, Link]:
+        """As a courier has it."""
+        connection = socket.create_connection(self.address, timeout=10)
+        return connection, Link.to_host(connection, CIRCLE.membership, CIRCLE.secret)
+
+    def content(self, version: Version) -> memoryview:
+        slot = shard(self.home).read(version)
+        assert slot is not None
+        return memoryview(slot.numpy())
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    one = Pair(tmp_path)
+    yield one
+    hang_up(one.listener)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+def test_the_neighbour_has_the_two_newest_bit_for_bit(pair: Pair) -> None:
+    for step in (1, 2, 3):
+        version = pair.deliver(step)
+        assert pair.courier.delivered == version
+        copy = pair.kept.read(version)
+        assert copy is not None
+        assert bytes(copy.numpy()) == bytes(pair.content(version))
+    assert pair.versions() == {Version(2, 1), Version(3, 1)}
+    assert pair.firsts == 1
+
+
+def test_the_first_of_a_round_stays_at_home(pair: Pair) -> None:
+    """Each rank takes memory for its own two slots before it takes any for others."""
+    courier = Courier(KEY, shard(pair.home), pair.address, CIRCLE, 1e12)
+    courier.send(pair.write(1))
+    assert courier.idle
+    courier.send(pair.write(2))
+    assert courier.wait(30)
+    assert pair.versions() == {Version(2, 1)}
+
+
+def test_what_is_torn_on_its_way_is_none_and_the_one_before_stays(pair: Pair) -> None:
+    before = pair.deliver(1)
+    content = pair.content(pair.write(2))
+    connection, link = pair.link()
+    link.say({"key": KEY, "bytes": len(content)})
+    assert link.hear() == {"refused": ""}
+    link.send(content[HEADER_BYTES : HEADER_BYTES + neighbour_link.LONGEST])
+    hang_up(connection)
+    assert pair.versions() == {before}
+    assert pair.deliver(3) == Version(3, 1), "the next comes into the torn one's place"
+    assert pair.versions() == {before, Version(3, 1)}
+
+
+def test_what_does_not_fit_its_checksum_is_refused_before_it_counts(pair: Pair) -> None:
+    before = pair.deliver(1)
+    content = bytearray(pair.content(pair.write(2)))
+    content[-1] ^= 1
+    refused = hand_over(pair, content)
+    assert "checksum" in refused
+    assert pair.versions() == {before}
+
+
+def hand_over(pair: Pair, content: bytearray) -> str:
+    view = memoryview(content)
+    connection, link = pair.link()
+    link.say({"key": KEY, "bytes": len(content)})
+    assert link.hear() == {"refused": ""}
+    for start in range(HEADER_BYTES, len(content), neighbour_link.LONGEST):
+        link.send(view[start : start + neighbour_link.LONGEST])
+    link.send(view[:HEADER_BYTES])
+    refused: str = link.hear()["refused"]
+    hang_up(connection)
+    return refused
+
+
+def test_without_memory_the_neighbour_takes_none_and_is_asked_ever_more_seldom(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(tmp_path, left=lambda: 1 << 20)
+    tried = []
+    for step in range(1, 8):
+        caplog.clear()
+        pair.deliver(step)
+        if "the neighbour does not take it" in said(caplog):
+            assert "give the containers and their runtime volumes more memory" in said(caplog)
+            tried.append(step)
+    assert tried == [1, 3, 6]
+    assert pair.versions() == set()
+    hang_up(pair.listener)
+
+
+@pytest.mark.parametrize(
+    ("circle", "key"),
+    [(Circle(5, "cd" * 32), KEY), (Circle(6, "ab" * 32), KEY), (CIRCLE, "2"), (CIRCLE, "../../3")],
+    ids=["another secret", "another membership", "a rank whose neighbour it is not", "a path"],
+)
+def test_nobody_else_leaves_anything(circle: Circle, key: str, pair: Pair) -> None:
+    courier = pair.another_courier(circle, key)
+    courier.send(pair.write(1))
+    assert courier.wait(30)
+    assert courier.delivered == NOTHING
+    assert list(pair.abroad.iterdir()) == []
+
+
+@pytest.mark.parametrize("spoken", [b"", b"x" * 40, b"\xff" * 200], ids=["silent", "a greeting", "more"])
+def test_a_stranger_is_hung_up_on_and_keeps_nobody_out(
+    spoken: bytes, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "PROOF_SECONDS", 0.2)
+    with socket.create_connection(pair.address, timeout=30) as stranger:
+        stranger.sendall(spoken)
+        pair.deliver(1)
+        try:
+            while stranger.recv(4096):
+                pass  # the host's nonce
+        except ConnectionResetError:
+            pass
+    assert pair.versions() == {Version(1, 1)}
+
+
+def test_a_message_that_was_changed_on_its_way_proves_nothing() -> None:
+    here, there = socket.socketpair()
+    sender = Link(there, (b"a" * 32, b"b" * 32))
+    reader = Link(here, (b"b" * 32, b"a" * 32))
+    sender.send(memoryview(b"good"))
+    assert reader.receive() == b"good"
+    Link(there, (b"a" * 32, b"b" * 32)).send(memoryview(b"good"))  # as number 0 again
+    with pytest.raises(Forged, match="without proof"):
+        reader.receive()
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("answers", [0, 1], ids=["before the copy", "in mid-copy"])
+def test_a_neighbour_that_falls_silent_holds_nobody_up(
+    answers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(neighbour_link, "PATIENCE_SECONDS", 1.0)
+    pair = Pair(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        courier = Courier(KEY, shard(pair.home), ("127.0.0.1", silent.getsockname()[1]), CIRCLE, 1e12)
+        courier.send(Version(0, 1))
+        courier.send(pair.write(1))
+        guest, _ = silent.accept()
+        link = Link.to_guest(guest, CIRCLE.membership, CIRCLE.secret)
+        for _ in range(answers):
+            link.hear()
+            link.say({"refused": ""})
+        assert courier.wait(30)
+    assert courier.delivered == NOTHING
+    assert "has done nothing for 1 s" in said(caplog)
+    guest.close()
+    hang_up(pair.listener)
+
+
+def test_a_neighbour_that_is_lost_in_mid_copy_costs_that_copy_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = Pair(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as lost:
+        courier = Courier(KEY, shard(pair.home), ("127.0.0.1", lost.getsockname()[1]), CIRCLE, 1e12)
+        courier.send(Version(0, 1))
+        courier.send(pair.write(1))
+        guest, _ = lost.accept()
+        link = Link.to_guest(guest, CIRCLE.membership, CIRCLE.secret)
+        link.hear()
+        link.say({"refused": ""})
+        link.receive_into(memoryview(bytearray(neighbour_link.LONGEST)))
+        hang_up(guest)
+        assert courier.wait(30)
+    assert courier.delivered == NOTHING
+    assert "the snapshot of step 1 is not with a neighbour" in said(caplog)
+    hang_up(pair.listener)
+
+
+class Clock:
+    """Passes only where somebody sleeps, and with each look where the network is slow."""
+
+    def __init__(self, slowness: float = 0.0) -> None:
+        self.now = 0.0
+        self.slowness = slowness
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        self.now += self.slowness
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def with_clock(pair: Pair, clock: Clock, budget: float, monkeypatch: pytest.MonkeyPatch) -> Courier:
+    time: Any = SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep)
+    monkeypatch.setattr(neighbours, "time", time)
+    courier = pair.another_courier(budget=budget)
+    courier.send(pair.write(1))
+    assert courier.wait(30)
+    return courier
+
+
+def test_a_copy_takes_no_more_of_the_network_than_its_budget(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    with_clock(pair, clock, budget=neighbour_link.LONGEST / 2.0, monkeypatch=monkeypatch)
+    assert clock.slept == [2.0] * 4, "12 MiB and what describes them: the fourth message is short"
+    assert pair.versions() == {Version(1, 1)}
+
+
+def test_a_network_that_gives_much_less_is_not_waited_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All snapshots of the job wait for this copy."""
+    courier = with_clock(pair, Clock(slowness=20.0), budget=neighbour_link.LONGEST, monkeypatch=monkeypatch)
+    assert courier.delivered == NOTHING
+    assert "PACEKEEPER_NEIGHBOUR_MEGABYTES" in said(caplog)
+
+
+def test_a_snapshot_that_has_been_overwritten_meanwhile_is_not_sent(pair: Pair) -> None:
+    gone = pair.write(1)
+    pair.write(2)
+    pair.write(3)
+    pair.courier.send(gone)
+    assert pair.courier.wait(30)
+    assert pair.versions() == set()
+
+
+def test_the_shelf_stays_open_for_the_next(pair: Pair) -> None:
+    connection, link = pair.link()
+    link.say({"key": KEY, "bytes": -8})
+    with pytest.raises(OSError, match=r"hung up|reset"):
+        link.hear()
+    hang_up(connection)
+    eventually(lambda: pair.deliver(1) == Version(1, 1), "the next copy")
+    assert pair.versions() == {Version(1, 1)}

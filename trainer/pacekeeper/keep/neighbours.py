@@ -1,0 +1,339 @@
+"""Each rank's newest shard is also kept by a rank on another node, so that a lost node costs few steps.
+
+A `Courier` sends it there, in a thread, within a bandwidth budget; a `Shelf` of the neighbour's takes it, into the
+snapshots' memory of its worker, under the name and in the two slots that it has at home. There a later round finds it.
+No snapshot is taken before all couriers have delivered the one before: of the two that each rank has then, one is with
+all neighbours, whoever is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pacekeeper.environment import Environment
+from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.runtime import read_json
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import WorkerPlan
+
+from .neighbour_link import LONGEST, PATIENCE_SECONDS, Link, hang_up
+from .neighbour_ring import Place, keepers
+from .refusals import Refusals
+from .snapshots import HEADER_BYTES, Snapshots, check
+from .versions import NOTHING, Version
+
+PROOF_SECONDS = 2.0
+"""Within which whoever connects must have proved that it belongs here."""
+GUESTS = 16
+"""At a time. Two neighbours are many; of strangers, no more come in."""
+_BACKGROUND = 10
+"""Niceness of a thread that nobody waits for."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Circle:
+    """The membership, and what its members prove themselves by."""
+
+    membership: int
+    secret: str
+    """Hexadecimal; "": there is none, and nothing crosses."""
+
+
+class Neighbours:
+    """One rank's part in it."""
+
+    def __init__(
+        self, environment: Environment, peers: CpuGroup, shard_of: Callable[[int], Snapshots], sharded: bool
+    ) -> None:
+        """Collective, where `sharded`: what all ranks have alike needs no copy elsewhere.
+
+        shard_of: the snapshots of the shard of any rank in the runtime folder; made anew at each call.
+        """
+        self.kept = KeptShards([], shard_of)
+        self._peers = peers
+        self._courier: Courier | None = None
+        self._shelf: Shelf | None = None
+        if sharded and environment.runtime is not None:
+            self._meet(environment, environment.runtime.snapshots, shard_of)
+
+    def _meet(self, environment: Environment, folder: Path, shard_of: Callable[[int], Snapshots]) -> None:
+        rank, circle = environment.rank, _circle(environment)
+        listener = _listen(environment, circle)
+        port = 0 if listener is None else listener.getsockname()[1]
+        said = self._peers.gather([environment.worker, environment.node, environment.address, port])
+        places = [Place(*each) for each in said]
+        here = [its for its, place in enumerate(places) if place.worker == places[rank].worker]
+        if places[rank].worker and rank == here[0]:  # one rank of a worker says what the worker has
+            self.kept = KeptShards(sorted({*range(len(places))} - {*here}), shard_of)
+        kept_by = keepers(places)
+        if not kept_by or listener is None:
+            if listener is not None:
+                listener.close()
+            return
+        guests = {its for its, keeper in kept_by.items() if keeper in here}
+        shelves = {_key(its): shard_of(its) for its in guests if kept_by[its] == rank}
+        self._shelf = Shelf(shelves, circle, lambda: _forget(folder, {*here, *guests}, len(places)))
+        self._shelf.serve(listener)
+        keeper = places[kept_by[rank]]
+        budget = environment.neighbour_megabytes * 1e6 / len(here)
+        self._courier = Courier(_key(rank), shard_of(rank), (keeper.address, keeper.port), circle, budget)
+
+    def have_last(self) -> bool:
+        """Whether the neighbours of all ranks have what was sent last, or will never have it. Collective."""
+        return self._courier is None or self._peers.all_agree(self._courier.idle)
+
+    def send(self, version: Version) -> None:
+        """The snapshot of this rank that has become valid, in the background."""
+        if self._courier is not None:
+            self._courier.send(version)
+
+    @property
+    def delivered(self) -> Version:
+        """What this rank's neighbour got last; NOTHING before that."""
+        return NOTHING if self._courier is None else self._courier.delivered
+
+
+class KeptShards:
+    """What lies in this worker's memory of shards that are other workers' ranks'."""
+
+    def __init__(self, ranks: Iterable[int], shard_of: Callable[[int], Snapshots]) -> None:
+        """`ranks`: whose shards count."""
+        self._shards = {rank: shard_of(rank) for rank in ranks}
+
+    def held(self) -> list[tuple[int, Version, int]]:
+        """Rank, version and bytes of each."""
+        return [
+            (rank, version, nbytes)
+            for rank, shard in self._shards.items()
+            for version, nbytes in shard.held()
+            if version != NOTHING
+        ]
+
+    def read(self, rank: int, version: Version) -> torch.Tensor | None:
+        """As `Snapshots.read`."""
+        return self._shards[rank].read(version)
+
+    def doubt(self, version: Version) -> None:
+        """It is not `held` any longer."""
+        for shard in self._shards.values():
+            shard.doubt(version)
+
+
+class Courier:
+    """Brings one rank's snapshots to its neighbour, one at a time."""
+
+    def __init__(self, key: str, shard: Snapshots, address: tuple[str, int], circle: Circle, budget: float) -> None:
+        """
+        key: of the rank. shard: its snapshots; for this alone.
+        address: of the neighbour. budget: bytes a second.
+        """
+        self.delivered = NOTHING
+        self._key = key
+        self._shard = shard
+        self._address = address
+        self._circle = circle
+        self._budget = budget
+        self._refusals = Refusals()
+        self._has_room = False
+        self._orders: queue.SimpleQueue[Version] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        threading.Thread(target=self._work, name="pacekeeper-courier", daemon=True).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return self._idle.is_set()
+
+    def send(self, version: Version) -> None:
+        """Not the first of a round: before anybody's copy, each rank is to have the memory for its own two slots."""
+        had_room, self._has_room = self._has_room, True
+        if had_room and self.idle and not self._refusals.leaves_out():
+            self._idle.clear()
+            self._orders.put(version)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether nothing is on its way any more, within so long."""
+        return self._idle.wait(seconds)
+
+    def _work(self) -> None:
+        _step_back()
+        while True:
+            version = self._orders.get()
+            try:
+                self._deliver(version)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                self._refusals.refused()
+                _log.warning("the snapshot of step %d is not with a neighbour: %s", version.step, error)
+            else:
+                self._refusals.end()
+                self.delivered = version
+            finally:
+                self._idle.set()
+
+    def _deliver(self, version: Version) -> None:
+        slot = self._shard.read(version)
+        if slot is None:
+            raise ValueError("it is not there any more")
+        connection = socket.create_connection(self._address, timeout=PATIENCE_SECONDS)
+        try:
+            link = Link.to_host(connection, self._circle.membership, self._circle.secret)
+            link.say({"key": self._key, "bytes": slot.numel()})
+            _heed(link)
+            content = memoryview(slot.numpy())
+            self._send(link, content[HEADER_BYTES:])
+            link.send(content[:HEADER_BYTES])
+            _heed(link)
+        finally:
+            hang_up(connection)
+
+    def _send(self, link: Link, content: memoryview) -> None:
+        """As fast as the budget allows. A network that gives less than half of it holds the job's snapshots up."""
+        start = time.monotonic()
+        for sent in range(0, len(content), LONGEST):
+            if (late := time.monotonic() - start - 2 * sent / self._budget) > PATIENCE_SECONDS:
+                raise TimeoutError(
+                    f"{sent >> 20} of {len(content) >> 20} MiB came through, {late:.0f} s later than at half of the "
+                    "budget; give PACEKEEPER_NEIGHBOUR_MEGABYTES what the network has left"
+                )
+            link.send(content[sent : sent + LONGEST])
+            time.sleep(max(0.0, start + (sent + LONGEST) / self._budget - time.monotonic()))
+
+
+class Shelf:
+    """Takes what the couriers of other workers bring to this rank."""
+
+    def __init__(self, shards: dict[str, Snapshots], circle: Circle, on_first: Callable[[], None]) -> None:
+        """
+        shards: where it goes, by the key of the rank that it is of.
+        on_first: called before the first is taken.
+        """
+        self._shards = shards
+        self._turns = {key: threading.Lock() for key in shards}
+        self._circle = circle
+        self._on_first: Callable[[], None] | None = on_first
+        self._guests = threading.BoundedSemaphore(GUESTS)
+
+    def serve(self, listener: socket.socket) -> None:
+        """In a thread, from now on. `listener`: listens."""
+        threading.Thread(target=self._accept, args=(listener,), name="pacekeeper-shelf", daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                guest, _ = listener.accept()
+            except OSError as error:
+                _log.warning("no more copies of neighbours' snapshots are taken: %s", error)
+                return
+            if self._guests.acquire(blocking=False):
+                threading.Thread(target=self._attend, args=(guest,), name="pacekeeper-shelf", daemon=True).start()
+            else:
+                hang_up(guest)
+
+    def _attend(self, guest: socket.socket) -> None:
+        door = threading.Timer(PROOF_SECONDS, hang_up, [guest])
+        door.daemon = True
+        door.start()
+        try:
+            _step_back()
+            link = Link.to_guest(guest, self._circle.membership, self._circle.secret)
+            offer = link.hear()
+            door.cancel()
+            key, nbytes = offer["key"], offer["bytes"]
+            shard = self._shards[key]
+            if not isinstance(nbytes, int) or nbytes < HEADER_BYTES:
+                raise ValueError(f"a snapshot of {nbytes!r} bytes")
+            with self._turns[key]:
+                self._take(link, shard, nbytes)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.debug("a neighbour's connection ended: %r", error)
+        finally:
+            door.cancel()
+            hang_up(guest)
+            self._guests.release()
+
+    def _take(self, link: Link, shard: Snapshots, nbytes: int) -> None:
+        """Into the older slot, which is none until its last message, the header, has come and fits the bytes."""
+        if self._on_first is not None:
+            self._on_first()
+            self._on_first = None
+        try:
+            slot = shard.room(nbytes)
+        except OSError as error:
+            link.say({"refused": f"{error}; give the containers and their runtime volumes more memory"})
+            return
+        link.say({"refused": ""})
+        content = memoryview(slot.numpy())
+        for start in range(HEADER_BYTES, nbytes, LONGEST):
+            link.receive_into(content[start : min(start + LONGEST, nbytes)])
+        header = bytearray(HEADER_BYTES)
+        link.receive_into(memoryview(header))
+        try:
+            check(slot, header)
+        except InputError as error:
+            link.say({"refused": f"what came is {error}"})
+            return
+        content[16:HEADER_BYTES] = header[16:]
+        content[:16] = header[:16]  # the magic number and the step make it a slot
+        link.say({"refused": ""})
+
+
+def _heed(link: Link) -> None:
+    """Raises ValueError where the neighbour does not take it."""
+    if reason := link.hear()["refused"]:
+        raise ValueError(f"the neighbour does not take it: {reason}")
+
+
+def _key(rank: int) -> str:
+    return str(rank)
+
+
+def _circle(environment: Environment) -> Circle:
+    """By the plan that lies there now. Where it is the next membership's already, this round is about to end."""
+    nobody = Circle(0, "")
+    if environment.runtime is None:
+        return nobody
+    try:
+        found = read_json(environment.runtime.plan)
+        plan = WorkerPlan() if found is None else WorkerPlan.from_json(found)
+    except (OSError, ValueError) as error:
+        _log.warning("no copies of snapshots on other nodes: %s", error)
+        return nobody
+    return Circle(plan.membership, plan.secret)
+
+
+def _listen(environment: Environment, circle: Circle) -> socket.socket | None:
+    """None: this rank takes no copies, and so nobody sends any."""
+    if not (environment.neighbour_megabytes and environment.node and environment.address and circle.secret):
+        return None
+    family = socket.AF_INET6 if ":" in environment.address else socket.AF_INET
+    try:
+        return socket.create_server((environment.address, 0), family=family)
+    except OSError as error:
+        _log.warning("no copies of snapshots on other nodes: no port at %s: %s", environment.address, error)
+        return None
+
+
+def _forget(folder: Path, ranks: Collection[int], world_size: int) -> None:
+    """Removes the shards of all other ranks, which the rings of earlier rounds have left here."""
+    for rank in {*range(world_size)} - {*ranks}:
+        for path in folder.glob(f"shard-{rank}-of-{world_size}.*"):
+            path.unlink(missing_ok=True)
+
+
+def _step_back() -> None:
+    """This thread lets all others go first."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND)
