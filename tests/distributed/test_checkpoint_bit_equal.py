@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,11 +30,13 @@ def training(
     workers: str = "ab",
     shares: Sequence[int] | None = SHARES,
     mode: SyncMode = SyncMode.SYNC,
+    apart: bool = False,
     **variables: Any,
 ) -> Iterator[Team]:
-    """Four ranks on two workers that train."""
+    """Four ranks on two workers that train. `apart`: each worker is on a node of its own, as far as they know."""
     folder.mkdir()
     with team(folder, script=TRAIN_SCRIPT) as one:
+        one.apart = apart
         one.environment.update(UNTIL=str(UNTIL), SNAPSHOT_EVERY="2", PACEKEEPER_CHECKPOINT_EVERY="5")
         one.environment.update(PACEKEEPER_CHECKPOINT_PATH=str(folder / "checkpoints"))
         one.environment.update({name: str(value) for name, value in variables.items()})
@@ -90,6 +93,64 @@ def test_a_killed_rank_costs_at_most_the_steps_since_the_snapshot(
     assert first == 0
     assert 6 <= second <= 8
     assert history(tmp_path / "run") == history(reference)
+
+
+def kept_steps(folder: Path, rank: int) -> list[int]:
+    """Of the copies of a rank's shard in a worker's memory, oldest first; -1 for one that is not whole."""
+    headers = [path.read_bytes()[:16] for path in folder.glob(f"snapshots/shard-{rank}-of-4.*")]
+    return sorted(step if magic else -1 for magic, step in map(struct.Struct("<Qq").unpack, headers))
+
+
+def test_a_lost_worker_costs_a_sharded_job_the_steps_since_the_snapshot(
+    uninterrupted: tuple[str, Path], tmp_path: Path
+) -> None:
+    """What the lost one had is with the other, on another node: there is no volume at all. Of replicas all have all."""
+    shard, reference = uninterrupted
+    folder = tmp_path / "run"
+    with training(folder, workers="abc", apart=True, SHARD=shard, SLEEP=0.05, PACEKEEPER_CHECKPOINT_PATH="") as one:
+        if shard:
+            one.wait_for(lambda: all(4 in kept_steps(folder / "a", rank) for rank in (2, 3)), "copies of step 4")
+        else:
+            one.wait_for(lambda: newest_step(folder) >= 6, "step 6")
+        lost_at = lose_b(one)
+    first, second = restored_steps(folder)
+    assert first == 0
+    assert max(4, lost_at - 4) <= second < UNTIL
+    assert history(folder) == history(reference)
+
+
+def lose_b(one: Team) -> int:
+    """A spare takes its ranks, and the job runs to its end. The step at which that happened."""
+    lost = one.workers.pop("b")
+    lost.kill()
+    lost.wait()
+    lost_at = newest_step(one.folder)
+    members = one.members(a=[0, 1], c=[2, 3])
+    one.give(replace(one.plan, version=2, membership=2, round=2, store_port=29433, members=members))
+    for name in ("a", "c"):
+        assert one.workers[name].wait() == 0, one.logs()
+    return lost_at
+
+
+def test_a_worker_that_is_lost_while_copies_are_under_way_costs_the_steps_since_those_before(tmp_path: Path) -> None:
+    """Half of what it sends is there, and half of what it is sent has gone with it."""
+    variables = {"WIDTH": 256, "UNTIL": 40, "PACEKEEPER_NEIGHBOUR_MEGABYTES": 1, "PACEKEEPER_CHECKPOINT_PATH": ""}
+    with training(tmp_path / "whole", SHARD=1, **variables) as one:
+        run_to_the_end(one)
+    folder = tmp_path / "run"
+
+    def under_way() -> int:
+        """The step of which all copies are whole while none of the next is; 0 at another moment."""
+        copies = [(folder / "a", 2), (folder / "a", 3), (folder / "b", 0), (folder / "b", 1)]
+        kept = {tuple(kept_steps(*copy)) for copy in copies}
+        torn, whole = kept.pop() if len(kept) == 1 and len(next(iter(kept))) == 2 else (0, 0)
+        return whole if torn == -1 else 0
+
+    with training(folder, workers="abc", apart=True, SHARD=1, SLEEP=0.1, **variables) as one:
+        whole = one.wait_for(under_way, "all copies are under way")
+        lose_b(one)
+    assert restored_steps(folder) == [0, whole]
+    assert history(folder) == history(tmp_path / "whole")
 
 
 def test_a_suspended_job_resumes_from_the_volume(uninterrupted: tuple[str, Path], tmp_path: Path) -> None:

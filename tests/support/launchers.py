@@ -93,6 +93,8 @@ class Team:
     settings: dict[str, float]
     workers: dict[str, Worker] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
+    apart: bool = False
+    """Whether the ranks are told that each worker is on a node of its own."""
 
     def start(self, name: str) -> Worker:
         """Starts (or starts again) the launcher of the worker with this name: a, b, c, …"""
@@ -106,6 +108,9 @@ class Team:
             **self.settings,  # type: ignore[arg-type]  # the tests set numbers only
         )
         environment = {**self.environment, "FOLDER": str(self.folder), "PACEKEEPER_RUNTIME": str(runtime.root)}
+        if self.apart:
+            place = {"WORKER": name, "NODE": f"node-{name}", "POD_IP": address}
+            environment |= {f"PACEKEEPER_{variable}": value for variable, value in place.items()}
         script = Script(str(self.script), False, ())
         worker.pid = fork(lambda: launch(script, settings, runtime), worker.log, environment)
         self.workers[name] = worker

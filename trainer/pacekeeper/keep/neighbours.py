@@ -208,8 +208,9 @@ class Courier:
                     f"{sent >> 20} of {len(content) >> 20} MiB came through, {late:.0f} s later than at half of the "
                     "budget; give PACEKEEPER_NEIGHBOUR_MEGABYTES what the network has left"
                 )
-            link.send(content[sent : sent + LONGEST])
-            time.sleep(max(0.0, start + (sent + LONGEST) / self._budget - time.monotonic()))
+            part = content[sent : sent + LONGEST]
+            link.send(part)
+            time.sleep(max(0.0, start + (sent + len(part)) / self._budget - time.monotonic()))
 
 
 class Shelf:

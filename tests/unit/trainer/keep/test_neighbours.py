@@ -276,7 +276,9 @@ def with_clock(pair: Pair, clock: Clock, budget: float, monkeypatch: pytest.Monk
 def test_a_copy_takes_no_more_of_the_network_than_its_budget(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     with_clock(pair, clock, budget=neighbour_link.LONGEST / 2.0, monkeypatch=monkeypatch)
-    assert clock.slept == [2.0] * 4, "12 MiB and what describes them: the fourth message is short"
+    *whole, rest = clock.slept
+    assert whole == [2.0] * 3, "12 MiB"
+    assert 0 < rest < 0.1, "and what describes them"
     assert pair.versions() == {Version(1, 1)}
 
 

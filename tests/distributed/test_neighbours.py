@@ -1,0 +1,251 @@
+"""A worker's shards come back from the node that keeps its copies; on any doubt, from further back."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from pacekeeper.environment import Environment
+from pacekeeper.keep.checkpoints import CheckpointFolder
+from pacekeeper.keep.sources import CheckpointSource
+from pacekeeper.keep.state import TrainingState
+from pacekeeper.keep.store import Store
+from pacekeeper.observe.cpu_group import CpuGroup
+from pacekeeper.observe.recorder import NoRing, Recorder
+from pacekeeper.replication.replication import Replication
+from pacekeeper.runtime import Runtime, write_plan
+from pacekeeper_analysis.plan import Role, WorkerPlan
+from tests.support.launchers import eventually
+from tests.support.ranks import run_ranks
+
+RANKS = 4
+SECRET = "ab" * 32
+
+
+class Rank:
+    """Of a sharded job: two ranks a worker, each worker on a node of its own; rank r's copies are with (r + 2) % 4."""
+
+    def __init__(
+        self, rank: int, folder: Path, workers: str = "ab", megabytes: int = 200, volume: bool = False
+    ) -> None:
+        replication = Replication(rank, {"sync": 1, "shard": RANKS}, torch.device("cpu"))
+        torch.manual_seed(rank)
+        self.model = nn.Linear(64, 48)
+        fully_shard(self.model, mesh=replication.mesh["shard"])
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        state = TrainingState({"model": self.model, "optimizer": self.optimizer}, replication, rank)
+        worker = workers[rank // 2]
+        runtime = Runtime(folder / worker).make()
+        self.snapshots = runtime.snapshots
+        write_plan(runtime.plan, WorkerPlan(membership=1, role=Role.MEMBER, secret=SECRET))
+        environment = Environment(
+            rank,
+            RANKS,
+            local_rank=rank % 2,
+            round=1,
+            runtime=runtime,
+            worker=worker,
+            node=f"node of {worker}",
+            address="127.0.0.1",
+            neighbour_megabytes=megabytes,
+        )
+        (folder / "volume").mkdir(exist_ok=True)
+        checkpoints = CheckpointFolder(folder / "volume", round_=1) if volume else None
+        if checkpoints is not None and rank == 0:
+            checkpoints.own()
+        self.store = Store(environment, CpuGroup(Recorder(NoRing())), state, checkpoints)
+
+    def step(self, number: int) -> list[torch.Tensor]:
+        """One step, its snapshot, and the neighbour's copy of it where there is to be one; the shards after it."""
+        self.model(torch.randn(3, 64)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.store.snapshot(number, samples=number)
+        assert self.store.settle() == number
+        if number > 1:
+            eventually(lambda: self.store.delivered_step == number, f"the copy of step {number}")
+        return self.shards()
+
+    def shards(self) -> list[torch.Tensor]:
+        moments = [its[name] for its in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        return [shard.to_local().detach().clone() for shard in [*self.model.parameters(), *moments]]
+
+
+def lose(folder: Path, worker: str, ranks: Collection[int] = range(RANKS)) -> None:
+    """All that lies in this worker's memory of these ranks."""
+    for rank in ranks:
+        for path in (folder / worker / "snapshots").glob(f"shard-{rank}-of-{RANKS}.*"):
+            path.unlink()
+
+
+def flip(folder: Path, worker: str, rank: int, step: int) -> None:
+    """A bit of the last tensor."""
+    for path in (folder / worker / "snapshots").glob(f"shard-{rank}-of-{RANKS}.*"):
+        content = path.read_bytes()
+        if struct.unpack_from("<q", content, 8) == (step,):
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+            return
+    raise AssertionError(f"no copy of step {step} of rank {rank} with {worker}")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What befalls a job of workers a and b after step 4."""
+
+    happens: Callable[[Path], None]
+    workers: str
+    """Those of the next round; c has nothing."""
+    restored: int | None
+
+
+LOSSES = {
+    "a lost worker": Loss(lambda folder: lose(folder, "b"), "ac", 4),
+    "the first worker": Loss(lambda folder: lose(folder, "a"), "cb", 4),
+    "ranks that were moved": Loss(lambda _: None, "ba", 4),
+    "a torn copy: the one before": Loss(lambda folder: flip(folder, "a", rank=3, step=4), "ac", 3),
+    "a torn shard of the worker that stays": Loss(lambda folder: flip(folder, "a", rank=0, step=4), "ac", 3),
+    "a copy that is not there: the one before": Loss(
+        lambda folder: next(
+            path for path in (folder / "a/snapshots").glob("shard-2-of-4.*") if path.read_bytes()[8] == 4
+        ).unlink(),
+        "ac",
+        3,
+    ),
+    "both workers": Loss(lambda _: None, "cd", None),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_what_is_lost_comes_back_from_the_neighbour_bit_for_bit(loss: Loss, tmp_path: Path) -> None:
+    """There is no volume: nothing can be read from it."""
+
+    def rank_main(rank: int) -> tuple[int | None, bool]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path)
+        assert writer.store.restore() is None
+        kept = {step: writer.step(step) for step in (1, 2, 3, 4)}
+        dist.barrier()
+        if rank == 0:
+            loss.happens(tmp_path)
+        dist.barrier()
+        later = Rank(rank, tmp_path, loss.workers)
+        found = later.store.restore()
+        if found is None:
+            return None, True
+        assert found.samples == found.step
+        return found.step, all(map(torch.equal, later.shards(), kept[found.step]))
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(loss.restored, True)] * RANKS
+
+
+def test_with_both_lost_the_state_comes_from_the_volume(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> tuple[int, bool]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path, volume=True)
+        kept = {step: writer.step(step) for step in (1, 2)}
+        writer.store.checkpoint(2, samples=2, published=lambda _: None)
+        writer.store.wait_for_checkpoint()
+        writer.step(3)
+        dist.barrier()
+        later = Rank(rank, tmp_path, "cd", volume=True)
+        found = later.store.restore()
+        assert found is not None
+        return found.step, all(map(torch.equal, later.shards(), kept[2]))
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(2, True)] * RANKS
+
+
+def test_with_a_neighbour_the_volume_is_not_read(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> int:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path, volume=True)
+        writer.step(1)
+        writer.step(2)
+        writer.store.checkpoint(2, samples=2, published=lambda _: None)
+        writer.store.wait_for_checkpoint()
+        dist.barrier()
+        if rank == 0:
+            lose(tmp_path, "b")
+        dist.barrier()
+        CheckpointSource.load = None  # type: ignore[method-assign,assignment]  # of a process that ends with the test
+        found = Rank(rank, tmp_path, "ac", volume=True).store.restore()
+        assert found is not None
+        return found.step
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [2] * RANKS
+
+
+def test_no_snapshot_is_taken_while_a_copy_is_under_way(tmp_path: Path) -> None:
+    """Otherwise the others would soon have nothing that is as old as what the neighbours have."""
+
+    def rank_main(rank: int) -> tuple[list[int], bool]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path)
+        courier = writer.store._neighbours._courier
+        assert courier is not None
+        for step in (1, 2):
+            writer.step(step)
+        if rank == 3:
+            courier._idle.clear()  # it is slow
+        taken = []
+        for step in (3, 4):
+            writer.store.snapshot(step, samples=step)
+            taken.append(writer.store.settle())
+        writer.store.snapshot(5, samples=5, leaving=True)
+        taken.append(writer.store.settle())
+        dist.barrier()
+        courier._idle.set()
+        dist.barrier()
+        writer.store.snapshot(6, samples=6)
+        return taken, writer.store.settle() == 6
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [([-1, -1, 5], True)] * RANKS
+
+
+@pytest.mark.parametrize(("workers", "megabytes"), [("aa", 200), ("ab", 0)], ids=["one node", "no budget"])
+def test_without_another_node_or_a_budget_all_is_as_without_neighbours(
+    workers: str, megabytes: int, tmp_path: Path
+) -> None:
+    def rank_main(rank: int) -> tuple[int, list[str]]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path, workers, megabytes)
+        for step in (1, 2, 3):
+            writer.store.snapshot(step, samples=step)
+            assert writer.store.settle() == step
+        dist.barrier()
+        return writer.store.delivered_step, sorted(
+            {path.name.split(".")[0] for path in writer.snapshots.glob("shard*")}
+        )
+
+    shards = [f"shard-{rank}-of-{RANKS}" for rank in range(RANKS)]
+    own = {"aa": [shards] * RANKS, "ab": [shards[:2]] * 2 + [shards[2:]] * 2}[workers]
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(-1, its) for its in own]
+
+
+def test_what_an_earlier_ring_has_left_goes(tmp_path: Path) -> None:
+    """Ranks were moved: neither they nor their neighbours' copies are this worker's any longer."""
+
+    def rank_main(rank: int) -> list[str]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path, "ab")
+        for step in (1, 2):
+            writer.step(step)
+        dist.barrier()
+        later = Rank(rank, tmp_path, "ac")
+        assert later.store.restore() is not None
+        for step in (3, 4):
+            later.store.snapshot(step, samples=step)
+            assert later.store.settle() == step
+        eventually(lambda: later.store.delivered_step == 4, "the copy of step 4")
+        dist.barrier()
+        return sorted({path.name.split(".")[0] for path in later.snapshots.glob("shard*")})
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[f"shard-{rank}-of-{RANKS}" for rank in range(RANKS)]] * 4
