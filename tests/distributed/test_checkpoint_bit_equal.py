@@ -134,7 +134,12 @@ def lose_b(one: Team) -> int:
 
 def test_a_worker_that_is_lost_while_copies_are_under_way_costs_the_steps_since_those_before(tmp_path: Path) -> None:
     """Half of what it sends is there, and half of what it is sent has gone with it."""
-    variables = {"WIDTH": 256, "UNTIL": 40, "PACEKEEPER_NEIGHBOUR_MEGABYTES": 1, "PACEKEEPER_CHECKPOINT_PATH": ""}
+    variables: dict[str, Any] = {
+        "WIDTH": 256,
+        "UNTIL": 30,
+        "PACEKEEPER_NEIGHBOUR_MEGABYTES": 1,
+        "PACEKEEPER_CHECKPOINT_PATH": "",
+    }
     with training(tmp_path / "whole", SHARD=1, **variables) as one:
         run_to_the_end(one)
     folder = tmp_path / "run"

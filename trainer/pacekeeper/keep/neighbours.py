@@ -192,7 +192,7 @@ class Courier:
             link = Link.to_host(connection, self._circle.membership, self._circle.secret)
             link.say({"key": self._key, "bytes": slot.numel()})
             _heed(link)
-            content = memoryview(slot.numpy())
+            content = memoryview(slot.numpy().data)
             self._send(link, content[HEADER_BYTES:])
             link.send(content[:HEADER_BYTES])
             _heed(link)
@@ -276,7 +276,7 @@ class Shelf:
             link.say({"refused": f"{error}; give the containers and their runtime volumes more memory"})
             return
         link.say({"refused": ""})
-        content = memoryview(slot.numpy())
+        content = memoryview(slot.numpy().data)
         for start in range(HEADER_BYTES, nbytes, LONGEST):
             link.receive_into(content[start : min(start + LONGEST, nbytes)])
         header = bytearray(HEADER_BYTES)

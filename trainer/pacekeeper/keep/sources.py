@@ -83,10 +83,10 @@ class SnapshotSource:
             for rank in rows[:, 1:].reshape(-1, SLOTS, 3).tolist()
         ]
         self._offers = self._offered() if self._state.sharded else {}
-        held = [[version for version, _ in rank] for rank in self._held]
+        versions = [[version for version, _ in rank] for rank in self._held]
         for rank, version in self._offers:
-            held[rank].append(version)
-        return choose(held, self._state.sharded)
+            versions[rank].append(version)
+        return choose(versions, self._state.sharded)
 
     def _offered(self) -> dict[tuple[int, Version], tuple[int, int]]:
         """Where several have the same, the first. Collective."""

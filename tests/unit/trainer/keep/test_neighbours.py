@@ -77,7 +77,7 @@ class Pair:
     def content(self, version: Version) -> memoryview:
         slot = shard(self.home).read(version)
         assert slot is not None
-        return memoryview(slot.numpy())
+        return memoryview(slot.numpy().data)
 
 
 @pytest.fixture
