@@ -99,11 +99,6 @@ class Neighbours:
         if self._courier is not None:
             self._courier.send(version)
 
-    @property
-    def delivered(self) -> Version:
-        """What this rank's neighbour got last; NOTHING before that."""
-        return NOTHING if self._courier is None else self._courier.delivered
-
 
 class KeptShards:
     """What lies in this worker's memory of shards that are other workers' ranks'."""
@@ -140,6 +135,7 @@ class Courier:
         address: of the neighbour. budget: bytes a second.
         """
         self.delivered = NOTHING
+        """What the neighbour got last."""
         self._key = key
         self._shard = shard
         self._address = address
@@ -179,6 +175,8 @@ class Courier:
                 _log.warning("the snapshot of step %d is not with a neighbour: %s", version.step, error)
             else:
                 self._refusals.end()
+                if self.delivered == NOTHING:
+                    _log.info("snapshots are with a neighbour (%s) from step %d on", self._address[0], version.step)
                 self.delivered = version
             finally:
                 self._idle.set()

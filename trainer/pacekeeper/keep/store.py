@@ -60,15 +60,10 @@ class Store:
         self._volume = CheckpointSource(folder, state, peers)
         keeps = state.sharded or environment.local_rank == 0
         self._neighbours = Neighbours(
-            environment,
-            peers,
-            lambda rank: _open_shard(environment, state, rank),
-            snapshots is not None and state.sharded,
+            environment, peers, lambda rank: _open_shard(environment, state, rank), sharded=state.sharded
         )
-        self._sources: list[Source] = [
-            SnapshotSource(snapshots, state, peers, keeps, self._neighbours.kept),
-            self._volume,
-        ]
+        snapshot_source = SnapshotSource(snapshots, state, peers, keeps, self._neighbours.kept)
+        self._sources: list[Source] = [snapshot_source, self._volume]
         """The quickest first: where several have the same step, it comes back from the first."""
         self._snapshot_writer = SnapshotWriter(snapshots, state, peers, keeps)
         self._checkpoint_writer = CheckpointWriter(folder, self._news, peers, copies.pin) if folder else None
@@ -143,11 +138,6 @@ class Store:
         if step >= 0:
             self._neighbours.send(Version(step, self._environment.round))
         return step
-
-    @property
-    def delivered_step(self) -> int:
-        """Of the newest snapshot that this rank's neighbour on another node has from this round; -1: none."""
-        return self._neighbours.delivered.step
 
     @property
     def snapshot_seconds(self) -> float:
