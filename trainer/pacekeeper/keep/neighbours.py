@@ -30,6 +30,7 @@ from pacekeeper_analysis.plan import WorkerPlan
 from .neighbour_link import LONGEST, PATIENCE_SECONDS, Link, hang_up
 from .neighbour_ring import Place, keepers
 from .refusals import Refusals
+from .shard_names import shards_in
 from .snapshots import HEADER_BYTES, Snapshots, check
 from .versions import NOTHING, Version
 
@@ -64,7 +65,6 @@ class Neighbours:
         self.kept = KeptShards([], shard_of)
         self._peers = peers
         self._courier: Courier | None = None
-        self._shelf: Shelf | None = None
         if sharded and environment.runtime is not None:
             self._meet(environment, environment.runtime.snapshots, shard_of)
 
@@ -76,7 +76,8 @@ class Neighbours:
         places = [Place(*each) for each in said]
         here = [its for its, place in enumerate(places) if place.worker == places[rank].worker]
         if places[rank].worker and rank == here[0]:  # one rank of a worker says what the worker has
-            self.kept = KeptShards(sorted({*range(len(places))} - {*here}), shard_of)
+            there = {its for its, _ in shards_in(folder, len(places))}
+            self.kept = KeptShards(sorted(there - {*here}), shard_of)
         kept_by = keepers(places)
         if not kept_by or listener is None:
             if listener is not None:
@@ -84,8 +85,7 @@ class Neighbours:
             return
         guests = {its for its, keeper in kept_by.items() if keeper in here}
         shelves = {_key(its): shard_of(its) for its in guests if kept_by[its] == rank}
-        self._shelf = Shelf(shelves, circle, lambda: _forget(folder, {*here, *guests}, len(places)))
-        self._shelf.serve(listener)
+        Shelf(shelves, circle, lambda: _forget(folder, {*here, *guests}, len(places))).serve(listener)
         keeper = places[kept_by[rank]]
         budget = environment.neighbour_megabytes * 1e6 / len(here)
         self._courier = Courier(_key(rank), shard_of(rank), (keeper.address, keeper.port), circle, budget)
@@ -170,7 +170,7 @@ class Courier:
             version = self._orders.get()
             try:
                 self._deliver(version)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except Exception as error:  # whatever it is, the job's snapshots do not wait for it
                 self._refusals.refused()
                 _log.warning("the snapshot of step %d is not with a neighbour: %s", version.step, error)
             else:
@@ -233,6 +233,8 @@ class Shelf:
         while True:
             try:
                 guest, _ = listener.accept()
+            except ConnectionAbortedError:
+                continue  # by the guest, before its turn
             except OSError as error:
                 _log.warning("no more copies of neighbours' snapshots are taken: %s", error)
                 return
@@ -327,8 +329,8 @@ def _listen(environment: Environment, circle: Circle) -> socket.socket | None:
 
 def _forget(folder: Path, ranks: Collection[int], world_size: int) -> None:
     """Removes the shards of all other ranks, which the rings of earlier rounds have left here."""
-    for rank in {*range(world_size)} - {*ranks}:
-        for path in folder.glob(f"shard-{rank}-of-{world_size}.*"):
+    for rank, path in shards_in(folder, world_size):
+        if rank not in ranks:
             path.unlink(missing_ok=True)
 
 

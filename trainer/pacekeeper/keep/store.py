@@ -21,6 +21,7 @@ from .manifests import Manifest
 from .neighbours import Neighbours
 from .news import open_news
 from .rank_state import fingerprint
+from .shard_names import shard_name
 from .snapshot_writer import SnapshotWriter
 from .snapshots import Snapshots
 from .sources import CheckpointSource, SnapshotSource, Source
@@ -181,7 +182,7 @@ def _open_snapshots(environment: Environment, state: TrainingState, copies: Slot
         return None
     return Snapshots(
         environment.runtime.snapshots,
-        _shard(environment.rank, environment) if state.sharded else "replica",
+        shard_name(environment.rank, environment.world_size) if state.sharded else "replica",
         round_=environment.round,
         world_size=environment.world_size,
         fingerprint=fingerprint(state.description),
@@ -194,12 +195,8 @@ def _open_shard(environment: Environment, state: TrainingState, rank: int) -> Sn
     assert environment.runtime is not None, "there are snapshots"
     return Snapshots(
         environment.runtime.snapshots,
-        _shard(rank, environment),
+        shard_name(rank, environment.world_size),
         round_=environment.round,
         world_size=environment.world_size,
         fingerprint=fingerprint(state.description),
     )
-
-
-def _shard(rank: int, environment: Environment) -> str:
-    return f"shard-{rank}-of-{environment.world_size}"
