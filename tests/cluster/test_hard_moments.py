@@ -16,7 +16,7 @@ from pacekeeper_operator.api import TAINT_QUARANTINE
 from testcluster import faults, release
 from testcluster.shell import ClusterError
 from tests.support.cluster import Cluster, scratch_namespace, wait_for
-from tests.support.jobs import Job, paced
+from tests.support.jobs import Job, paced, unplugged
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -180,19 +180,6 @@ def test_two_jobs_that_do_not_both_fit(cluster: Cluster, namespace: str) -> None
 
 
 THREE = ["node-2", "node-3", "node-4"]
-
-
-@contextmanager
-def unplugged(job: Job) -> Iterator[tuple[str, str]]:
-    """A worker and its node, out of reach; not that of the operator that leads, which has to be followed first."""
-    operator = wait_for(release.leading_pod, 30, "an operator leads")
-    places = [(job.worker(rank), job.node(rank)) for rank in (0, 1)]
-    worker, lost = next(place for place in places if place[1] != operator["spec"]["nodeName"])
-    faults.node_down(lost)
-    try:
-        yield worker, lost
-    finally:
-        faults.node_up(lost)
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import json
 import re
 import signal
 import urllib.request
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ import pytest
 from pacekeeper_operator import ledger
 from pacekeeper_operator.api import API_VERSION
 from pacekeeper_operator.state import Draft
-from testcluster import api, faults
+from testcluster import api, faults, release
 from testcluster.images import TRAINER_IMAGE, UNPRIVILEGED
 from testcluster.settings import VOLUMES
 from tests.support.cluster import Cluster, wait_for
@@ -314,6 +315,19 @@ class Job:
             return f"there is no job {self.name}"
         pods = {pod["metadata"]["name"]: pod["status"].get("phase") for pod in self.pods()}
         return f"status: {json.dumps(self.status)}; pods: {pods}; incidents: {_brief(self.incidents())}"
+
+
+@contextmanager
+def unplugged(job: Job) -> Iterator[tuple[str, str]]:
+    """A worker and its node, out of reach; not that of the operator that leads, which has to be followed first."""
+    operator = wait_for(release.leading_pod, 30, "an operator leads")
+    places = [(job.worker(rank), job.node(rank)) for rank in (0, 1)]
+    worker, lost = next(place for place in places if place[1] != operator["spec"]["nodeName"])
+    faults.node_down(lost)
+    try:
+        yield worker, lost
+    finally:
+        faults.node_up(lost)
 
 
 def _brief(incidents: Sequence[Mapping[str, Any]]) -> list[str]:
