@@ -27,7 +27,7 @@ def neighbours(nodes: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Place:
+class Whereabouts:
     """Where a rank is, and where it takes copies of others."""
 
     worker: str
@@ -37,7 +37,7 @@ class Place:
     """0: it can take none."""
 
 
-def keepers(places: Sequence[Place]) -> dict[int, int]:
+def keepers(places: Sequence[Whereabouts]) -> dict[int, int]:
     """The rank that keeps each rank's copies, on the neighbour of its worker; empty: nobody does.
 
     places: in rank order. Copies help only all together, so there are none where a rank can take none.

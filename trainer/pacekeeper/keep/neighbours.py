@@ -28,7 +28,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import WorkerPlan
 
 from .neighbour_link import LONGEST, PATIENCE_SECONDS, Link, hang_up
-from .neighbour_ring import Place, keepers
+from .neighbour_ring import Whereabouts, keepers
 from .refusals import Refusals
 from .shard_names import shards_in
 from .snapshots import HEADER_BYTES, Snapshots, check
@@ -73,7 +73,7 @@ class Neighbours:
         listener = _listen(environment, circle)
         port = 0 if listener is None else listener.getsockname()[1]
         said = self._peers.gather([environment.worker, environment.node, environment.address, port])
-        places = [Place(*each) for each in said]
+        places = [Whereabouts(*each) for each in said]
         here = [its for its, place in enumerate(places) if place.worker == places[rank].worker]
         if places[rank].worker and rank == here[0]:  # one rank of a worker says what the worker has
             there = {its for its, _ in shards_in(folder, len(places))}

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pacekeeper.keep.neighbour_ring import Place, keepers, neighbours
+from pacekeeper.keep.neighbour_ring import Whereabouts, keepers, neighbours
 
 
 def on(nodes: str) -> dict[str, str]:
@@ -45,8 +45,8 @@ def test_no_neighbour_shares_the_node_and_none_keeps_more_than_its_part(seed: in
     assert max(Counter(ring.values()).values()) <= part
 
 
-def place(worker: str, port: int = 1) -> Place:
-    return Place(worker, f"node of {worker}", "10.0.0.1", port)
+def place(worker: str, port: int = 1) -> Whereabouts:
+    return Whereabouts(worker, f"node of {worker}", "10.0.0.1", port)
 
 
 def test_ranks_of_a_worker_have_theirs_with_different_ranks_of_the_neighbour() -> None:
@@ -59,7 +59,7 @@ def test_a_rank_may_be_on_any_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [place("c", port=0), Place("c", "", "10.0.0.1", 1), Place("", "N", "10.0.0.1", 1)], ids=repr
+    "odd", [place("c", port=0), Whereabouts("c", "", "10.0.0.1", 1), Whereabouts("", "N", "10.0.0.1", 1)], ids=repr
 )
-def test_where_a_rank_can_take_none_nobody_has_any(odd: Place) -> None:
+def test_where_a_rank_can_take_none_nobody_has_any(odd: Whereabouts) -> None:
     assert keepers([place("a"), place("b"), odd]) == {}
