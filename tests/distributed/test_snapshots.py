@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pacekeeper.environment import Environment
+from pacekeeper.keep import sources
 from pacekeeper.keep.copies import HostCopies
+from pacekeeper.keep.sources import send_slot
 from pacekeeper.keep.state import TrainingState
 from pacekeeper.keep.store import Store
 from pacekeeper.observe.cpu_group import CpuGroup
@@ -173,6 +175,32 @@ def test_one_rank_of_a_worker_fetches_the_replica_that_it_lacks_for_all(tmp_path
     assert [rank[3] for rank in ranks] == [["replica.0", "replica.1"]] * 2 + [["replica.0"]] * 2
     fetched = (tmp_path / "worker-1" / "snapshots" / "replica.0").read_bytes()
     assert fetched == (tmp_path / "worker-0" / "snapshots" / "replica.1").read_bytes()
+
+
+def test_a_replica_that_one_worker_has_comes_to_the_others_from_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def send(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:
+        sent.append(receiver)
+        send_slot(slot, receiver, group)
+
+    monkeypatch.setattr(sources, "send_slot", send)
+
+    def rank_main(rank: int) -> tuple[int, float, list[int]]:
+        dist.init_process_group("gloo")
+        worker = Worker(rank, tmp_path, ranks=4, local=1)
+        worker.snapshot(1)
+        if rank > 0:
+            (worker.folder / "replica.0").unlink()
+        dist.barrier()
+        later = Worker(rank, tmp_path, ranks=4, local=1)
+        found = later.store.restore()
+        assert found is not None
+        return found.step, float(later.model.bias[0].detach()), sent
+
+    assert run_ranks(rank_main, 4, runtime=tmp_path) == [(1, 1.0, [1, 2]), (1, 1.0, [3]), (1, 1.0, []), (1, 1.0, [])]
 
 
 def test_where_there_is_no_room_for_a_peers_replica_no_rank_waits_for_it(tmp_path: Path) -> None:

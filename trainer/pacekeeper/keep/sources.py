@@ -137,7 +137,8 @@ class SnapshotSource:
         ready = room is not None or own is None
         slots: dict[int, torch.Tensor] = {}
         for receiver in (its.receiver for its in parcels if its.sender == rank):
-            sent = self._kept.read(receiver, version) if self._state.sharded else slot
+            whole = room if slot is None else slot  # a replica is sent on by who has just received it
+            sent = self._kept.read(receiver, version) if self._state.sharded else whole
             ready &= sent is not None
             if sent is not None:
                 slots[receiver] = sent
@@ -153,8 +154,8 @@ class SnapshotSource:
 
     def _parcels(self, version: Version, holds: list[bool]) -> list[_Parcel]:
         if not self._state.sharded:
-            pairs = transfers(holds, self._keepers)
-            return [_Parcel(sender, receiver, dict(self._held[sender])[version]) for sender, receiver in pairs]
+            nbytes = next(dict(rank)[version] for rank in self._held if version in dict(rank))
+            return [_Parcel(sender, receiver, nbytes) for sender, receiver in transfers(holds, self._keepers)]
         lacking = (rank for rank, has in enumerate(holds) if not has)
         return [_Parcel(self._offers[rank, version][0], rank, self._offers[rank, version][1]) for rank in lacking]
 

@@ -28,12 +28,18 @@ def choose(held: Sequence[Sequence[Version]], sharded: bool) -> Version:
 
 
 def transfers(holds: Sequence[bool], keeps: Sequence[bool]) -> list[tuple[int, int]]:
-    """Which rank sends its replica to which, so that every worker has one.
+    """Which rank sends its replica to which, in this order, so that every worker has one.
 
-    holds: which ranks have it. keeps: which ranks keep it for their worker: these receive for all its ranks, and send,
-    each to as many as the others.
+    Who has received sends on: from one to a thousand, it takes as long as ten of them one after another.
+
+    holds: which ranks have it. keeps: which ranks keep it for their worker: these receive for all its ranks, and send.
     """
     senders = [rank for rank, has in enumerate(holds) if has and keeps[rank]]
     senders = senders or [rank for rank, has in enumerate(holds) if has]
-    receivers = [rank for rank, has in enumerate(holds) if keeps[rank] and not has]
-    return [(senders[number % len(senders)], receiver) for number, receiver in enumerate(receivers)]
+    lacking = [rank for rank, has in enumerate(holds) if keeps[rank] and not has]
+    pairs: list[tuple[int, int]] = []
+    while lacking:
+        wave, lacking = lacking[: len(senders)], lacking[len(senders) :]
+        pairs += zip(senders, wave, strict=False)
+        senders += wave
+    return pairs

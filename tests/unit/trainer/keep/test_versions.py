@@ -33,6 +33,7 @@ def test_the_newest_state_that_all_can_have_is_chosen(
         ("1101", "1010", [(0, 2)]),
         ("0011", "1010", [(2, 0)]),
         ("110000", "101010", [(0, 2), (0, 4)]),
+        ("10000000", "11111111", [(0, 1), (0, 2), (1, 3), (0, 4), (1, 5), (2, 6), (3, 7)]),  # who has it sends it on
         ("11001100", "10101010", [(0, 2), (4, 6)]),  # each sends to as many as the others
         ("0110", "1001", [(1, 0), (2, 3)]),  # no keeper has it: whoever has it sends
     ],
