@@ -253,3 +253,23 @@ def test_what_an_earlier_ring_has_left_goes(tmp_path: Path) -> None:
         return sorted({path.name.split(".")[0] for path in later.snapshots.glob("shard*")})
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[f"shard-{rank}-of-{RANKS}" for rank in range(RANKS)]] * 4
+
+
+def test_the_shard_of_a_rank_that_was_moved_goes_when_there_is_no_ring_either(tmp_path: Path) -> None:
+    """Until the round's second snapshot it may be needed: it is of the version from which the round began."""
+
+    def rank_main(rank: int) -> list[bool]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path, "ab", megabytes=0)
+        moved = writer.snapshots / f"shard-{(rank + 2) % RANKS}-of-{RANKS}.1"
+        moved.write_bytes(b"of the rank that was here before")
+        there = []
+        for step in (1, 2, 3):
+            writer.store.snapshot(step, samples=step)
+            assert writer.store.settle() == step
+            dist.barrier()
+            there.append(moved.exists())
+            dist.barrier()
+        return there
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[True, False, False]] * RANKS

@@ -65,6 +65,9 @@ class Neighbours:
         self.kept = KeptShards([], shard_of)
         self._peers = peers
         self._courier: Courier | None = None
+        self._snapshots = 0
+        """That this round has begun."""
+        self._forget: Callable[[], None] = lambda: None
         if sharded and environment.runtime is not None:
             self._meet(environment, environment.runtime.snapshots, shard_of)
 
@@ -79,16 +82,25 @@ class Neighbours:
             there = {its for its, _ in shards_in(folder, len(places))}
             self.kept = KeptShards(sorted(there - {*here}), shard_of)
         kept_by = keepers(places)
+        guests = {its for its, keeper in kept_by.items() if keeper in here}
+        if places[rank].worker:
+            self._forget = lambda: _forget(folder, {*here, *guests}, len(places))
         if not kept_by or listener is None:
             if listener is not None:
                 listener.close()
             return
-        guests = {its for its, keeper in kept_by.items() if keeper in here}
         shelves = {_key(its): shard_of(its) for its in guests if kept_by[its] == rank}
-        Shelf(shelves, circle, lambda: _forget(folder, {*here, *guests}, len(places))).serve(listener)
+        Shelf(shelves, circle).serve(listener)
         keeper = places[kept_by[rank]]
         budget = environment.neighbour_megabytes * 1e6 / len(here)
         self._courier = Courier(_key(rank), shard_of(rank), (keeper.address, keeper.port), circle, budget)
+
+    def begin_snapshot(self) -> None:
+        """Before a round's second one, shards go that are no rank's here, and that nobody has this worker keep: until
+        then they may be needed, with what this round began from, which the second one is written over."""
+        self._snapshots += 1
+        if self._snapshots == 2:
+            self._forget()
 
     def have_last(self) -> bool:
         """Whether the neighbours of all ranks have what was sent last, or will never have it. Collective."""
@@ -214,15 +226,11 @@ class Courier:
 class Shelf:
     """Takes what the couriers of other workers bring to this rank."""
 
-    def __init__(self, shards: dict[str, Snapshots], circle: Circle, on_first: Callable[[], None]) -> None:
-        """
-        shards: where it goes, by the key of the rank that it is of.
-        on_first: called before the first is taken.
-        """
+    def __init__(self, shards: dict[str, Snapshots], circle: Circle) -> None:
+        """`shards`: where it goes, by the key of the rank that it is of."""
         self._shards = shards
         self._turns = {key: threading.Lock() for key in shards}
         self._circle = circle
-        self._on_first: Callable[[], None] | None = on_first
         self._guests = threading.BoundedSemaphore(GUESTS)
 
     def serve(self, listener: socket.socket) -> None:
@@ -267,9 +275,6 @@ class Shelf:
 
     def _take(self, link: Link, shard: Snapshots, nbytes: int) -> None:
         """Into the older slot, which is none until its last message, the header, has come and fits the bytes."""
-        if self._on_first is not None:
-            self._on_first()
-            self._on_first = None
         try:
             slot = shard.room(nbytes)
         except OSError as error:

@@ -130,6 +130,7 @@ class Store:
         self.settle()
         if not (leaving or self._neighbours.have_last()):
             return
+        self._neighbours.begin_snapshot()
         self._state.equalise_buffers()
         self._snapshot_writer.write(step, samples)
 

@@ -39,14 +39,10 @@ class Pair:
         self.home, self.abroad = folder / "home", folder / "abroad"
         self.writer = shard(self.home)
         self.kept = shard(self.abroad)
-        self.firsts = 0
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = ("127.0.0.1", self.listener.getsockname()[1])
-        Shelf({KEY: shard(self.abroad, left)}, CIRCLE, self._first).serve(self.listener)
+        Shelf({KEY: shard(self.abroad, left)}, CIRCLE).serve(self.listener)
         self.courier = self.another_courier()
-
-    def _first(self) -> None:
-        self.firsts += 1
 
     def another_courier(self, circle: Circle = CIRCLE, key: str = KEY, budget: float = 1e12) -> Courier:
         """Whose first snapshot, which it does not deliver, is behind it."""
@@ -99,7 +95,6 @@ def test_the_neighbour_has_the_two_newest_bit_for_bit(pair: Pair) -> None:
         assert copy is not None
         assert bytes(copy.numpy()) == bytes(pair.content(version))
     assert pair.versions() == {Version(2, 1), Version(3, 1)}
-    assert pair.firsts == 1
 
 
 def test_the_first_of_a_round_stays_at_home(pair: Pair) -> None:
