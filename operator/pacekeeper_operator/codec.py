@@ -24,7 +24,7 @@ _Writer = Callable[[Any, Converters], dict[str, Any]]
 
 def from_json(cls: type[Record], data: Mapping[str, Any], path: str, converters: Converters) -> Record:
     """`path` is where `data` stands, for messages: `spec.checkpoint`. Absent and null fields take their default."""
-    known = _hints(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
+    known = hints(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
     values: dict[str, Any] = {}
     for name, key, hint in known:
         value = data.get(key)
@@ -55,7 +55,7 @@ def camel_case(name: str) -> str:
 
 
 @cache
-def _hints(cls: type[Any]) -> tuple[tuple[str, str, Any], ...]:
+def hints(cls: type[Any]) -> tuple[tuple[str, str, Any], ...]:
     """(field, key, annotation) of each field."""
     return tuple((name, camel_case(name), hint) for name, hint in typing.get_type_hints(cls).items())
 

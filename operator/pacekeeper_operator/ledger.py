@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Member, Plan
 
 from .api import Job
-from .codec import camel_case, from_json, to_json
+from .codec import camel_case, from_json, hints, to_json
 from .state import Draft, GpusSeen, Incidents, Placement, State, Worker
 
 SCHEMA = 1
@@ -225,20 +226,19 @@ def _read_placement(content: Mapping[str, Any], job: str) -> tuple[Placement, Js
 def _read_state(content: Mapping[str, Any], job: str) -> tuple[State, Json]:
     owners: Json = {}
     spoilt: Json = {}
-    hints = get_type_hints(State)
-    for owner in fields(State):
-        given = content.get(camel_case(owner.name), {})
-        if owner.name == "placement":
+    for name, key, owner in hints(State):
+        given = content.get(key, {})
+        if name == "placement":
             owners["placement"], lost = _read_placement(given, job)
-        elif owner.name == "gpus":
+        elif name == "gpus":
             nodes = [worker.node for worker in owners["placement"].workers]
             owners["gpus"], lost = _read_gpus(given, nodes), {}
-        elif owner.name == "incidents":
+        elif name == "incidents":
             owners["incidents"], lost = _tolerantly(Incidents, _read_incidents(given, job))
         else:
-            owners[owner.name], lost = _tolerantly(hints[owner.name], given)
+            owners[name], lost = _tolerantly(owner, given)
         if lost:
-            spoilt[camel_case(owner.name)] = lost
+            spoilt[key] = lost
     return State(**owners), {"state": spoilt} if spoilt else {}
 
 
@@ -312,13 +312,16 @@ def _read_settled(content: Any, job: str) -> list[str]:
     return others
 
 
+_UNREADABLE = (InputError, AttributeError, TypeError, ValueError)
+
+
 def _tolerantly(cls: type[Owner], content: Mapping[str, Any]) -> tuple[Owner, Json]:
     """The record, and what of it cannot be read here: values of a newer operator, which are passed over."""
+    with suppress(*_UNREADABLE):
+        return from_json(cls, content, cls.__name__, {}), {}
     known: Json = {}
     spoilt: Json = {}
-    hints = get_type_hints(cls)
-    for name, hint in hints.items():
-        key = camel_case(name)
+    for _, key, hint in hints(cls):  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
         if key not in content:
             continue
         good, bad = _readable(cls, key, hint, content[key])
@@ -341,7 +344,7 @@ def _readable(cls: type[Any], key: str, hint: Any, value: Any) -> tuple[Any, Any
 def _reads(cls: type[Any], key: str, value: Any) -> bool:
     try:
         from_json(cls, {key: value}, key, {})
-    except (InputError, AttributeError, TypeError, ValueError):
+    except _UNREADABLE:
         return False
     return True
 

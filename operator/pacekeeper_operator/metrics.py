@@ -38,6 +38,7 @@ RECONCILE_SECONDS = Histogram(
 RECONCILE_ERRORS = Counter("pacekeeper_reconcile_errors", "Passes over a job that failed.")
 STEP_FAILURES = Counter("pacekeeper_step_failures", "Steps of a pass that failed of a bug of the operator's own.")
 JOBS = Gauge("pacekeeper_jobs", "Jobs by phase.", ("phase",))
+WORKERS_HEARD = Gauge("pacekeeper_workers_heard", "Workers of all jobs that this operator hears.")
 PROMETHEUS_UP = Gauge("pacekeeper_prometheus_available", "Whether Prometheus answered the last time.")
 PROMETHEUS_BAD_ROWS = Counter("pacekeeper_prometheus_bad_rows", "Rows of Prometheus' answers that made no sense.")
 GPU_SERIES_VOUCHED = Gauge("pacekeeper_gpu_series_vouched", "Whether GPU series count as a witness against a node.")

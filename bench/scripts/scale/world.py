@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import yaml
 
@@ -93,8 +94,10 @@ class World:
         """Without a word."""
         self.plane.kill(OPERATOR)
 
-    def metrics(self) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=10) as answer:
+    def metrics(self, *names: str) -> str:
+        """Of these series; none: of all, which takes the operator of 1,000 jobs a tenth of a second."""
+        query = urlencode([("name[]", name) for name in names])
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics?{query}", timeout=10) as answer:
             return str(answer.read().decode())
 
     async def make_job(self, name: str, workers: int, spares: int = 0) -> None:

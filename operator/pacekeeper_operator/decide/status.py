@@ -37,8 +37,9 @@ class _Found:
 
 def report(observation: Observation, policy: Policy, before: JobStatus) -> JobStatus:
     """The status as it shall be; transition times are kept from `before` where nothing has changed."""
-    state, job = observation.state, observation.job
-    phase = before.phase if before.phase is not None and _unheard(observation, policy) else phase_of(observation)
+    if _is_unheard(observation, policy, before):
+        return before
+    state, job, phase = observation.state, observation.job, phase_of(observation)
     members = observation.plan.members
     ready = sum(
         view.heartbeat is not None and view.heartbeat.state in (LauncherState.RUNNING, LauncherState.FINISHED)
@@ -100,11 +101,14 @@ _MAIN = {
 }
 
 
-def _unheard(observation: Observation, policy: Policy) -> bool:
-    """This operator has just begun, and not all members have found it: what they do now is not known."""
+def _is_unheard(observation: Observation, policy: Policy, before: JobStatus) -> bool:
+    """This operator has just begun, and not all members have found it: what they do now is not known, and what was said
+    stands. A thousand jobs that say how many have come, one by one, keep an API server busy for a minute."""
     young = observation.operator_age < policy.grace_after_start
     steady = not observation.state.life.over and not observation.state.incidents.open
-    return young and steady and any(view.heartbeat is None for view in observation.members)
+    told = before.phase is not None and before.observed_generation == observation.job.generation
+    unheard = any(view.heartbeat is None for view in observation.members)
+    return young and steady and told and unheard and not observation.hindrances
 
 
 def phase_of(observation: Observation) -> JobPhase:

@@ -70,6 +70,7 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
     finally:
         hide(job)
         await desk.errands.close()
+        await desk.status_writer.close()
 
 
 async def _take_down(operator: Operator, body: kopf.Body) -> None:

@@ -16,6 +16,7 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 
 from ..api import Job, JobPhase
+from ..cluster import Listing, Object
 from ..gangs import Gang
 from ..observation import Localised, Metrics, NodeCheck, Ruling, Surroundings, TemplateVerdict
 from ..queues import Turn
@@ -57,6 +58,7 @@ class JobMemory:
     draft: Draft | None = None
     unknown: Mapping[str, Any] = field(default_factory=dict)  # what is written there beside the draft
     resource_version: str = ""
+    doubted: bool = False  # a list has shown that something else is written by now, or nothing
     phase: JobPhase | None = None
     contacts: dict[str, Contact] = field(default_factory=dict)
     faults: OpenFaults = field(default_factory=OpenFaults)
@@ -157,6 +159,20 @@ class Memory:
             self._neighbourhood.put(key, _shown(self._jobs.get(key)), now)
         self._changed.clear()
         return self._neighbourhood.around(job, draft, now)
+
+    def prove_by(self, states: Listing, namespace: str) -> dict[Key, Object]:
+        """These are all bookkeepings of a namespace ("": of all): what is known otherwise, and not by a later write, is
+        doubted from now on. Returns those of jobs of which nothing is known."""
+        written = {(body["metadata"]["namespace"], body["metadata"]["name"]): body for body in states.items}
+        for key, job in self:
+            version = job.resource_version
+            if namespace not in ("", key[0]) or not version or int(version) > states.version:
+                continue
+            if key not in written or written[key]["metadata"]["resourceVersion"] != version:
+                job.doubted = True
+                job.wake.set()
+        known = {key for key, job in self if job.draft is not None}
+        return {key: body for key, body in written.items() if key not in known}
 
     def _drop(self, key: Key, job: JobMemory) -> None:
         """Whatever becomes of it, others look at it no more."""

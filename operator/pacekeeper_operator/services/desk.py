@@ -9,6 +9,7 @@ from ..api import Job, JobStatus, Object
 from ..observe.memory import JobMemory
 from ..state import Incident
 from .errands import Errands
+from .status_writer import StatusWriter
 
 
 @dataclass
@@ -19,7 +20,7 @@ class Desk:
     body: Object
     memory: JobMemory
     errands: Errands
+    status_writer: StatusWriter
     told: dict[str, Incident] = field(default_factory=dict)  # incidents as they are written in the cluster
     status: JobStatus | None = None  # as it is written
     status_at: float = -math.inf  # when it was written, by the monotonic clock: the other one may jump
-    read_at: float = -math.inf  # when the bookkeeping was last seen to be as it is known, by the monotonic clock

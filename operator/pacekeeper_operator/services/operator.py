@@ -16,7 +16,7 @@ from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, SILENT_SECONDS, STATES,
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
 from ..network import JobName, Network
-from ..observation import NOT_ASKED, GpuValue, Metrics, NodeView, PodView
+from ..observation import FRESH_SECONDS, NOT_ASKED, GpuValue, Metrics, NodeView, PodView
 from ..observe import traffic
 from ..observe.memory import Memory
 from ..observe.neighbourhood import KnownNodes
@@ -75,9 +75,9 @@ class Operator:
     active: int = 0  # jobs that are under way, as it counted them then
     network: Network | None = None  # as services.fabrics has looked at it last
     states: dict[JobName, Object] = field(default_factory=dict)
-    """What is written of each job, as listed when this operator began to lead, until it is first looked at: a thousand
-    jobs are not asked for one by one."""
-    _states_wanted: bool = False
+    """What is written of jobs of which nothing is known, as last listed: an operator that begins to lead does not ask
+    for a thousand one by one."""
+    _has_led: bool = False
     _asking: asyncio.Task[None] | None = None
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
     sources: dict[Kind, Source] = field(init=False)
@@ -171,7 +171,7 @@ class Operator:
         self.pods.prove()
         self.nodes.prove()
         self.fleet.prove()
-        self._states_wanted = True
+        self._has_led = True
 
     async def know(self) -> None:
         """Returns when pods and nodes have been listed since it leads: before, nothing is known of any job."""
@@ -211,25 +211,23 @@ class Operator:
                 await self._read_states()  # before pods: then jobs are looked at
                 await self.sources[NODES].read()
                 await self.sources[PODS].read()
-                self._states_wanted = False
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 log.warning("pods and nodes could not be listed, which is tried again: %s", error)
                 pause = RETRY_SECONDS
             await self.runtime.sleep(pause)
 
     async def _read_states(self) -> None:
-        """Until pods have been listed, too. Of jobs that come later there is none yet, and what nobody has asked for by
-        then is old. What cannot be listed is asked for job by job."""
+        """What is known of jobs that somebody else has written, or deleted, meanwhile is doubted: who has nothing to
+        write would never notice, and the operator after this one would find nothing. What cannot be listed is asked for
+        job by job when it is first looked at."""
         self.states = {}
-        if not self._states_wanted:
+        if not self._has_led:
             return
         for place in self.settings.watch_namespaces or [""]:
             try:
-                found = await self.cluster.list(STATES, place)
+                self.states |= self.memory.prove_by(await self.cluster.listing(STATES, place), place)
             except (kopf.TemporaryError, kopf.PermanentError) as error:
-                log.warning("jobs' states could not be listed, and are asked for one by one: %s", error)
-                continue
-            self.states |= {(body["metadata"]["namespace"], body["metadata"]["name"]): body for body in found}
+                log.warning("jobs' states could not be listed, which is tried again: %s", error)
 
     async def _read_fabrics(self) -> None:
         """Jobs train without them, too: on an installation, say, whose definitions are older than this operator."""
@@ -301,6 +299,9 @@ class Operator:
         self.active = sum(phase in ACTIVE for phase in phases)
         for phase in JobPhase:
             metrics.JOBS.labels(phase).set(phases.count(phase))
+        now = self.runtime.now()
+        heard = (contact.heard(now, FRESH_SECONDS) for _, memory in self.memory for contact in memory.contacts.values())
+        metrics.WORKERS_HEARD.set(sum(heard))
 
 
 def _without(jobs: Mapping[JobName, Of], name: JobName) -> dict[JobName, Of]:

@@ -31,6 +31,7 @@ from .desk import Desk
 from .doing import QUEUE_SECONDS, carry_out
 from .errands import Errands
 from .operator import ACTIVE, Operator
+from .status_writer import StatusWriter
 
 LOOKS_A_SECOND = 50.0
 """At jobs that train and of which there is no news, of all of them together: a look takes two milliseconds, so that
@@ -42,8 +43,6 @@ STATUS_SECONDS, STATUSES_A_SECOND = 15.0, 20.0
 IDLE_SECONDS = 30.0
 SUSPECT_SECONDS = 0.5
 """Between two looks at a job that is asked what slows it down."""
-READ_SECONDS, READS_A_SECOND = 60.0, 5.0
-"""A bookkeeping that was not written for so long is read again; of many jobs no more than so many a second."""
 log = logging.getLogger(__name__)
 
 
@@ -56,7 +55,7 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
         return await _leave_alone(operator, desk)
     try:
         await _see_queue(operator, desk)
-        if _is_to_be_read(operator, desk):
+        if desk.memory.draft is None or not desk.memory.resource_version or desk.memory.doubted:
             await _read(operator, desk)
     except Exception as error:
         await _report_blind(operator, desk, str(error))
@@ -139,21 +138,13 @@ async def close_incidents(operator: Operator, desk: Desk) -> None:
         await incidents.write(operator.cluster, desk.job, ended, operator.settings.incident_retention)
 
 
-def _is_to_be_read(operator: Operator, desk: Desk) -> bool:
-    """Nothing is known, or somebody else may have written or deleted it long ago: who has nothing to write would never
-    notice, and the operator after this one would find nothing."""
-    unknown = desk.memory.draft is None or not desk.memory.resource_version
-    return unknown or operator.runtime.monotonic() - desk.read_at >= operator.pace(READS_A_SECOND, READ_SECONDS)
-
-
 async def _read(operator: Operator, desk: Desk) -> None:
     """What is written of the job into memory; where nothing is, a beginning."""
-    listed = operator.states.pop((desk.job.namespace, desk.job.name), None)
+    listed = operator.states.pop((desk.job.namespace, desk.job.name), None) if desk.memory.draft is None else None
     if await bookkeeping.load(operator.cluster, desk.job, desk.memory, listed) is None:
         pods = gather.of(operator.pods, desk.job)
         now, told = operator.runtime.now(), _status(desk).round or 0
         await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, now, told)
-    desk.read_at = operator.runtime.monotonic()
 
 
 async def _observe(operator: Operator, desk: Desk) -> Observation:
@@ -193,7 +184,6 @@ async def _write(operator: Operator, desk: Desk, draft: Draft) -> None:
         return
     try:
         await bookkeeping.write(operator.cluster, desk.job, memory, draft)
-        desk.read_at = operator.runtime.monotonic()
     except (Conflict, NotFound):  # somebody else has written, or deleted it
         memory.resource_version = ""  # to be read anew
         raise
@@ -275,11 +265,15 @@ async def _patch_status(operator: Operator, desk: Desk, status: JobStatus) -> No
         return
     if _urgent(status) == _urgent(before) and now - desk.status_at < operator.pace(STATUSES_A_SECOND, STATUS_SECONDS):
         return
-    patch = {"status": status.to_patch()}
-    await operator.cluster.patch(JOBS, desk.job.name, patch, desk.job.namespace, subresource="status")
-    if status.phase != before.phase:
-        log.info("job %s/%s is %s", desk.job.namespace, desk.job.name, status.phase)
-    desk.status, desk.status_at = status, now
+
+    async def write() -> None:
+        patch = {"status": status.to_patch()}
+        await operator.cluster.patch(JOBS, desk.job.name, patch, desk.job.namespace, subresource="status")
+        if status.phase != before.phase:
+            log.info("job %s/%s is %s", desk.job.namespace, desk.job.name, status.phase)
+        desk.status, desk.status_at = status, now
+
+    await desk.status_writer.write(write)
 
 
 def _urgent(status: JobStatus) -> object:
@@ -355,6 +349,7 @@ def desk_for(operator: Operator, job: Job, body: Object) -> Desk:
         if not isinstance(effect, AskForQuarantine):
             await operator.fleet.calm()
 
-    errands = Errands(operator.runtime, do, memory.wake.set, f"job {job.namespace}/{job.name}", ready)
-    desk = Desk(job, body, memory, errands)
+    where = f"job {job.namespace}/{job.name}"
+    errands = Errands(operator.runtime, do, memory.wake.set, where, ready)
+    desk = Desk(job, body, memory, errands, StatusWriter(operator.runtime, memory.wake.set, where))
     return desk
