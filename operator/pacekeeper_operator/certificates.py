@@ -253,6 +253,7 @@ class Certificates:
         self._current = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.context.num_tickets = 0  # a sidecar comes back only to another operator, which would not know them
         self.context.sni_callback = self._choose
 
     @property

@@ -7,7 +7,6 @@ decide upon have classes of their own.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from urllib.request import getproxies
 
 import aiohttp
 import kopf
+import orjson
 from kubernetes.aio import client, config
 
 from . import api
@@ -330,7 +330,7 @@ def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = ""
 
 def _parse(data: bytes) -> Object:
     try:
-        parsed = json.loads(data)
+        parsed = orjson.loads(data)
     except ValueError:
         parsed = data.decode(errors="replace")[:500]
     return parsed if isinstance(parsed, dict) else {"message": str(parsed)}

@@ -145,10 +145,8 @@ async def _over(runtime: Runtime, edges: Edges) -> None:
 
 
 def _turn(operator: Operator, sidecars: Sidecars, serves: bool) -> None:
-    """Sidecars come, and need a while to; or go to whoever leads."""
-    if serves:
-        operator.memory.started_at = operator.runtime.now()
-    else:
+    operator.turn(serves)
+    if not serves:  # they go to whoever leads
         sidecars.let_go()
 
 

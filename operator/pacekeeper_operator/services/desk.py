@@ -24,3 +24,4 @@ class Desk:
     told: dict[str, Incident] = field(default_factory=dict)  # incidents as they are written in the cluster
     status: JobStatus | None = None  # as it is written
     status_at: float = -math.inf  # when it was written, by the monotonic clock: the other one may jump
+    status_turn: float = 0.0  # by so much of the time between two figures later: jobs part that began together

@@ -77,7 +77,6 @@ class Operator:
     states: dict[JobName, Object] = field(default_factory=dict)
     """What is written of jobs of which nothing is known, as last listed: an operator that begins to lead does not ask
     for a thousand one by one."""
-    _has_led: bool = False
     _asking: asyncio.Task[None] | None = None
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
     sources: dict[Kind, Source] = field(init=False)
@@ -171,7 +170,13 @@ class Operator:
         self.pods.prove()
         self.nodes.prove()
         self.fleet.prove()
-        self._has_led = True
+
+    def turn(self, serves: bool) -> None:
+        """It serves sidecars from now on, which need a while to come; or does not, and another may write."""
+        if serves:
+            self.memory.started_at = self.runtime.now()
+        else:
+            self.states = {}
 
     async def know(self) -> None:
         """Returns when pods and nodes have been listed since it leads: before, nothing is known of any job."""
@@ -221,7 +226,7 @@ class Operator:
         write would never notice, and the operator after this one would find nothing. What cannot be listed is asked for
         job by job when it is first looked at."""
         self.states = {}
-        if not self._has_led:
+        if not self.leads():
             return
         for place in self.settings.watch_namespaces or [""]:
             try:

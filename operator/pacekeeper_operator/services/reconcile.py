@@ -40,6 +40,8 @@ SPREAD = 0.25
 """By so much of its time such a look comes sooner or later: jobs that something has woken together part again."""
 STATUS_SECONDS, STATUSES_A_SECOND = 15.0, 20.0
 """A job's figures are said as seldom as the first, and more seldom where all jobs would be more than the second."""
+STATUS_SPREAD = 0.5
+"""By up to so much of that time later: else all jobs would say theirs at once after a restart, for ever."""
 IDLE_SECONDS = 30.0
 SUSPECT_SECONDS = 0.5
 """Between two looks at a job that is asked what slows it down."""
@@ -263,7 +265,8 @@ async def _patch_status(operator: Operator, desk: Desk, status: JobStatus) -> No
     before, now = _status(desk), operator.runtime.monotonic()
     if status == before:
         return
-    if _urgent(status) == _urgent(before) and now - desk.status_at < operator.pace(STATUSES_A_SECOND, STATUS_SECONDS):
+    pause = (1 + desk.status_turn) * operator.pace(STATUSES_A_SECOND, STATUS_SECONDS)
+    if _urgent(status) == _urgent(before) and now - desk.status_at < pause:
         return
 
     async def write() -> None:
@@ -351,5 +354,7 @@ def desk_for(operator: Operator, job: Job, body: Object) -> Desk:
 
     where = f"job {job.namespace}/{job.name}"
     errands = Errands(operator.runtime, do, memory.wake.set, where, ready)
-    desk = Desk(job, body, memory, errands, StatusWriter(operator.runtime, memory.wake.set, where))
+    now, turn = operator.runtime.monotonic(), STATUS_SPREAD * operator.runtime.random()
+    writer = StatusWriter(operator.runtime, memory.wake.set, where)
+    desk = Desk(job, body, memory, errands, writer, status_at=now, status_turn=turn)
     return desk

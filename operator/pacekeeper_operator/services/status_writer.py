@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,8 @@ class StatusWriter:
             return
         self._raise_failure()
         self._writing = self.runtime.start(self._write(work()), f"{self.name}: its status")
-        await asyncio.wait({self._writing}, timeout=QUICK_SECONDS)
+        with suppress(TimeoutError):
+            await self.runtime.within(QUICK_SECONDS, asyncio.wait({self._writing}))
         if self._writing.done():
             self._raise_failure()
 

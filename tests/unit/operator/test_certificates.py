@@ -110,6 +110,15 @@ class TestOwnAuthority:
             assert next_one.trusted == keeping.trusted
             assert await connects(port, keeping.trusted)
 
+    async def test_nobody_is_given_a_ticket_that_the_next_operator_would_not_know(self, keeping: Certificates) -> None:
+        context = ssl.create_default_context(cadata=keeping.trusted)
+        async with listening(keeping.context) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+            assert await reader.read() == b""
+            session = writer.get_extra_info("ssl_object").session
+            assert session is None or not session.has_ticket
+            writer.close()
+
     async def test_alone_is_trusted(self, keeping: Certificates) -> None:
         async with listening(keeping.context) as port:
             assert await connects(port, keeping.trusted)

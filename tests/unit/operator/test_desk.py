@@ -33,6 +33,7 @@ from pacekeeper_operator.services.reconcile import (
     LOOKS_A_SECOND,
     SPREAD,
     STATUS_SECONDS,
+    STATUS_SPREAD,
     STATUSES_A_SECOND,
     clean_up,
     close_incidents,
@@ -238,12 +239,26 @@ class TestSaid:
         place.runtime.passed = STATUS_SECONDS - 1
         await place.step()
         assert len(place.cluster.said) == first
-        place.runtime.passed = STATUS_SECONDS
+        place.runtime.passed = (1 + STATUS_SPREAD) * STATUS_SECONDS
         await place.step()
         assert len(place.cluster.said) == first + 1
         place.operator.paused = "maintenance"
         await place.step()
         assert len(place.cluster.said) == first + 2
+
+    async def test_figures_are_not_said_anew_only_because_the_operator_is(self) -> None:
+        """A thousand jobs that all did would have a new operator wait for the API server."""
+        place = await at(training())
+        await place.step()
+        contact = place.desk.memory.contacts["j-w0-0"]
+        contact.heartbeat = replace(contact.heartbeat, step=501)
+        status, said = place.cluster.said[-1], len(place.cluster.said)
+        place.desk = desk_for(place.operator, place.world.job, {**place.desk.body, "status": status})
+        await place.step()
+        assert len(place.cluster.said) == said
+        place.runtime.passed = (1 + STATUS_SPREAD) * STATUS_SECONDS
+        await place.step()
+        assert len(place.cluster.said) == said + 1
 
     async def test_figures_of_many_jobs_more_seldom(self) -> None:
         place = await at(training())
@@ -252,7 +267,7 @@ class TestSaid:
         first = len(place.cluster.said)
         contact = place.desk.memory.contacts["j-w0-0"]
         contact.heartbeat = replace(contact.heartbeat, step=501)
-        for passed, said in ((STATUS_SECONDS, first), (1000 / STATUSES_A_SECOND, first + 1)):
+        for passed, said in ((STATUS_SECONDS, first), ((1 + STATUS_SPREAD) * 1000 / STATUSES_A_SECOND, first + 1)):
             place.runtime.passed = passed
             await place.step()
             assert len(place.cluster.said) == said

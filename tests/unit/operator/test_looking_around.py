@@ -12,7 +12,7 @@ import pytest
 
 from pacekeeper_operator import metrics
 from pacekeeper_operator.api import ANNOTATION_RETAIN_UNTIL, LABEL_JOB, PAUSE, JobPhase, format_time
-from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, STATES, Denied, Kind, Object
+from pacekeeper_operator.cluster import CONFIG_MAPS, INCIDENTS, JOBS, STATES, Denied, Kind, Listing, Object
 from pacekeeper_operator.network import JobName
 from pacekeeper_operator.observation import NOT_ASKED, GpuValue
 from pacekeeper_operator.observe.memory import Memory
@@ -260,13 +260,13 @@ class TestResync:
     async def test_lists_every_minute_and_sooner_where_that_failed(self, place: Place) -> None:
         task = place.runtime.start(place.operator.resync(), "resync")
         await place.timeline.run(1)
-        assert place.cluster.looks == ["all fabrics", "all nodes", "all pods"]
+        assert place.cluster.looks == ["all fabrics", "all trainingjobstates", "all nodes", "all pods"]
         await place.operator.know()
         place.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
         await place.timeline.run(60)
-        assert place.cluster.looks[3:] == ["all fabrics", "all nodes"]
+        assert place.cluster.looks[4:] == ["all fabrics", "all trainingjobstates", "all nodes"]
         await place.timeline.run(3)
-        assert place.cluster.looks[5:] == ["all fabrics", "all nodes", "all pods"]
+        assert place.cluster.looks[7:] == ["all fabrics", "all trainingjobstates", "all nodes", "all pods"]
         assert not task.done()
         task.cancel()
 
@@ -277,9 +277,39 @@ class TestResync:
         task = place.runtime.start(place.operator.resync(), "resync")
         await place.timeline.run(1)
         assert list(place.operator.states) == [("ns", "j")]
-        await place.timeline.run(60)
-        assert place.operator.states == {}, "what nobody has asked for by then is old"
+        place.operator.turn(serves=False)
+        assert place.operator.states == {}, "another one may write from now on"
         task.cancel()
+
+    async def test_one_that_does_not_lead_reads_none(self, place: Place) -> None:
+        place.operator.leads = lambda: False
+        task = place.runtime.start(place.operator.resync(), "resync")
+        await place.timeline.run(61)
+        assert "all trainingjobstates" not in place.cluster.looks
+        task.cancel()
+
+    @pytest.mark.parametrize(
+        ("version", "written", "doubted"),
+        [
+            ("2", "2", False),
+            ("1", "2", True),
+            ("1", None, True),
+            ("9", "2", False),
+            ("9", None, False),
+            ("", "2", False),
+        ],
+        ids=["the same", "another", "deleted", "written since", "made since", "not read yet"],
+    )
+    async def test_what_somebody_else_has_written_or_deleted_is_looked_at_anew(
+        self, place: Place, version: str, written: str | None, doubted: bool
+    ) -> None:
+        known = place.memory.of(training().job)
+        known.resource_version = version
+        body = {"metadata": {"name": "j", "namespace": "ns", "resourceVersion": written}}
+        place.memory.prove_by(Listing([] if written is None else [body], 5), "ns")
+        assert (known.doubted, known.wake.is_set()) == (doubted, doubted)
+        place.memory.prove_by(Listing([], 5), "another")
+        assert known.doubted == doubted, "that list says nothing of this namespace"
 
     async def test_where_that_list_is_denied_jobs_are_asked_for_one_by_one(self, place: Place) -> None:
         place.cluster.failures[STATES.plural] = [Denied("the namespace is being deleted")]

@@ -14,7 +14,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_operator import ledger, metrics
 from pacekeeper_operator.api import Cause
-from pacekeeper_operator.cluster import PODS, Denied, NotFound, Refused
+from pacekeeper_operator.cluster import PODS, STATES, Denied, NotFound, Refused
 from pacekeeper_operator.decide import STEPS
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.handlers.trainingjobs import keep
@@ -24,7 +24,6 @@ from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.services.desk import Desk
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.reconcile import (
-    READ_SECONDS,
     clean_up,
     close_incidents,
     desk_for,
@@ -227,7 +226,8 @@ async def test_bookkeeping_that_is_deleted_while_nothing_is_to_be_written_is_wri
     del cluster.objects["trainingjobstates", "ns", "j"]
     await reconcile(operator, desk)
     assert ("trainingjobstates", "ns", "j") not in cluster.objects, "it was looked for in each pass"
-    desk.read_at -= READ_SECONDS
+    operator.memory.prove_by(await cluster.listing(STATES), "")
+    assert desk.memory.wake.is_set()
     await reconcile(operator, desk)
     written = ledger.read(cluster.objects["trainingjobstates", "ns", "j"], "j").draft
     assert [member.worker for member in written.plan.members] == ["j-w0-0", "j-w1-0"]

@@ -103,6 +103,21 @@ def test_a_young_operator_does_not_cry_wolf() -> None:
     assert report(replace(unheard, operator_age=60.0), policy(), before).phase is JobPhase.RECOVERING
 
 
+def test_what_was_said_stands_until_all_members_have_found_a_new_operator() -> None:
+    """A status that changes with each worker that comes is written four times where nothing has happened."""
+    before = report(training(), policy(), JobStatus())
+    heard = replace(training(), operator_age=1.0, metrics=Metrics(unavailable=NOT_ASKED))
+    first, *others = heard.workers
+    world = replace(heard, workers=(replace(first, heartbeat=None), *others))
+    assert report(world, policy(paused="not known yet"), before) == before
+    assert report(heard, policy(), before) != before
+    assert report(world, policy(), JobStatus()) != JobStatus(), "nothing was said before"
+    changed = replace(world, job=replace(world.job, generation=world.job.generation + 1))
+    assert report(changed, policy(), before).observed_generation == changed.job.generation
+    hindered = report(world.hindered_by((Hindrance("bookkeeping", "too old"),)), policy(), before)
+    assert "too old" in {c.type: c.message for c in hindered.conditions}[Condition.HINDERED]
+
+
 def test_no_spare_left_is_a_risk_that_is_said() -> None:
     world = change_worker(training(), "j-w4-0", gone=True)
     assert conditions(world)[Condition.DEGRADED].reason == Reason.NO_SPARE

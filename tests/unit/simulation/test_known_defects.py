@@ -27,7 +27,7 @@ from pacekeeper_operator.decide import (
     workforce,
 )
 from pacekeeper_operator.decide.remedies.applied import Applied
-from pacekeeper_operator.observe import gather, neighbourhood
+from pacekeeper_operator.observe import gather, memory, neighbourhood
 from pacekeeper_operator.services import bookkeeping, errands, incidents, leadership, operator, reconcile, sidecars
 from simulation.judges import Violation
 from simulation.run import run
@@ -223,7 +223,7 @@ def _(patch: Patch) -> None:
 
 @undoes("bookkeeping-deleted")
 def _(patch: Patch) -> None:
-    patch.setattr(reconcile, "READ_SECONDS", math.inf)
+    patch.setattr(memory.Memory, "prove_by", lambda *_: {})
 
 
 @undoes("clocks-differ")

@@ -1,0 +1,91 @@
+"""A status is written beside the passes: one word after the other, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import kopf
+import pytest
+
+from pacekeeper_operator.services.status_writer import QUICK_SECONDS, StatusWriter
+from tests.support.virtual_time import Timeline, VirtualRuntime
+
+
+class Saying:
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self.runtime = VirtualRuntime(self.timeline)
+        self.written: list[str] = []
+        self.woken = 0
+        self.writer = StatusWriter(self.runtime, self._wake, "job ns/j")
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    async def say(self, word: str, seconds: float = 0.0, failure: Exception | None = None) -> float:
+        """How long that held up whoever said it, where writing takes so many seconds."""
+
+        async def write() -> None:
+            await self.runtime.sleep(seconds)
+            if failure is not None:
+                raise failure
+            self.written.append(word)
+
+        began = self.runtime.monotonic()
+        saying = asyncio.create_task(self.writer.write(write))
+        await self.timeline.run(QUICK_SECONDS)
+        await saying
+        return self.runtime.monotonic() - began
+
+
+@pytest.fixture
+def saying() -> Saying:
+    return Saying()
+
+
+async def test_what_is_quick_is_written_when_the_pass_goes_on(saying: Saying) -> None:
+    await saying.say("a")
+    await saying.say("b")
+    assert (saying.written, saying.woken) == (["a", "b"], 0)
+
+
+async def test_a_slow_api_server_holds_up_no_pass(saying: Saying) -> None:
+    assert await saying.say("a", seconds=5.0) == QUICK_SECONDS
+    assert saying.written == []
+    await saying.timeline.run(5.0)
+    assert (saying.written, saying.woken) == (["a"], 0), "it is as its pass wanted it: nobody is woken"
+
+
+async def test_no_later_word_overtakes_an_earlier_one_and_the_last_is_asked_for(saying: Saying) -> None:
+    await saying.say("a", seconds=5.0)
+    await saying.say("b")
+    assert saying.written == []
+    await saying.timeline.run(5.0)
+    assert (saying.written, saying.woken) == (["a"], 1)
+    await saying.say("b")
+    assert saying.written == ["a", "b"]
+
+
+async def test_what_fails_at_once_is_the_passs_own_failure(saying: Saying) -> None:
+    with pytest.raises(kopf.TemporaryError, match="429"):
+        await saying.say("a", failure=kopf.TemporaryError("429"))
+    await saying.say("b")
+    assert saying.written == ["b"], "it is said once"
+
+
+async def test_what_fails_later_wakes_a_pass_that_hears_of_it(saying: Saying) -> None:
+    await saying.say("a", seconds=5.0, failure=kopf.TemporaryError("429"))
+    await saying.timeline.run(5.0)
+    assert saying.woken == 1
+    with pytest.raises(kopf.TemporaryError, match="429"):
+        await saying.say("a")
+    await saying.say("a")
+    assert saying.written == ["a"]
+
+
+async def test_nothing_is_written_when_it_is_closed(saying: Saying) -> None:
+    await saying.writer.close()
+    await saying.say("a", seconds=5.0)
+    await saying.writer.close()
+    await saying.timeline.run(5.0)
+    assert saying.written == []
