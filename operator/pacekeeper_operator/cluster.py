@@ -70,6 +70,10 @@ class Kind:
     plural: str
     namespaced: bool = True
 
+    def places(self, namespaces: Sequence[str]) -> Sequence[str]:
+        """Which lists and watches have all of it that is in these namespaces (none: in all); "": one for all."""
+        return namespaces if self.namespaced and namespaces else ("",)
+
 
 @dataclass(frozen=True)
 class Listing:

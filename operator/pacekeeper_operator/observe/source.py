@@ -42,8 +42,7 @@ class Source:
 
     async def follow(self) -> None:
         """Tell the shelves of every change, until cancelled."""
-        namespaced = self.shelves[0].kind.namespaced
-        await asyncio.gather(*(self._follow(place) for place in (namespaced and self.namespaces) or [""]))
+        await asyncio.gather(*map(self._follow, self.shelves[0].kind.places(self.namespaces)))
 
     async def _follow(self, place: str) -> None:
         pause = FIRST_BACKOFF_SECONDS

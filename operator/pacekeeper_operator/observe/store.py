@@ -172,7 +172,7 @@ async def read(cluster: Cluster, shelves: Sequence[Shelf[Any]], namespaces: Sequ
     being deleted, say) is passed over."""
     kind, labels = shelves[0].kind, shelves[0].labels
     found: dict[str, Listing] = {}
-    for place in namespaces if kind.namespaced and namespaces else [""]:
+    for place in kind.places(namespaces):
         try:
             found[place] = await cluster.listing(kind, place, labels=labels)
         except Denied as error:

@@ -142,14 +142,11 @@ async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuar
         wanted.weak,
         wanted.raised,
     )
-    operator.fleet.asking += 1
-    try:
+    with operator.fleet.first.asking():
         ruling = await quarantine.suspect(operator.fleet, blame)
-    finally:
-        operator.fleet.asking -= 1
     before = desk.memory.rulings.get(wanted.case)
     desk.memory.rulings[wanted.case] = ruling  # first: whoever deletes the NodeQuarantine now has ended it
-    await operator.fleet.calm()
+    await operator.fleet.first.calm()
     if before != ruling:
         note = f"{wanted.node}: {ruling.words}"
         await events.tell(operator, desk.job, "QuarantineNode", note, "QuarantineNode")

@@ -26,15 +26,11 @@ from ..decide.node_suspicion import SUSPICION_SECONDS, witness_of
 from ..observe.store import Key, Shelf
 from ..runtime import Runtime
 from ..settings import Settings
+from .nodes_first import NodesFirst
 
 PAUSE_SECONDS = 1.0
 """So old the word about the pause may be. For an approval it is asked anew."""
 
-
-FEW = 16
-"""So many nodes that wait to be held keep nothing else waiting."""
-FIRST_SECONDS, LOOK_SECONDS = 20.0, 0.1
-"""So long, in one go, more of them go before all else that jobs want done; that looks so often whether they are."""
 FRESH_SECONDS = 0.5
 """So long what was read for an approval is good for others. Nobody but this operator blames or approves meanwhile,
 except people, of whom the watch tells; a thousand nodes that fail at once would else have all read a thousand times."""
@@ -81,11 +77,7 @@ class Fleet:
         """Held by whoever begins a probe of a suspicion."""
         self.busy_until = -math.inf
         """The API server has asked for so long a pause, by the monotonic clock."""
-        self.asking = 0
-        """Suspicions that are being raised."""
-        self.behind = 0
-        """Nodes that wait to be looked after, as counted last."""
-        self._many_since = math.inf
+        self.first = NodesFirst(runtime)
         self._census = Census()
         self._raised: dict[str, tuple[str, float]] = {}  # node → UID, since when: its condition has been told of
         self._pause: tuple[float, str] = (-math.inf, "")
@@ -101,21 +93,6 @@ class Fleet:
         """List both. Raises what the cluster does."""
         await self.nodes.read(self.cluster, ())
         await self.quarantines.read(self.cluster, ())
-
-    async def calm(self) -> None:
-        """Returns when only a few nodes wait to be held, or after FIRST_SECONDS: what else there is to be done about a
-        fault of hundreds takes the API server more time than they do."""
-        while self.asking + self.behind > FEW:
-            self._many_since = min(self._many_since, self.runtime.monotonic())
-            if self.runtime.monotonic() - self._many_since >= FIRST_SECONDS:
-                return
-            await self.runtime.sleep(LOOK_SECONDS)
-
-    def wait(self, nodes: int) -> None:
-        """So many wait to be looked after."""
-        self.behind = nodes
-        if self.asking + nodes <= FEW:
-            self._many_since = math.inf
 
     def busy(self, seconds: float) -> None:
         """The API server wants to be left alone for so long."""

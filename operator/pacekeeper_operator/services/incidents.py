@@ -49,9 +49,8 @@ async def supersede(cluster: Cluster, job: Job, known: Container[str]) -> None:
 async def look_after(cluster: Cluster, namespaces: Sequence[str], now: float) -> None:
     """Of these namespaces (none: of all): delete those whose time is over, close those whose job is gone. A job that is
     deleted while no operator runs takes nobody's word along."""
-    places = namespaces or [""]
-    found = [body for place in places for body in await cluster.list(INCIDENTS, place)]
-    jobs = {job["metadata"]["uid"] for place in places for job in await cluster.list(JOBS, place)}
+    found = [body for place in INCIDENTS.places(namespaces) for body in await cluster.list(INCIDENTS, place)]
+    jobs = {job["metadata"]["uid"] for place in JOBS.places(namespaces) for job in await cluster.list(JOBS, place)}
     for body in found:
         until = body["metadata"].get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
         if until is not None and until < format_time(now):

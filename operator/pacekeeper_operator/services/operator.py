@@ -228,7 +228,7 @@ class Operator:
         self.states = {}
         if not self.leads():
             return
-        for place in self.settings.watch_namespaces or [""]:
+        for place in STATES.places(self.settings.watch_namespaces):
             try:
                 self.states |= self.memory.prove_by(await self.cluster.listing(STATES, place), place)
             except (kopf.TemporaryError, kopf.PermanentError) as error:

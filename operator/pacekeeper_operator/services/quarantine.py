@@ -208,7 +208,7 @@ class _Round:
                 del queue[name]
                 work = self._attend(name, words=words or not self._waiting)
                 self._under_way[name] = fleet.runtime.start(work, f"quarantine of {name}")
-        fleet.wait(len(self._waiting))
+        fleet.first.count(len(self._waiting))
         if now >= self._shown_at + SHOW_SECONDS:
             fleet.show()
             self._shown_at = now
@@ -218,7 +218,7 @@ class _Round:
         return max(0.0, next_ - now)
 
     async def end(self) -> None:
-        self.fleet.wait(0)
+        self.fleet.first.count(0)
         for task in self._under_way.values():
             task.cancel()
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)

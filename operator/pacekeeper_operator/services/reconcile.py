@@ -350,7 +350,7 @@ def desk_for(operator: Operator, job: Job, body: Object) -> Desk:
 
     async def ready(effect: Effect) -> None:
         if not isinstance(effect, AskForQuarantine):
-            await operator.fleet.calm()
+            await operator.fleet.first.calm()
 
     where = f"job {job.namespace}/{job.name}"
     errands = Errands(operator.runtime, do, memory.wake.set, where, ready)

@@ -26,7 +26,7 @@ from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.services import bookkeeping
 from pacekeeper_operator.services.desk import Desk
-from pacekeeper_operator.services.fleet import FEW
+from pacekeeper_operator.services.nodes_first import FEW
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.reconcile import (
     IDLE_SECONDS,
@@ -416,11 +416,11 @@ class TestNodesFirst:
         place = await at(training(replicas=2))
         node = next(iter(place.world.surroundings.nodes.values()))
         wanted = WantedQuarantine(node.name, node.uid, "it shows an XID", "incident", at=NOW)
-        place.operator.fleet.wait(waiting)
+        place.operator.fleet.first.count(waiting)
         await place.desk.errands.send([AskForQuarantine(wanted), DeletePod("j-w0-0", "u-w0")])
         assert place.cluster.objects.get(("nodequarantines", "", node.name)) is not None
         assert place.desk.memory.rulings[wanted.case].raised, "who deletes it now has ended it"
         assert ("j-w0-0" in place.cluster.graces) == (waiting <= FEW)
-        place.operator.fleet.wait(0)
+        place.operator.fleet.first.count(0)
         await asyncio.wait_for(place.desk.errands.settled(), 5)
         assert "j-w0-0" in place.cluster.graces

@@ -11,7 +11,8 @@ import pytest
 from pacekeeper_operator.api import LABEL_NO_QUARANTINE, Mode, Verdict, Witness, format_time
 from pacekeeper_operator.cluster import CONFIG_MAPS, NODES, QUARANTINES, Busy, Conflict, Kind, Object
 from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
-from pacekeeper_operator.services.fleet import FEW, FIRST_SECONDS, Fleet
+from pacekeeper_operator.services.fleet import Fleet
+from pacekeeper_operator.services.nodes_first import FEW, FIRST_SECONDS
 from pacekeeper_operator.services.quarantine import AT_ONCE, watch_over
 from pacekeeper_operator.settings import Settings
 from tests.support.virtual_time import Timeline, VirtualRuntime
@@ -269,31 +270,31 @@ class TestFirst:
 
     async def test_a_few_hold_up_nothing(self) -> None:
         place = Place()
-        place.fleet.wait(FEW)
-        await asyncio.wait_for(place.fleet.calm(), 1)
+        place.fleet.first.count(FEW)
+        await asyncio.wait_for(place.fleet.first.calm(), 1)
 
     async def test_it_goes_on_once_they_are_done(self) -> None:
         place = Place()
-        place.fleet.wait(FEW + 1)
-        calm = asyncio.create_task(place.fleet.calm())
+        place.fleet.first.count(FEW + 1)
+        calm = asyncio.create_task(place.fleet.first.calm())
         await place.timeline.run(1.0)
         assert not calm.done()
-        place.fleet.wait(0)
+        place.fleet.first.count(0)
         await place.timeline.run(0.2)
         assert calm.done()
 
     async def test_and_after_a_while_whatever_becomes_of_them(self) -> None:
         place = Place()
-        place.fleet.wait(FEW + 1)
-        calm = asyncio.create_task(place.fleet.calm())
+        place.fleet.first.count(FEW + 1)
+        calm = asyncio.create_task(place.fleet.first.calm())
         await place.timeline.run(FIRST_SECONDS - 1)
         assert not calm.done()
         await place.timeline.run(2)
         assert calm.done()
-        await asyncio.wait_for(place.fleet.calm(), 1)  # who comes then waits no more
-        place.fleet.wait(0)
-        place.fleet.wait(FEW + 1)
-        again = asyncio.create_task(place.fleet.calm())
+        await asyncio.wait_for(place.fleet.first.calm(), 1)  # who comes then waits no more
+        place.fleet.first.count(0)
+        place.fleet.first.count(FEW + 1)
+        again = asyncio.create_task(place.fleet.first.calm())
         await place.timeline.run(1)
         assert not again.done(), "these are others"
         again.cancel()
@@ -305,8 +306,8 @@ class TestFirst:
         most = 0
         for _ in range(20):
             await place.run(0.01)
-            most = max(most, place.fleet.behind)
+            most = max(most, place.fleet.first.behind)
         assert most > FEW
         await place.run(30)
         assert len(place.held()) == NODES_THERE
-        assert place.fleet.behind == 0
+        assert place.fleet.first.behind == 0
