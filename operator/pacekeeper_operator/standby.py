@@ -2,8 +2,9 @@
 
 Whoever waits for the Lease, or could not renew it for so long that another may lead, knows nothing that is worth being
 heard, and must not be taken for a sign of life of the operator. So nothing is read of a call, not even whose it is; the
-connection is closed, so that the next one goes through the Service anew. Where nobody leads, it is held for a while:
-this operator may be the next, and thousands that come again and again would keep it from becoming that.
+connection is closed, so that the next one goes through the Service anew. Where nobody leads, it is held for a while,
+and the connection stays: this operator may be the next, and thousands that come again and again would keep it from
+becoming that.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def sends_on(leadership: Leadership, runtime: Runtime) -> Middleware:
         if leadership.serves():
             return await handler(request)
         metrics.REFUSALS.labels("503").inc()
-        return web.json_response(
-            {"error": "this operator does not lead", "leader": leadership.leader},
-            status=503,
-            headers={"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"},
-        )
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        if leadership.leader or not leadership.contends:
+            headers["Connection"] = "close"
+        words = {"error": "this operator does not lead", "leader": leadership.leader}
+        return web.json_response(words, status=503, headers=headers)
 
     return middleware
 

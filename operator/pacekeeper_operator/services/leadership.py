@@ -37,6 +37,8 @@ RENEW_SHARE = 2 / 3
 """Of the Lease's duration: so long the holder acts after a renewal."""
 RETRY_SHARE = 1 / 5
 """Of the Lease's duration: the pause between two renewals."""
+DOUBT_SHARE = 2 / 5
+"""Of the Lease's duration: two renewals that have not come. Whoever it names may have gone."""
 LOOK_SHARE = 1 / 24
 """Of the Lease's duration: how often whoever waits for it looks. One that is given back lies there no longer."""
 CUT_OFF_SHARE = 1 / 3
@@ -66,6 +68,7 @@ class _Seen:
     address: str  # where that one serves; "": it does not say
     lasts: float  # seconds
     since: float
+    renewed: bool  # it has changed since it was first seen: whom it names was alive then
 
 
 class Lease:
@@ -104,12 +107,13 @@ class Lease:
 
     @property
     def leader(self) -> str:
-        """Where another operator leads, address:port; "": none does, or it is not known."""
+        """Where another operator leads, address:port; "": none does, or it is not known: a Lease that nobody has been
+        seen to renew may be that of one which is gone."""
         seen = self._seen
-        if seen is None or seen.holder in ("", self._settings.identity):
+        if seen is None or not seen.renewed or seen.holder in ("", self._settings.identity):
             return ""
-        acts = self._runtime.monotonic() - seen.since < seen.lasts * RENEW_SHARE
-        return seen.address if acts else ""
+        lives = self._runtime.monotonic() - seen.since < seen.lasts * DOUBT_SHARE
+        return seen.address if lives else ""
 
     @property
     def contends(self) -> bool:
@@ -221,6 +225,7 @@ class Lease:
                 address=(metadata.get("annotations") or {}).get(ADDRESS, ""),
                 lasts=_lasts(lease),
                 since=self._runtime.monotonic(),
+                renewed=self._seen is not None,
             )
             self._say()
         return self._seen

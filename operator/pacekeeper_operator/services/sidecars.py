@@ -303,7 +303,8 @@ class Sidecars:
             phase = (crc32(f"{caller.namespace}/{caller.job}".encode()) / 2**32 + GOLDEN * len(job.contacts)) % 1
             contact = Contact(heard, now, state_since=now, said=said, figures=figures, phase=phase)
             job.contacts[caller.worker] = contact
-            job.wake.set()
+            if job.plan is None or len(job.contacts) >= len(job.plan.members):
+                job.wake.set()  # after a restart members come one by one, and the last of them completes the picture
             return contact
         slow = math.inf if job.job is None else job.job.spec.detection.straggler_slowdown
         if matters(contact.figures, figures, job.metrics, slow):

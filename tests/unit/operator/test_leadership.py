@@ -256,11 +256,13 @@ class TestTaking:
             await timeline.run(SECONDS * leadership.LOOK_SHARE)
         else:
             one.kill()
-            await timeline.run(SECONDS * leadership.RENEW_SHARE + 1)
+            await timeline.run(SECONDS * leadership.DOUBT_SHARE + 1)
         assert two.lease.leader == "", "it is gone"
         await timeline.run(SECONDS)
         three = contend("three")
-        await timeline.run(1)
+        await timeline.run(0.1)
+        assert three.lease.leader == "", "nobody has been seen to renew it"
+        await timeline.run(SECONDS * leadership.RETRY_SHARE)
         assert three.lease.leader == "[fd00::2]:8443"
 
 

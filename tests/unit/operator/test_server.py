@@ -361,10 +361,17 @@ async def test_a_defect_is_said_to_nobody_and_logged_once(
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
 
 
+async def heard(job: JobMemory) -> None:
+    """Returns when the first of its workers has been."""
+    async with asyncio.timeout(5):
+        while not job.contacts:  # noqa: ASYNC110  # one of several tells nobody
+            await asyncio.sleep(0)
+
+
 async def test_a_poll_is_held_until_the_plan_changes(client: Client, job: JobMemory) -> None:
     version = WORLD.plan.version
     poll = asyncio.create_task(client.post(f"/v1/plan?after={version}&wait=10", json=BEAT, **W0))
-    await asyncio.wait_for(job.wake.wait(), 5)  # the operator hears of a worker for the first time
+    await heard(job)
     assert not poll.done()
     changed = WORLD.draft.with_plan(checkpoint_request=7)
     await job.publish(changed, "2")
@@ -452,6 +459,14 @@ async def test_only_what_matters_wakes_the_loop(client: Client, job: JobMemory) 
     assert job.contacts["j-w0-0"].heartbeat.step == 5
 
 
+async def test_members_that_come_to_a_new_operator_wake_the_loop_once_all_have(client: Client, job: JobMemory) -> None:
+    job.wake.clear()
+    await client.post("/v1/plan", json=BEAT, **W0)
+    assert not job.wake.is_set()
+    await client.post("/v1/plan", json=BEAT | {"worker": "j-w1-0"}, **as_worker("j-w1-0", "uid-1"))
+    assert job.wake.is_set()
+
+
 class TestHolds:
     @pytest.mark.parametrize(
         ("workers", "hold"),
@@ -483,7 +498,7 @@ class TestHolds:
         poll = asyncio.create_task(
             served.poll(caller, Heartbeat("j-w0-0"), WORLD.plan.version, 30.0, 30.0, lambda: 6.0)
         )
-        await asyncio.wait_for(job.wake.wait(), 5)
+        await heard(job)
         contact = job.contacts["j-w0-0"]
         clock.at += 20.0
         assert contact.heard(clock.now(), 10.0)
@@ -502,7 +517,7 @@ class TestPolls:
     async def test_a_new_one_ends_the_older_one_of_its_worker(self, client: Client, job: JobMemory) -> None:
         path = f"/v1/plan?after={WORLD.plan.version}&wait=30"
         older = asyncio.create_task(client.post(path, json=BEAT, **W0))
-        await asyncio.wait_for(job.wake.wait(), 5)
+        await heard(job)
         newer = asyncio.create_task(client.post(path, json=BEAT, **W0))
         assert (await asyncio.wait_for(older, 5)).status == 204
         assert not newer.done()
@@ -512,7 +527,7 @@ class TestPolls:
 
     async def test_a_heartbeat_in_between_ends_none(self, client: Client, job: JobMemory) -> None:
         held = asyncio.create_task(client.post(f"/v1/plan?after={WORLD.plan.version}&wait=30", json=BEAT, **W0))
-        await asyncio.wait_for(job.wake.wait(), 5)
+        await heard(job)
         beat = await client.post(f"/v1/plan?after={WORLD.plan.version}&wait=0", json=BEAT, **W0)
         assert beat.status == 204
         assert not held.done()
@@ -983,7 +998,7 @@ class TestConnections:
         async with serve(served, clock, 0, None, address="127.0.0.1") as port:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request.encode() + body)
-            await asyncio.wait_for(job.wake.wait(), 5)
+            await heard(job)
             assert job.contacts["j-w0-0"].polling == 1
             writer.close()
             await until(lambda: job.contacts["j-w0-0"].polling == 0)

@@ -65,7 +65,7 @@ async def test_it_sends_on_whoever_calls_unseen(
     sidecars: Sidecars, path: str, leader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standby, "HOLD_SECONDS", 0.01)
-    app = application(sidecars, Runtime(), leadership=Leadership(leader))
+    app = application(sidecars, Runtime(), leadership=Leadership(leader, contends=bool(leader)))
     async with TestClient(TestServer(app)) as client:
         answer = await client.post(path, data=b"{" * 100)
         assert answer.status == 503
@@ -90,6 +90,16 @@ async def test_who_calls_while_nobody_leads_is_held_until_it_leads(sidecars: Sid
         leadership.leads = True
         leadership.turned.set()
         assert (await call).status == 401
+
+
+async def test_who_has_been_held_for_nothing_may_stay_connected(
+    sidecars: Sidecars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes again, and the next handshake would be this operator's, too."""
+    monkeypatch.setattr(standby, "HOLD_SECONDS", 0.01)
+    async with TestClient(TestServer(application(sidecars, Runtime(), leadership=Leadership("")))) as client:
+        answer = await client.post("/v1/plan")
+        assert (answer.status, answer.headers.get("Connection")) == (503, None)
 
 
 async def test_one_that_is_cut_off_holds_nobody(sidecars: Sidecars) -> None:
