@@ -97,11 +97,13 @@ def _reported(observation: Observation) -> Iterator[GpuFault]:
 
 
 def _measured(observation: Observation) -> Iterator[GpuFault]:
-    state = observation.state
-    for value in observation.metrics.gpu:
-        seen = state.gpus.values.get(value.key, 0.0)
-        news = value.value != seen if value.metric == XID else value.value > seen
-        if value.node not in state.gpus.nodes or not news:
+    gpus = observation.state.gpus
+    nodes = frozenset(gpus.nodes)
+    for value in observation.metrics.gpu:  # of the whole cluster
+        if value.node not in nodes:
+            continue
+        seen = gpus.values.get(value.key, 0.0)
+        if value.value == seen or (value.metric != XID and value.value < seen):
             continue
         workers = tuple(v.name for v in observation.workers if v.record.node == value.node and not v.record.leaving)
         if workers:

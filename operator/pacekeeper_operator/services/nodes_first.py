@@ -3,16 +3,17 @@ server more time than they do."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ..runtime import Runtime
 
 FEW = 16
 """So many nodes that wait to be held keep nothing else waiting."""
-FIRST_SECONDS, LOOK_SECONDS = 20.0, 0.1
-"""So long, in one go, more of them go before all else; which looks so often whether they are done."""
+FIRST_SECONDS = 20.0
+"""So long, in one go, more of them go before all else."""
 
 
 class NodesFirst:
@@ -23,27 +24,43 @@ class NodesFirst:
         """Nodes that wait to be looked after, as counted last."""
         self._asking = 0
         self._many_since = math.inf
+        self._calm = asyncio.Event()
+        self._calm.set()
         self._runtime = runtime
 
     async def calm(self) -> None:
         """Returns when only a few wait, or after FIRST_SECONDS."""
-        while self._asking + self.behind > FEW:
-            self._many_since = min(self._many_since, self._runtime.monotonic())
-            if self._runtime.monotonic() - self._many_since >= FIRST_SECONDS:
-                return
-            await self._runtime.sleep(LOOK_SECONDS)
+        if self.many:
+            with suppress(TimeoutError):
+                await self._runtime.within(self._left(), self._calm.wait())
+
+    @property
+    def many(self) -> bool:
+        """Whether all else waits."""
+        return not self._calm.is_set() and self._left() > 0
 
     def count(self, behind: int) -> None:
         """So many nodes wait to be looked after."""
         self.behind = behind
-        if self._asking + behind <= FEW:
-            self._many_since = math.inf
+        self._look()
 
     @contextmanager
     def asking(self) -> Iterator[None]:
         """A suspicion is being raised."""
         self._asking += 1
+        self._look()
         try:
             yield
         finally:
             self._asking -= 1
+            self._look()
+
+    def _look(self) -> None:
+        if self._asking + self.behind <= FEW:
+            self._calm.set()
+        elif self._calm.is_set():
+            self._many_since = self._runtime.monotonic()
+            self._calm.clear()
+
+    def _left(self) -> float:
+        return max(0.0, self._many_since + FIRST_SECONDS - self._runtime.monotonic())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -32,6 +33,8 @@ from .tokens import Holder
 
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
+RUSH_REST = 4.0
+"""Of the time that a pass takes: so long the next one waits while hundreds of nodes are to be held."""
 LEADS_SECONDS = 0.25
 """Between two looks whether the Lease is held again."""
 FIRST_WORD_SECONDS = 2 * SILENT_SECONDS
@@ -70,6 +73,7 @@ class Operator:
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
     next_pass: asyncio.Lock = field(default_factory=asyncio.Lock)
+    computed: float = 0.0  # seconds for which passes have held up everything else since the last one began
     creations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CREATIONS_AT_ONCE))
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
     active: int = 0  # jobs that are under way, as it counted them then
@@ -116,13 +120,24 @@ class Operator:
         return max(at_least, self.active / a_second)
 
     async def begin_pass(self) -> None:
-        """Returns when a pass may begin: one after the other, with everything else that is ready in between. A thousand
-        jobs that something wakes together would else hold up polls, and the Lease, for seconds. Without the Lease none
-        begins, and none of them needs to find that out by itself."""
+        """Returns when a pass may begin: one after the other, and all else has at least as much time as they, or four
+        times that where hundreds of nodes wait to be held. A thousand jobs that something wakes together would else
+        hold up polls, and the Lease, for seconds. Without the Lease none begins, and none of them needs to find that
+        out by itself."""
         async with self.next_pass:
-            await self.runtime.sleep(0.0)
+            rest, self.computed = self.computed * (RUSH_REST if self.fleet.first.many else 1.0), 0.0
+            await self.runtime.sleep(rest)
             while not self.leads():
                 await self.runtime.sleep(LEADS_SECONDS)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A part of a pass that waits for nothing."""
+        began = self.runtime.monotonic()
+        try:
+            yield
+        finally:
+            self.computed += self.runtime.monotonic() - began
 
     def must_lead(self) -> None:
         """Raises kopf.TemporaryError where another operator may be acting."""

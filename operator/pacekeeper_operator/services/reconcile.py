@@ -64,7 +64,8 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
         raise
     observation = await _observe(operator, desk)
     rules = policy(operator, desk.job)
-    thought = think(observation, rules)
+    with operator.computing():
+        thought = think(observation, rules)
     hindrances = _failures(thought)
     failure: Exception | None = None
     try:
@@ -155,16 +156,17 @@ async def _observe(operator: Operator, desk: Desk) -> Observation:
     assert memory.job is not None
     job = memory.job
     memory.metrics = gather.metrics(memory, operator.scraped(job, now), now)
-    nodes = operator.known_nodes = operator.known_nodes.seen(operator.nodes, now)
-    observation = gather.observe(
-        operator.memory.started_at,
-        memory,
-        gather.of(operator.pods, job),
-        memory.metrics,
-        gather.surroundings(operator.memory, job, memory.draft, nodes, now, operator.levels, operator.network),
-        now,
-        operator.runtime.identifier(),
-    )
+    with operator.computing():
+        nodes = operator.known_nodes = operator.known_nodes.seen(operator.nodes, now)
+        observation = gather.observe(
+            operator.memory.started_at,
+            memory,
+            gather.of(operator.pods, job),
+            memory.metrics,
+            gather.surroundings(operator.memory, job, memory.draft, nodes, now, operator.levels, operator.network),
+            now,
+            operator.runtime.identifier(),
+        )
     if node_lost.suspected(observation):
         observation = await gather.look_closely(observation)
     if observation.evidence:

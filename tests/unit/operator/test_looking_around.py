@@ -18,11 +18,13 @@ from pacekeeper_operator.observation import NOT_ASKED, GpuValue
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus, Sample
 from pacekeeper_operator.services import incidents
+from pacekeeper_operator.services.nodes_first import FEW
 from pacekeeper_operator.services.operator import (
     FIRST_WORD_SECONDS,
     MISSED_EVENTS,
     PAUSE_UNKNOWN,
     RETENTION_SECONDS,
+    RUSH_REST,
     STALE_SECONDS,
     Operator,
 )
@@ -254,6 +256,26 @@ class TestBlind:
         assert place.operator.blind(start) == ""
         place.operator.pods.unheard = MISSED_EVENTS
         assert "the watch of pods is dead" in place.operator.blind(start)
+
+
+class TestTurn:
+    @pytest.mark.parametrize(("waiting", "rest"), [(FEW, 0.5), (FEW + 1, 0.5 * RUSH_REST)])
+    async def test_all_else_has_as_much_time_as_passes_take_and_more_while_very_many_nodes_wait(
+        self, place: Place, waiting: int, rest: float
+    ) -> None:
+        place.operator.fleet.first.count(waiting)
+        place.operator.computed = 0.5
+        turn = place.runtime.start(place.operator.begin_pass(), "a pass")
+        await place.timeline.run(rest - 0.01)
+        assert not turn.done()
+        await place.timeline.run(0.02)
+        assert turn.done()
+        await asyncio.wait_for(place.operator.begin_pass(), 1)  # nothing has been computed since
+
+    async def test_what_a_pass_computes_is_counted(self, place: Place) -> None:
+        with place.operator.computing():
+            place.timeline.now += 0.5
+        assert place.operator.computed == pytest.approx(0.5)
 
 
 class TestResync:
