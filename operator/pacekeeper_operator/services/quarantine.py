@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import kopf
 
@@ -202,9 +203,8 @@ class _Round:
             del self._due[name]
             self._waiting[name] = None
         for queue, words in ((self._waiting, False), (self._words, True)):
-            for name in [name for name in queue if name not in self._under_way]:
-                if len(self._under_way) >= AT_ONCE or now < fleet.busy_until:
-                    break
+            room = 0 if now < fleet.busy_until else AT_ONCE - len(self._under_way)
+            for name in list(islice((name for name in queue if name not in self._under_way), room)):
                 del queue[name]
                 work = self._attend(name, words=words or not self._waiting)
                 self._under_way[name] = fleet.runtime.start(work, f"quarantine of {name}")
