@@ -192,7 +192,7 @@ class TestTwo:
         first, second = leader(both), standby(both)
         first.remove()
         assert until(both, lambda: leads(second), 12) < 6 + 3
-        until(both, lambda: contact(both) < 1.0, 10)
+        until(both, lambda: contact(both) < 3.5, 10)  # each is answered once a poll, of three seconds
         wait(both, 60)
         assert trains(both)
         assert not both.api.all("incidents")
