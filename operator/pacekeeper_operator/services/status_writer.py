@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import kopf
+
 from ..runtime import Runtime
 
 QUICK_SECONDS = 0.02
 """So long a pass waits for its word to be written: for an API server that has much to do, no longer."""
+FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 30.0
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class StatusWriter:
-    """Of one job."""
+    """Of one job. What fails fails no pass: it is tried again, ever more slowly."""
 
     runtime: Runtime
     wake: Callable[[], None]
     """A pass is wanted: there is something to say, or to say again."""
     name: str = ""
-    _writing: asyncio.Task[Exception | None] | None = None
+    _writing: asyncio.Task[None] | None = None
     _withheld: bool = False  # something was to be said meanwhile
+    _failures: int = 0  # in a row
 
     async def write(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Withheld while the last one is under way. Raises what has kept this one, or the last one, from being written:
-        then it is to be tried again."""
+        """Withheld while the last one is under way, or rests because it has failed."""
         if self._writing is not None and not self._writing.done():
             self._withheld = True
             return
-        self._raise_failure()
         self._writing = self.runtime.start(self._write(work()), f"{self.name}: its status")
         with suppress(TimeoutError):
             await self.runtime.within(QUICK_SECONDS, asyncio.wait({self._writing}))
-        if self._writing.done():
-            self._raise_failure()
 
     async def close(self) -> None:
         """Ends what is under way: the API server may have done it all the same."""
@@ -44,21 +46,23 @@ class StatusWriter:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
-    async def _write(self, work: Coroutine[Any, Any, None]) -> Exception | None:
+    async def _write(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
+            self._failures = 0
         except Exception as error:
-            self._withheld = True
-            return error
-        finally:
-            if self._withheld:
-                self._withheld = False
-                self.wake()
-        return None
-
-    def _raise_failure(self) -> None:
-        """Once."""
-        failure = self._writing.result() if self._writing is not None else None
-        self._writing = None
-        if failure is not None:
-            raise failure
+            pause = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**self._failures)
+            self._failures, self._withheld = self._failures + 1, True
+            known = isinstance(error, kopf.TemporaryError | kopf.PermanentError)
+            log.log(
+                logging.WARNING if known else logging.ERROR,
+                "%s: its status could not be written: %s; tried again in %.1f s",
+                self.name,
+                error,
+                pause,
+                exc_info=None if known else error,
+            )
+            await self.runtime.sleep(pause)
+        if self._withheld:
+            self._withheld = False
+            self.wake()

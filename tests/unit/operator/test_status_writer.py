@@ -7,7 +7,12 @@ import asyncio
 import kopf
 import pytest
 
-from pacekeeper_operator.services.status_writer import QUICK_SECONDS, StatusWriter
+from pacekeeper_operator.services.status_writer import (
+    FIRST_BACKOFF_SECONDS,
+    LONGEST_BACKOFF_SECONDS,
+    QUICK_SECONDS,
+    StatusWriter,
+)
 from tests.support.virtual_time import Timeline, VirtualRuntime
 
 
@@ -66,21 +71,22 @@ async def test_no_later_word_overtakes_an_earlier_one_and_the_last_is_asked_for(
     assert saying.written == ["a", "b"]
 
 
-async def test_what_fails_at_once_is_the_passs_own_failure(saying: Saying) -> None:
-    with pytest.raises(kopf.TemporaryError, match="429"):
-        await saying.say("a", failure=kopf.TemporaryError("429"))
-    await saying.say("b")
-    assert saying.written == ["b"], "it is said once"
-
-
-async def test_what_fails_later_wakes_a_pass_that_hears_of_it(saying: Saying) -> None:
-    await saying.say("a", seconds=5.0, failure=kopf.TemporaryError("429"))
-    await saying.timeline.run(5.0)
-    assert saying.woken == 1
-    with pytest.raises(kopf.TemporaryError, match="429"):
-        await saying.say("a")
+@pytest.mark.parametrize("seconds", [0.0, 5.0])
+async def test_what_fails_is_asked_for_again_ever_more_slowly_and_fails_no_pass(saying: Saying, seconds: float) -> None:
+    """An API server that refuses all that there is to say must not be asked without end."""
+    for failures in range(10):
+        pause = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**failures)
+        await saying.say("a", seconds, kopf.TemporaryError("429"))
+        await saying.timeline.run(seconds + pause - 3 * QUICK_SECONDS)
+        await saying.say("too early")
+        assert saying.woken == failures
+        await saying.timeline.run(2 * QUICK_SECONDS)
+        assert saying.woken == failures + 1
     await saying.say("a")
-    assert saying.written == ["a"]
+    await saying.say("b", failure=KeyError("a bug"))
+    await saying.timeline.run(FIRST_BACKOFF_SECONDS)
+    assert (saying.written, saying.woken) == (["a"], 11), "and soon again after one that was written"
+    assert not saying.runtime.failed.is_set()
 
 
 async def test_nothing_is_written_when_it_is_closed(saying: Saying) -> None:
