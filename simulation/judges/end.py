@@ -13,6 +13,7 @@ from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_operator.api import LABEL_JOB, Condition, JobPhase, Reason, parse_duration, parse_time
 
 from ..faults.fault import Cost
+from ..kubernetes.kubelet import Images
 from .record import JobRecord, Record, is_cordoned, is_ready, is_refused, is_tainted
 
 if TYPE_CHECKING:
@@ -190,7 +191,9 @@ def _quarantine(world: World, record: Record, name: str, quarantine: Object) -> 
     node, since = record.nodes.get(name), quarantine.get("status", {}).get("cordonedAt")
     if node is None:
         yield f"NodeQuarantine {name} has outlived its node"
-    elif since is not None and is_ready(node) and not world.nodes[name].sick:
+    elif (
+        since is not None and is_ready(node) and not world.nodes[name].sick and world.nodes[name].images is Images.COME
+    ):
         lasts = parse_duration(quarantine["spec"].get("expiresAfter", "1h"))
         if world.wall() > parse_time(since) + lasts + EXPIRY_SECONDS:
             yield f"{name} is well, and its quarantine does not end"
