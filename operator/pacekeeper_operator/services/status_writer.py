@@ -42,7 +42,7 @@ class StatusWriter:
 
     async def close(self) -> None:
         """Ends what is under way: the API server may have done it all the same."""
-        if self._writing is not None:
+        if self._writing is not None and not self._writing.done():
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
 
