@@ -36,9 +36,10 @@ RECONCILE_SECONDS = Histogram(
     buckets=(0.001, 0.005, 0.02, 0.05, 0.1, 0.5, 2, 10),
 )
 RECONCILE_ERRORS = Counter("pacekeeper_reconcile_errors", "Passes over a job that failed.")
+STATUS_FAILURES = Counter("pacekeeper_status_failures", "Statuses of jobs that could not be written.")
 STEP_FAILURES = Counter("pacekeeper_step_failures", "Steps of a pass that failed of a bug of the operator's own.")
 JOBS = Gauge("pacekeeper_jobs", "Jobs by phase.", ("phase",))
-WORKERS_HEARD = Gauge("pacekeeper_workers_heard", "Workers of all jobs that this operator hears.")
+WORKERS_HEARD = Gauge("pacekeeper_workers_heard", "Members of all jobs that their last pass has heard of.")
 PROMETHEUS_UP = Gauge("pacekeeper_prometheus_available", "Whether Prometheus answered the last time.")
 PROMETHEUS_BAD_ROWS = Counter("pacekeeper_prometheus_bad_rows", "Rows of Prometheus' answers that made no sense.")
 GPU_SERIES_VOUCHED = Gauge("pacekeeper_gpu_series_vouched", "Whether GPU series count as a witness against a node.")

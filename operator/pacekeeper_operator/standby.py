@@ -52,7 +52,7 @@ def sends_on(leadership: Leadership, runtime: Runtime) -> Middleware:
             return await handler(request)
         metrics.REFUSALS.labels("503").inc()
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        if leadership.leader or not leadership.contends:
+        if not leadership.contends:
             headers["Connection"] = "close"
         words = {"error": "this operator does not lead", "leader": leadership.leader}
         return web.json_response(words, status=503, headers=headers)
@@ -61,6 +61,6 @@ def sends_on(leadership: Leadership, runtime: Runtime) -> Middleware:
 
 
 async def _decided(leadership: Leadership) -> None:
-    """Returns when this operator leads, or knows who does; at once where it may not be the next."""
-    while leadership.contends and not (leadership.serves() or leadership.leader):
+    """Returns when this operator leads, or may not be the next to lead."""
+    while leadership.contends and not leadership.serves():
         await leadership.news()

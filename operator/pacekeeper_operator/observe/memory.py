@@ -60,6 +60,7 @@ class JobMemory:
     resource_version: str = ""
     doubted: bool = False  # a list has shown that something else is written by now, or nothing
     phase: JobPhase | None = None
+    heard: int = 0  # members that the last pass has heard of
     contacts: dict[str, Contact] = field(default_factory=dict)
     faults: OpenFaults = field(default_factory=OpenFaults)
     evidence: dict[str, Evidence] = field(default_factory=dict)  # by worker, of the request that is out

@@ -23,8 +23,16 @@ from . import incidents
 async def load(cluster: Cluster, job: Job, memory: JobMemory, listed: Object | None = None) -> Draft | None:
     """What is written, also into `memory`; None: there is nothing (any more). `listed`: as a list has just shown it.
     Raises InputError where it cannot be read."""
+    memory.doubted = False  # first: a list that comes meanwhile counts
+    try:
+        return await _load(cluster, job, memory, listed)
+    except Exception:
+        memory.doubted = True
+        raise
+
+
+async def _load(cluster: Cluster, job: Job, memory: JobMemory, listed: Object | None) -> Draft | None:
     body = listed or await cluster.find(STATES, job.name, job.namespace)
-    memory.doubted = False
     if body is not None and not _belongs_to(body, job):
         await _is_the_job(cluster, job)
         await cluster.delete(STATES, job.name, job.namespace, uid=body["metadata"]["uid"])  # an earlier job's

@@ -107,18 +107,22 @@ class Lease:
 
     @property
     def leader(self) -> str:
-        """Where another operator leads, address:port; "": none does, or it is not known: a Lease that nobody has been
-        seen to renew may be that of one which is gone."""
-        seen = self._seen
-        if seen is None or not seen.renewed or seen.holder in ("", self._settings.identity):
-            return ""
-        lives = self._runtime.monotonic() - seen.since < seen.lasts * DOUBT_SHARE
-        return seen.address if lives else ""
+        """Where another operator leads, address:port; "": none does, or it does not say, or it is not known: a Lease
+        that nobody has been seen to renew may be that of one which is gone."""
+        return self._seen.address if self._seen is not None and self._another_lives() else ""
 
     @property
     def contends(self) -> bool:
-        """Whether this operator may be the next to lead: one that is cut off from the API server will not."""
-        return self._runtime.monotonic() - self._answered_at < self._settings.lease_seconds * CUT_OFF_SHARE
+        """Whether this operator may be the next to lead: one that is cut off from the API server will not, and none
+        while another lives."""
+        cut_off = self._runtime.monotonic() - self._answered_at >= self._settings.lease_seconds * CUT_OFF_SHARE
+        return not cut_off and not self._another_lives()
+
+    def _another_lives(self) -> bool:
+        seen = self._seen
+        if seen is None or not seen.renewed or seen.holder in ("", self._settings.identity):
+            return False
+        return self._runtime.monotonic() - seen.since < seen.lasts * DOUBT_SHARE
 
     async def news(self) -> None:
         """Returns when this operator leads or leads no more, or has seen the Lease change."""
@@ -154,10 +158,18 @@ class Lease:
             self._tell()
             await self._runtime.sleep(self._settings.lease_seconds * RETRY_SHARE)
             await self._try()
-            if self._seen is not None and self._seen.holder not in ("", self._settings.identity):
+            if self._seen is not None and self._is_lost(self._seen):
                 self._renewed_at, self._written = -math.inf, ""
                 self._tell()
-                raise LeaseLost(f"Lease {self._settings.namespace}/{LEASE} is {self._seen.holder}'s now")
+                whose = f"is {self._seen.holder}'s now" if self._seen.holder else "has been another's meanwhile"
+                raise LeaseLost(f"Lease {self._settings.namespace}/{LEASE} {whose}")
+
+    def _is_lost(self, seen: _Seen) -> bool:
+        """Another operator is named, or may have led and left while this one could not renew: all that it remembers
+        would be old."""
+        if seen.holder:
+            return seen.holder != self._settings.identity
+        return not self.holds() and seen.version != self._written
 
     def _pause(self) -> float:
         """Until the next look of one who waits: as soon as the Lease is free, and often before."""
@@ -209,6 +221,8 @@ class Lease:
         ours = seen.holder == self._settings.identity
         if self.holds():
             return ours or not seen.holder
+        if self.begun.is_set():
+            return ours or seen.version == self._written  # else it is lost
         if (ours and first) or _is_left(found) or seen.version == self._written:
             return True  # the last: nobody has taken it since this operator did, however long ago
         return self._runtime.monotonic() - seen.since >= self._waits_for(seen)

@@ -17,7 +17,7 @@ from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, SILENT_SECONDS, STATES,
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
 from ..network import JobName, Network
-from ..observation import FRESH_SECONDS, NOT_ASKED, GpuValue, Metrics, NodeView, PodView
+from ..observation import NOT_ASKED, GpuValue, Metrics, NodeView, PodView
 from ..observe import traffic
 from ..observe.memory import Memory
 from ..observe.neighbourhood import KnownNodes
@@ -240,14 +240,15 @@ class Operator:
         """What is known of jobs that somebody else has written, or deleted, meanwhile is doubted: who has nothing to
         write would never notice, and the operator after this one would find nothing. What cannot be listed is asked for
         job by job when it is first looked at."""
-        self.states = {}
+        self.states, found = {}, dict[JobName, Object]()
         if not self.leads():
             return
         for place in STATES.places(self.settings.watch_namespaces):
             try:
-                self.states |= self.memory.prove_by(await self.cluster.listing(STATES, place), place)
+                found |= self.memory.prove_by(await self.cluster.listing(STATES, place), place)
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 log.warning("jobs' states could not be listed, which is tried again: %s", error)
+        self.states = found if self.leads() else {}
 
     async def _read_fabrics(self) -> None:
         """Jobs train without them, too: on an installation, say, whose definitions are older than this operator."""
@@ -319,9 +320,7 @@ class Operator:
         self.active = sum(phase in ACTIVE for phase in phases)
         for phase in JobPhase:
             metrics.JOBS.labels(phase).set(phases.count(phase))
-        now = self.runtime.now()
-        heard = (contact.heard(now, FRESH_SECONDS) for _, memory in self.memory for contact in memory.contacts.values())
-        metrics.WORKERS_HEARD.set(sum(heard))
+        metrics.WORKERS_HEARD.set(sum(memory.heard for _, memory in self.memory))
 
 
 def _without(jobs: Mapping[JobName, Of], name: JobName) -> dict[JobName, Of]:

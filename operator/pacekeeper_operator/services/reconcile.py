@@ -22,7 +22,7 @@ from ..decide import status as statuses
 from ..decide.straggler import window_steps
 from ..decide.think import Thought, effects, think
 from ..effects import AskForQuarantine, Effect
-from ..observation import Hindrance, Observation, Policy
+from ..observation import FRESH_SECONDS, Hindrance, Observation, Policy
 from ..observe import gather
 from ..queues import stage_elsewhere, under
 from ..state import Draft, LinkLook
@@ -228,6 +228,7 @@ async def _report(operator: Operator, desk: Desk, observation: Observation) -> N
     rules = policy(operator, desk.job)
     status = statuses.report(observation, rules, _status(desk))
     desk.memory.phase = status.phase
+    desk.memory.heard = sum(view.silent_seconds <= FRESH_SECONDS for view in observation.members if view.heartbeat)
     used = observation.state.budget.within(observation.now, rules.restart_window)
     left = max(0, rules.max_restarts - used)
     metrics.show_job(desk.job.namespace, desk.job.name, status, left, rules.max_restarts)
@@ -264,11 +265,14 @@ def _status(desk: Desk) -> JobStatus:
 
 
 async def _patch_status(operator: Operator, desk: Desk, status: JobStatus) -> None:
+    if desk.status_writer.withholds():
+        return
     before, now = _status(desk), operator.runtime.monotonic()
-    if status == before:
+    known = not desk.status_writer.failed  # else nobody knows what is written
+    if known and status == before:
         return
     pause = (1 + desk.status_turn) * operator.pace(STATUSES_A_SECOND, STATUS_SECONDS)
-    if _urgent(status) == _urgent(before) and now - desk.status_at < pause:
+    if known and _urgent(status) == _urgent(before) and now - desk.status_at < pause:
         return
 
     async def write() -> None:
@@ -322,7 +326,10 @@ def _until_next_look(operator: Operator, desk: Desk, observation: Observation) -
     seldom = operator.pace(LOOKS_A_SECOND, often)
     if seldom == often or _is_under_way(desk, observation, often):
         return often
-    return seldom * (1 + SPREAD * (2 * operator.runtime.random() - 1))
+    pause = seldom * (1 + SPREAD * (2 * operator.runtime.random() - 1))
+    if any(view.heartbeat is None for view in observation.members):
+        pause = min(pause, max(often, operator.settings.grace_after_start - observation.operator_age))
+    return pause
 
 
 def _is_under_way(desk: Desk, observation: Observation, often: float) -> bool:

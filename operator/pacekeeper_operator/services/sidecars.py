@@ -12,7 +12,7 @@ from zlib import crc32
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import EvidencePart, Member, Plan, Probe, WorkerPlan
-from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
+from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat, LauncherState
 
 from ..cluster import Cluster
 from ..limits import Rate
@@ -48,12 +48,15 @@ FAULT_REACH_SECONDS = 3600.0
 ROUND_REACH_SECONDS = 90 * 86400.0
 """No round began longer ago than this."""
 _WORKER_NAME = re.compile(r"(?P<job>.+)-w\d+-\d+")
-_WAKING = (
+_TROUBLE = (
     *("launcher_silent_seconds", "unkillable_ranks", "checkpoint_failed_rank", "checkpoint_error"),
-    *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts"),
-    *("sync_mode", "refused", "bad_loss_rank"),
+    *("refused", "bad_loss_rank"),
 )
+_WAKING = (*_TROUBLE, *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts", "sync_mode"))
 """Fields of a heartbeat whose change the reconcile loop wants to know of at once; figures have their own rule."""
+
+
+_WELL = Heartbeat()
 
 
 class NotYet(Exception):
@@ -303,8 +306,8 @@ class Sidecars:
             phase = (crc32(f"{caller.namespace}/{caller.job}".encode()) / 2**32 + GOLDEN * len(job.contacts)) % 1
             contact = Contact(heard, now, state_since=now, said=said, figures=figures, phase=phase)
             job.contacts[caller.worker] = contact
-            if job.plan is None or len(job.contacts) >= len(job.plan.members):
-                job.wake.set()  # after a restart members come one by one, and the last of them completes the picture
+            if _completes(job, said):
+                job.wake.set()
             return contact
         slow = math.inf if job.job is None else job.job.spec.detection.straggler_slowdown
         if matters(contact.figures, figures, job.metrics, slow):
@@ -318,6 +321,14 @@ class Sidecars:
         contact.heartbeat = _heartbeat_by_our_clock(said, contact, now)
         contact.said, contact.at, contact.figures, contact.cut = said, now, figures, False
         return contact
+
+
+def _completes(job: JobMemory, said: Heartbeat) -> bool:
+    """Whether a worker's first words are news: after a restart members come one by one, and the last of them completes
+    the picture, unless one is in trouble."""
+    complete = job.plan is None or len(job.contacts) >= len(job.plan.members)
+    well = said.state is LauncherState.RUNNING and all(getattr(said, name) == getattr(_WELL, name) for name in _TROUBLE)
+    return complete or not well
 
 
 def _operation_bytes(of: tuple[Key, JobMemory]) -> int:

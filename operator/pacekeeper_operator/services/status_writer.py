@@ -11,6 +11,7 @@ from typing import Any
 
 import kopf
 
+from .. import metrics
 from ..runtime import Runtime
 
 QUICK_SECONDS = 0.02
@@ -31,11 +32,19 @@ class StatusWriter:
     _withheld: bool = False  # something was to be said meanwhile
     _failures: int = 0  # in a row
 
+    def withholds(self) -> bool:
+        """Whether nothing can be written now: the last one is under way, or rests because it has failed. At its end a
+        pass is woken: what is to be said then is found out anew."""
+        self._withheld = self._writing is not None and not self._writing.done()
+        return self._withheld
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last one did: it may have been carried out all the same."""
+        return self._failures > 0
+
     async def write(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Withheld while the last one is under way, or rests because it has failed."""
-        if self._writing is not None and not self._writing.done():
-            self._withheld = True
-            return
+        """Unless it `withholds`."""
         self._writing = self.runtime.start(self._write(work()), f"{self.name}: its status")
         with suppress(TimeoutError):
             await self.runtime.within(QUICK_SECONDS, asyncio.wait({self._writing}))
@@ -53,6 +62,7 @@ class StatusWriter:
         except Exception as error:
             pause = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**self._failures)
             self._failures, self._withheld = self._failures + 1, True
+            metrics.STATUS_FAILURES.inc()
             known = isinstance(error, kopf.TemporaryError | kopf.PermanentError)
             log.log(
                 logging.WARNING if known else logging.ERROR,

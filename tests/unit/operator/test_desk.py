@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import kopf
 import pytest
 
 from pacekeeper_operator.api import (
@@ -182,6 +183,14 @@ class TestPause:
         place.operator.active = 1000
         assert await place.step() <= place.operator.settings.sample_seconds
 
+    async def test_nor_one_that_a_new_operator_does_not_hear_whole_once_its_grace_is_over(self) -> None:
+        place = await at(training(), Settings(network_policies=False, sample_seconds=3.0))
+        place.operator.active = 1000
+        await place.step()
+        place.operator.memory.started_at = NOW - 4.0
+        del place.desk.memory.contacts["j-w1-0"]
+        assert await place.step() == place.operator.settings.grace_after_start - 4.0
+
     async def test_one_that_recovers_or_has_news_soon(self) -> None:
         place = await at(change_members(training(), first_step_at=0.0))
         assert await place.step() == 0.5
@@ -257,6 +266,45 @@ class TestSaid:
         await place.step()
         assert len(place.cluster.said) == said
         place.runtime.passed = (1 + STATUS_SPREAD) * STATUS_SECONDS
+        await place.step()
+        assert len(place.cluster.said) == said + 1
+
+    async def test_what_is_as_before_again_while_it_is_written_is_written_once_more(self) -> None:
+        """Or the status would stay what it was only for a moment."""
+        place = await at(training())
+        await place.step()
+        slow, patch = asyncio.Event(), place.cluster.patch
+
+        async def slowly(*what: Any, **named: Any) -> Any:
+            await slow.wait()
+            return await patch(*what, **named)
+
+        place.cluster.patch = slowly  # type: ignore[method-assign]
+        place.operator.paused = "maintenance"
+        await place.step()
+        place.operator.paused = ""
+        await place.step()
+        place.desk.memory.wake.clear()
+        slow.set()
+        await asyncio.wait_for(place.desk.memory.wake.wait(), 5)
+        assert place.condition("Degraded") == Reason.PAUSED
+        await place.step()
+        assert place.condition("Degraded") != Reason.PAUSED
+
+    async def test_one_whose_writing_has_failed_is_written_though_it_is_as_before(self) -> None:
+        """The API server may have carried it out, and its answer was lost."""
+        place = await at(training())
+        await place.step()
+        said, patch = len(place.cluster.said), place.cluster.patch
+
+        async def fail(*_: Any, **__: Any) -> Any:
+            raise kopf.TemporaryError("no answer")
+
+        place.cluster.patch = fail  # type: ignore[method-assign]
+        place.operator.paused = "maintenance"
+        await place.step()
+        place.operator.paused, place.cluster.patch = "", patch  # type: ignore[method-assign]
+        await asyncio.wait_for(place.desk.memory.wake.wait(), 5)
         await place.step()
         assert len(place.cluster.said) == said + 1
 

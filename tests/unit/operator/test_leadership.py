@@ -299,6 +299,47 @@ class TestServing:
         assert one.lease.holds(), "nobody has written since it did, so the Lease is still its own"
         assert one.turns == [True, False, True]
 
+    async def test_who_comes_back_after_another_has_led_and_left_ends(self, timeline: Timeline, pair: Pair) -> None:
+        """All that it remembers is old: pods that the other has made would be strangers to it."""
+        one, two = pair
+        await timeline.run(5)
+        one.line.before = lambda: kopf.TemporaryError("cut off")
+        await timeline.run(SECONDS * 2)
+        assert two.lease.holds()
+        await two.lease.give_back()
+        one.line.before = lambda: None
+        await timeline.run(SECONDS)
+        assert isinstance(one.runtime.failure, LeaseLost)
+        assert not one.lease.holds()
+        assert one.turns == [True, False]
+
+    async def test_and_one_that_was_frozen_meanwhile(self, timeline: Timeline, pair: Pair) -> None:
+        one, two = pair
+        await timeline.run(5)
+        one.line.delay = lambda: 3 * SECONDS  # until then it does nothing, as far as anybody can see
+        await timeline.run(SECONDS * 2)
+        assert two.lease.holds()
+        await two.lease.give_back()
+        one.line.delay = lambda: 0.0
+        await timeline.run(SECONDS * 3)
+        assert isinstance(one.runtime.failure, LeaseLost)
+        assert not one.lease.holds()
+
+    async def test_nobody_waits_with_a_standby_while_another_lives(self, timeline: Timeline, pair: Pair) -> None:
+        one, two = pair
+        await timeline.run(5)
+        assert not two.lease.contends
+        one.kill()
+        await timeline.run(SECONDS * leadership.DOUBT_SHARE + 1)
+        assert two.lease.contends
+
+    async def test_be_it_that_nobody_knows_where(self, cluster: FakeCluster, timeline: Timeline, contend: Any) -> None:
+        await unused(cluster)
+        contend("without an address")
+        two = contend("two")
+        await timeline.run(5)
+        assert (two.lease.leader, two.lease.contends) == ("", False)
+
     async def test_who_is_followed_serves_no_more(self, timeline: Timeline, pair: Pair) -> None:
         one, two = pair
         await timeline.run(5)

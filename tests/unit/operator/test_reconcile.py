@@ -233,6 +233,20 @@ async def test_bookkeeping_that_is_deleted_while_nothing_is_to_be_written_is_wri
     assert [member.worker for member in written.plan.members] == ["j-w0-0", "j-w1-0"]
 
 
+async def test_a_bookkeeping_that_becomes_illegible_is_said_so_until_somebody_helps(cluster: FakeCluster) -> None:
+    """A pass that went on with what it remembers would say that all is well."""
+    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    await reconcile(operator, desk)
+    state = cluster.objects["trainingjobstates", "ns", "j"]
+    await cluster.replace(STATES, {**state, "plan": "rubbish"})
+    operator.memory.prove_by(await cluster.listing(STATES), "")
+    for _ in range(3):
+        with pytest.raises(InputError, match="cannot be read"):
+            await reconcile(operator, desk)
+    await cluster.replace(STATES, {**state, "metadata": cluster.objects["trainingjobstates", "ns", "j"]["metadata"]})
+    await reconcile(operator, desk)
+
+
 async def test_a_namespace_that_may_not_be_read_is_passed_over(cluster: FakeCluster) -> None:
     """It is being deleted, say, and its RoleBinding has gone."""
     await written(cluster, training(replicas=2, spares=1))

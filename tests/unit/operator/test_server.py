@@ -467,6 +467,13 @@ async def test_members_that_come_to_a_new_operator_wake_the_loop_once_all_have(c
     assert job.wake.is_set()
 
 
+@pytest.mark.parametrize("trouble", [{"state": "Lost"}, {"bad_loss_rank": 1}, {"refused": "too many ranks"}])
+async def test_one_that_is_in_trouble_wakes_it_at_once(client: Client, job: JobMemory, trouble: dict[str, Any]) -> None:
+    job.wake.clear()
+    await client.post("/v1/plan", json=BEAT | trouble, **W0)
+    assert job.wake.is_set()
+
+
 class TestHolds:
     @pytest.mark.parametrize(
         ("workers", "hold"),

@@ -37,7 +37,7 @@ class Leadership:
     leader: str = LEADER
     leads: bool = False
 
-    contends: bool = True
+    contends: bool = False
     turned: asyncio.Event = field(default_factory=asyncio.Event)
 
     def serves(self) -> bool:
@@ -65,7 +65,7 @@ async def test_it_sends_on_whoever_calls_unseen(
     sidecars: Sidecars, path: str, leader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standby, "HOLD_SECONDS", 0.01)
-    app = application(sidecars, Runtime(), leadership=Leadership(leader, contends=bool(leader)))
+    app = application(sidecars, Runtime(), leadership=Leadership(leader))
     async with TestClient(TestServer(app)) as client:
         answer = await client.post(path, data=b"{" * 100)
         assert answer.status == 503
@@ -82,7 +82,7 @@ async def test_it_serves_once_it_leads(sidecars: Sidecars) -> None:
 
 
 async def test_who_calls_while_nobody_leads_is_held_until_it_leads(sidecars: Sidecars) -> None:
-    leadership = Leadership("")
+    leadership = Leadership("", contends=True)
     async with TestClient(TestServer(application(sidecars, Runtime(), leadership=leadership))) as client:
         call = asyncio.create_task(client.post("/v1/plan"))
         done, _ = await asyncio.wait([call], timeout=0.3)
@@ -97,7 +97,9 @@ async def test_who_has_been_held_for_nothing_may_stay_connected(
 ) -> None:
     """It comes again, and the next handshake would be this operator's, too."""
     monkeypatch.setattr(standby, "HOLD_SECONDS", 0.01)
-    async with TestClient(TestServer(application(sidecars, Runtime(), leadership=Leadership("")))) as client:
+    async with TestClient(
+        TestServer(application(sidecars, Runtime(), leadership=Leadership("", contends=True)))
+    ) as client:
         answer = await client.post("/v1/plan")
         assert (answer.status, answer.headers.get("Connection")) == (503, None)
 
