@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import struct
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +17,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pacekeeper.environment import Environment
+from pacekeeper.keep import neighbours, store
+from pacekeeper.keep.checkpoint_writer import WriteOutcome
 from pacekeeper.keep.checkpoints import CheckpointFolder
 from pacekeeper.keep.sources import CheckpointSource
 from pacekeeper.keep.state import TrainingState
 from pacekeeper.keep.store import Store
+from pacekeeper.keep.versions import Version
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
@@ -192,9 +198,11 @@ def test_with_a_neighbour_the_volume_is_not_read(tmp_path: Path) -> None:
 def test_no_snapshot_is_taken_while_a_copy_is_under_way(tmp_path: Path) -> None:
     """Otherwise the others would soon have nothing that is as old as what the neighbours have."""
 
-    def rank_main(rank: int) -> tuple[list[int], bool]:
+    def rank_main(rank: int) -> tuple[list[int], bool, list[str]]:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path)
+        heard = Heard()
+        logging.getLogger(neighbours.__name__).addHandler(heard)
         courier = writer.store._neighbours._courier
         assert courier is not None
         for step in (1, 2):
@@ -202,18 +210,71 @@ def test_no_snapshot_is_taken_while_a_copy_is_under_way(tmp_path: Path) -> None:
         if rank == 3:
             courier._idle.clear()  # it is slow
         taken = []
-        for step in (3, 4):
+        for step in range(3, 3 + 2 * neighbours.MANY_LEFT_OUT):
             writer.store.snapshot(step, samples=step)
             taken.append(writer.store.settle())
-        writer.store.snapshot(5, samples=5, leaving=True)
-        taken.append(writer.store.settle())
         dist.barrier()
         courier._idle.set()
         dist.barrier()
-        writer.store.snapshot(6, samples=6)
-        return taken, writer.store.settle() == 6
+        writer.store.snapshot(60, samples=60)
+        return taken, writer.store.settle() == 60, heard.warnings
 
-    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [([-1, -1, 5], True)] * RANKS
+    found = run_ranks(rank_main, RANKS, runtime=tmp_path)
+    assert [its[:2] for its in found] == [([-1] * (2 * neighbours.MANY_LEFT_OUT), True)] * RANKS
+    first, *others = [its[2] for its in found]
+    assert others == [[]] * (RANKS - 1)
+    (warning,) = first
+    assert "8 were left out until the one before is on other nodes" in warning
+    assert "200 MB a second" in warning
+    assert "PACEKEEPER_NEIGHBOUR_MEGABYTES" in warning
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.warnings.append(record.getMessage())
+
+
+@pytest.mark.parametrize(("arrives", "restored"), [(False, 3), (True, 4)], ids=["late", "in time"])
+def test_a_worker_that_is_drained_costs_no_more_than_one_that_is_lost(
+    arrives: bool, restored: int, tmp_path: Path
+) -> None:
+    """A last snapshot would be written over the one that the neighbours have, while the next is on its way."""
+
+    def rank_main(rank: int) -> tuple[int, int | None]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path)
+        for step in (1, 2, 3):
+            writer.step(step)
+        courier = writer.store._neighbours._courier
+        assert courier is not None
+        arrive = threading.Event()
+        if rank == 3:
+            deliver = courier._deliver
+
+            def deliver_late(version: Version) -> None:
+                assert version.step == 4 and arrive.wait(60), "the last one comes too late"  # noqa: PT018  # one reason
+                deliver(version)
+
+            courier._deliver = deliver_late  # type: ignore[method-assign]
+        writer.store.snapshot(4, samples=4)
+        if arrives:
+            threading.Timer(0.3, arrive.set).start()
+        store.LAST_COPY_SECONDS = 30.0 if arrives else 0.1
+        writer.store.snapshot(5, samples=5, leaving=True)
+        last = writer.store.settle()
+        dist.barrier()
+        if rank == 0:
+            lose(tmp_path, "b")
+        dist.barrier()
+        found = Rank(rank, tmp_path, "ac").store.restore()
+        return last, None if found is None else found.step
+
+    last = 5 if arrives else -1
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(last, restored)] * RANKS
 
 
 @pytest.mark.parametrize(("workers", "megabytes"), [("aa", 200), ("ab", 0)], ids=["one node", "no budget"])
@@ -273,3 +334,35 @@ def test_the_shard_of_a_rank_that_was_moved_goes_when_there_is_no_ring_either(tm
         return there
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[True, False, False]] * RANKS
+
+
+def test_what_is_kept_for_others_gives_way_to_the_workers_own_state(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> tuple[list[bool], WriteOutcome]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path, volume=True)
+        own = {f"shard-{its}-of-{RANKS}" for its in (rank, rank ^ 1)}
+
+        def left() -> float:
+            there = {path.name.split(".")[0] for path in writer.snapshots.glob("shard*")}
+            return 0 if there - own else math.inf
+
+        for step in (1, 2, 3):
+            writer.step(step)
+        dist.barrier()
+        takes = [left() == 0, writer.store._checkpoint_takes_memory()]
+        snapshots, checkpoints = writer.store._snapshot_writer._snapshots, writer.store._checkpoint_writer
+        assert snapshots is not None
+        assert checkpoints is not None
+        snapshots._left = left
+        snapshots._slots = [None, None]  # as when the state has grown
+        writer.step(4)
+        dist.barrier()
+        takes.append(left() == 0)
+        checkpoints._saver._left = left
+        writer.store.checkpoint(4, samples=4, published=lambda _: None)
+        outcome = writer.store.wait_for_checkpoint()
+        takes += [left() == 0, writer.store._checkpoint_takes_memory()]
+        return takes, outcome
+
+    found = run_ranks(rank_main, RANKS, runtime=tmp_path)
+    assert found == [([True, True, True, False, False], WriteOutcome.KEPT)] * RANKS

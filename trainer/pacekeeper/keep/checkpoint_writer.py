@@ -49,13 +49,20 @@ allow(WriteOutcome)
 class CheckpointWriter:
     """One rank's part in it."""
 
-    def __init__(self, folder: CheckpointFolder, news: Reporter, peers: CpuGroup, pin: Pin) -> None:
-        """`pin`: as `SlotCopies.pin`."""
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        news: Reporter,
+        peers: CpuGroup,
+        pin: Pin,
+        make_room: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`pin`: as `SlotCopies.pin`. `make_room`: as for `Saver`."""
         self._folder = folder
         self._news = news
         self._rank = dist.get_rank()
         self._peers = peers
-        self._saver = Saver(peers, pin)
+        self._saver = Saver(peers, pin, make_room=make_room)
         self._group: dist.ProcessGroup | None = None
         self._workers: list[str] = []
         """On which each rank is."""
@@ -63,6 +70,11 @@ class CheckpointWriter:
         self._stuck = False
         """`wait` has waited for long enough: its copy is still being written, and no other one is made meanwhile."""
         self._outcome = WriteOutcome.KEPT
+
+    @property
+    def has_room(self) -> bool:
+        """As `Saver.has_room`."""
+        return self._saver.has_room
 
     def start(self, manifest: Manifest, state: dict[str, Any], published: Callable[[int], None]) -> None:
         """Copies `state`, and writes the copy as the checkpoint of this manifest in the background. Collective.

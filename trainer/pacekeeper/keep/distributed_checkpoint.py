@@ -83,15 +83,23 @@ class Saver:
     the plan holds until the state has other names or shapes.
     """
 
-    def __init__(self, peers: CpuGroup, pin: Pin, left: Callable[[], float] = memory_left) -> None:
+    def __init__(
+        self,
+        peers: CpuGroup,
+        pin: Pin,
+        left: Callable[[], float] = memory_left,
+        make_room: Callable[[], object] = lambda: None,
+    ) -> None:
         """
         pin: has copies from a device into memory begin without waiting; as `SlotCopies.pin`.
         left: bytes of memory that the control group may still take.
+        make_room: has what is worth less than a checkpoint give its memory back, where there is not enough.
         """
         self._peers = peers
         self._pin = pin
         self._rank = peers.group.rank()
         self._left = left
+        self._make_room = make_room
         self._planner = DefaultSavePlanner()
         self._planned: object = None
         """What this rank had by `_outline`, when `_part` was agreed on; None: it was not."""
@@ -149,6 +157,11 @@ class Saver:
         return name == self._file or (self._rank == 0 and not _FILE.fullmatch(name))
 
     @property
+    def has_room(self) -> bool:
+        """Whether it has taken the memory for its copies."""
+        return len(self._room) > 0
+
+    @property
     def _file(self) -> str:
         """As torch names it."""
         return f"__{self._rank}_0.distcp"
@@ -180,11 +193,20 @@ class Saver:
     def _look_for_room(self) -> None:
         """For the copies of all ranks of a worker together: each would find room for its own, before the others have
         taken theirs. Raises Failed, on all ranks alike."""
-        mine = self._tried(lambda: (this_worker(), _size(self._values()), self._left()))
-        said = self._peers.gather(mine)
-        failure = _failure(said)
-        if why := failure.why if failure else shortage(said):
+        said = self._said_of_room()
+        if shortage(said):
+            if shortage([its for its in said if its[0] == this_worker()]):
+                self._make_room()
+            said = self._said_of_room()
+        if why := shortage(said):
             raise Failed(why)
+
+    def _said_of_room(self) -> list[tuple[str, int, float]]:
+        """As for `shortage`. Collective. Raises Failed, on all ranks alike."""
+        said = self._peers.gather(self._tried(lambda: (this_worker(), _size(self._values()), self._left())))
+        if failure := _failure(said):
+            raise Failed(failure.why)
+        return said
 
     def _give_back_room(self) -> None:
         self._unpin()

@@ -8,6 +8,7 @@ all neighbours, whoever is lost.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -34,6 +35,14 @@ from .shard_names import shards_in
 from .snapshots import HEADER_BYTES, Snapshots, check
 from .versions import NOTHING, Version
 
+SHORTEST = 64 << 10
+"""Bytes of a message where the budget is small."""
+WORK_BYTES_A_SECOND = 250e6
+"""That a neighbour at the least takes memory for, or checks."""
+REST_SECONDS = 1.0
+"""Until somebody is let in again, after that could not be done."""
+MANY_LEFT_OUT = 8
+"""Snapshots in a row, for one copy: they are taken much more seldom than they could be."""
 PROOF_SECONDS = 2.0
 """Within which whoever connects must have proved that it belongs here."""
 GUESTS = 16
@@ -52,22 +61,46 @@ class Circle:
     """Hexadecimal; "": there is none, and nothing crosses."""
 
 
+@dataclass(frozen=True)
+class Keeper:
+    """Who keeps a rank's copies."""
+
+    rank: int
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} at {self.address}"
+
+
 class Neighbours:
     """One rank's part in it."""
 
     def __init__(
-        self, environment: Environment, peers: CpuGroup, shard_of: Callable[[int], Snapshots], sharded: bool
+        self,
+        environment: Environment,
+        peers: CpuGroup,
+        shard_of: Callable[[int], Snapshots],
+        sharded: bool,
+        checkpoint_takes_memory: Callable[[], bool] = lambda: False,
     ) -> None:
         """Collective, where `sharded`: what all ranks have alike needs no copy elsewhere.
 
         shard_of: the snapshots of the shard of any rank in the runtime folder; made anew at each call.
+        checkpoint_takes_memory: whether this rank is yet to take memory for its part of a checkpoint.
         """
         self.kept = KeptShards([], shard_of)
         self._peers = peers
+        self._checkpoint_takes_memory = checkpoint_takes_memory
+        self._speaks = environment.rank == 0
+        self._megabytes = environment.neighbour_megabytes
+        self._left_out = 0
+        """Snapshots in a row, for the copies that are under way."""
         self._courier: Courier | None = None
         self._snapshots = 0
         """That this round has begun."""
-        self._forget: Callable[[], None] = lambda: None
+        self._forget: Callable[[], bool] = lambda: False
+        self._give_way: Callable[[], bool] = lambda: False
         if sharded and environment.runtime is not None:
             self._meet(environment, environment.runtime.snapshots, shard_of)
 
@@ -85,15 +118,17 @@ class Neighbours:
         guests = {its for its, keeper in kept_by.items() if keeper in here}
         if places[rank].worker:
             self._forget = lambda: _forget(folder, {*here, *guests}, len(places))
+            self._give_way = lambda: _forget(folder, here, len(places)) or bool(guests)
         if not kept_by or listener is None:
             if listener is not None:
                 listener.close()
             return
         shelves = {_key(its): shard_of(its) for its in guests if kept_by[its] == rank}
-        Shelf(shelves, circle).serve(listener)
-        keeper = places[kept_by[rank]]
+        Shelf(shelves, circle, lambda nbytes: len(here) * nbytes * self._checkpoint_takes_memory()).serve(listener)
+        place = places[kept_by[rank]]
+        keeper = Keeper(kept_by[rank], place.address, place.port)
         budget = environment.neighbour_megabytes * 1e6 / len(here)
-        self._courier = Courier(_key(rank), shard_of(rank), (keeper.address, keeper.port), circle, budget)
+        self._courier = Courier(_key(rank), shard_of(rank), keeper, circle, budget)
 
     def begin_snapshot(self) -> None:
         """Before a round's second one, shards go that are no rank's here, and that nobody has this worker keep: until
@@ -102,9 +137,30 @@ class Neighbours:
         if self._snapshots == 2:
             self._forget()
 
-    def have_last(self) -> bool:
-        """Whether the neighbours of all ranks have what was sent last, or will never have it. Collective."""
-        return self._courier is None or self._peers.all_agree(self._courier.idle)
+    def give_way(self) -> bool:
+        """What this worker keeps for others gives its memory back, which its own ranks need. When their state has been
+        brought back. Whether there was any, or another of them may have had it do so just now."""
+        return self._give_way()
+
+    def have_last(self, patience: float = 0.0) -> bool:
+        """Whether the neighbours of all ranks have what was sent last, or will never have it. Collective.
+
+        patience: seconds to wait for it.
+        """
+        if self._courier is None:
+            return True
+        have = self._peers.all_agree(self._courier.wait(patience))
+        self._left_out = 0 if have else self._left_out + 1
+        if self._left_out == MANY_LEFT_OUT and self._speaks:
+            self._speaks = False
+            _log.warning(
+                "snapshots are taken much more seldom than they could be: %d were left out until the one before is on "
+                "other nodes; where the network has more to give than %d MB a second for each worker, raise "
+                "PACEKEEPER_NEIGHBOUR_MEGABYTES in the container trainer",
+                self._left_out,
+                self._megabytes,
+            )
+        return have
 
     def send(self, version: Version) -> None:
         """The snapshot of this rank that has become valid, in the background."""
@@ -141,18 +197,20 @@ class KeptShards:
 class Courier:
     """Brings one rank's snapshots to its neighbour, one at a time."""
 
-    def __init__(self, key: str, shard: Snapshots, address: tuple[str, int], circle: Circle, budget: float) -> None:
+    def __init__(self, key: str, shard: Snapshots, keeper: Keeper, circle: Circle, budget: float) -> None:
         """
-        key: of the rank. shard: its snapshots; for this alone.
-        address: of the neighbour. budget: bytes a second.
+        key: of the rank. shard: its snapshots; for this alone. budget: bytes a second.
         """
         self.delivered = NOTHING
         """What the neighbour got last."""
         self._key = key
         self._shard = shard
-        self._address = address
+        self._keeper = keeper
         self._circle = circle
         self._budget = budget
+        self._part_bytes = min(LONGEST, max(SHORTEST, int(budget)))
+        """About a second's, so that the neighbour does not wait longer for one."""
+        self._failed = False
         self._refusals = Refusals()
         self._has_room = False
         self._orders: queue.SimpleQueue[Version] = queue.SimpleQueue()
@@ -183,12 +241,22 @@ class Courier:
             try:
                 self._deliver(version)
             except Exception as error:  # whatever it is, the job's snapshots do not wait for it
-                self._refusals.refused()
-                _log.warning("the snapshot of step %d is not with a neighbour: %s", version.step, error)
+                self._failed = True
+                _log.warning(
+                    "the snapshot of step %d is not with its neighbour, %s: %s; tried again after %d more",
+                    version.step,
+                    self._keeper,
+                    error,
+                    self._refusals.refused(),
+                )
             else:
                 self._refusals.end()
-                if self.delivered == NOTHING:
-                    _log.info("snapshots are with a neighbour (%s) from step %d on", self._address[0], version.step)
+                if self._failed or self.delivered == NOTHING:
+                    again = " again" if self._failed else ""
+                    _log.info(
+                        "snapshots are with a neighbour%s, %s, from step %d on", again, self._keeper, version.step
+                    )
+                self._failed = False
                 self.delivered = version
             finally:
                 self._idle.set()
@@ -197,28 +265,30 @@ class Courier:
         slot = self._shard.read(version)
         if slot is None:
             raise ValueError("it is not there any more")
-        connection = socket.create_connection(self._address, timeout=PATIENCE_SECONDS)
+        work_seconds = slot.numel() / WORK_BYTES_A_SECOND
+        address = (self._keeper.address, self._keeper.port)
+        connection = socket.create_connection(address, timeout=PATIENCE_SECONDS)
         try:
             link = Link.to_host(connection, self._circle.membership, self._circle.secret)
-            link.say({"key": self._key, "bytes": slot.numel()})
-            _heed(link)
+            link.say({"key": self._key, "bytes": slot.numel(), "part": self._part_bytes})
+            _heed(link, work_seconds)
             content = memoryview(slot.numpy().data)
             self._send(link, content[HEADER_BYTES:])
             link.send(content[:HEADER_BYTES])
-            _heed(link)
+            _heed(link, work_seconds)
         finally:
             hang_up(connection)
 
     def _send(self, link: Link, content: memoryview) -> None:
         """As fast as the budget allows. A network that gives less than half of it holds the job's snapshots up."""
         start = time.monotonic()
-        for sent in range(0, len(content), LONGEST):
+        for sent in range(0, len(content), self._part_bytes):
             if (late := time.monotonic() - start - 2 * sent / self._budget) > PATIENCE_SECONDS:
                 raise TimeoutError(
                     f"{sent >> 20} of {len(content) >> 20} MiB came through, {late:.0f} s later than at half of the "
                     "budget; give PACEKEEPER_NEIGHBOUR_MEGABYTES what the network has left"
                 )
-            part = content[sent : sent + LONGEST]
+            part = content[sent : sent + self._part_bytes]
             link.send(part)
             time.sleep(max(0.0, start + (sent + len(part)) / self._budget - time.monotonic()))
 
@@ -226,9 +296,15 @@ class Courier:
 class Shelf:
     """Takes what the couriers of other workers bring to this rank."""
 
-    def __init__(self, shards: dict[str, Snapshots], circle: Circle) -> None:
-        """`shards`: where it goes, by the key of the rank that it is of."""
+    def __init__(
+        self, shards: dict[str, Snapshots], circle: Circle, spared: Callable[[int], int] = lambda _: 0
+    ) -> None:
+        """
+        shards: where it goes, by the key of the rank that it is of.
+        spared: bytes that this worker is yet to take for itself, where one of its shards has so many.
+        """
         self._shards = shards
+        self._spared = spared
         self._turns = {key: threading.Lock() for key in shards}
         self._circle = circle
         self._guests = threading.BoundedSemaphore(GUESTS)
@@ -238,52 +314,70 @@ class Shelf:
         threading.Thread(target=self._accept, args=(listener,), name="pacekeeper-shelf", daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
+        rests = False
         while True:
             try:
                 guest, _ = listener.accept()
             except ConnectionAbortedError:
                 continue  # by the guest, before its turn
             except OSError as error:
-                _log.warning("no more copies of neighbours' snapshots are taken: %s", error)
-                return
+                if error.errno in {errno.EBADF, errno.EINVAL}:
+                    _log.warning("no more copies of neighbours' snapshots are taken: %s", error)
+                    return
+                if not rests:
+                    _log.warning("no copy of a neighbour's snapshot can be taken right now: %s", error)
+                rests = True
+                time.sleep(REST_SECONDS)
+                continue
+            rests = False
             if self._guests.acquire(blocking=False):
-                threading.Thread(target=self._attend, args=(guest,), name="pacekeeper-shelf", daemon=True).start()
+                self._let_in(guest)
             else:
                 hang_up(guest)
+
+    def _let_in(self, guest: socket.socket) -> None:
+        try:
+            threading.Thread(target=self._attend, args=(guest,), name="pacekeeper-shelf", daemon=True).start()
+        except RuntimeError as error:
+            _log.warning("no copy of a neighbour's snapshot can be taken right now: %s", error)
+            hang_up(guest)
+            self._guests.release()
 
     def _attend(self, guest: socket.socket) -> None:
         door = threading.Timer(PROOF_SECONDS, hang_up, [guest])
         door.daemon = True
-        door.start()
         try:
+            door.start()
             _step_back()
             link = Link.to_guest(guest, self._circle.membership, self._circle.secret)
             offer = link.hear()
             door.cancel()
-            key, nbytes = offer["key"], offer["bytes"]
+            key, nbytes, part_bytes = offer["key"], offer["bytes"], offer["part"]
             shard = self._shards[key]
             if not isinstance(nbytes, int) or nbytes < HEADER_BYTES:
                 raise ValueError(f"a snapshot of {nbytes!r} bytes")
+            if not isinstance(part_bytes, int) or not SHORTEST <= part_bytes <= LONGEST:
+                raise ValueError(f"in parts of {part_bytes!r} bytes")
             with self._turns[key]:
-                self._take(link, shard, nbytes)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+                self._take(link, shard, nbytes, part_bytes)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # the last: no thread for the door
             _log.debug("a neighbour's connection ended: %r", error)
         finally:
             door.cancel()
             hang_up(guest)
             self._guests.release()
 
-    def _take(self, link: Link, shard: Snapshots, nbytes: int) -> None:
+    def _take(self, link: Link, shard: Snapshots, nbytes: int, part_bytes: int) -> None:
         """Into the older slot, which is none until its last message, the header, has come and fits the bytes."""
         try:
-            slot = shard.room(nbytes)
+            slot = shard.guest_room(nbytes, self._spared(nbytes))
         except OSError as error:
             link.say({"refused": f"{error}; give the containers and their runtime volumes more memory"})
             return
         link.say({"refused": ""})
         content = memoryview(slot.numpy().data)
-        for start in range(HEADER_BYTES, nbytes, LONGEST):
-            link.receive_into(content[start : min(start + LONGEST, nbytes)])
+        for start in range(HEADER_BYTES, nbytes, part_bytes):
+            link.receive_into(content[start : min(start + part_bytes, nbytes)])
         header = bytearray(HEADER_BYTES)
         link.receive_into(memoryview(header))
         try:
@@ -296,9 +390,9 @@ class Shelf:
         link.say({"refused": ""})
 
 
-def _heed(link: Link) -> None:
-    """Raises ValueError where the neighbour does not take it."""
-    if reason := link.hear()["refused"]:
+def _heed(link: Link, work_seconds: float) -> None:
+    """Raises ValueError where the neighbour does not take it. `work_seconds`: as for `Link.hear`."""
+    if reason := link.hear(work_seconds)["refused"]:
         raise ValueError(f"the neighbour does not take it: {reason}")
 
 
@@ -332,11 +426,12 @@ def _listen(environment: Environment, circle: Circle) -> socket.socket | None:
         return None
 
 
-def _forget(folder: Path, ranks: Collection[int], world_size: int) -> None:
-    """Removes the shards of all other ranks, which the rings of earlier rounds have left here."""
-    for rank, path in shards_in(folder, world_size):
-        if rank not in ranks:
-            path.unlink(missing_ok=True)
+def _forget(folder: Path, ranks: Collection[int], world_size: int) -> bool:
+    """Removes the shards of all other ranks; whether there were any."""
+    others = [path for rank, path in shards_in(folder, world_size) if rank not in ranks]
+    for path in others:
+        path.unlink(missing_ok=True)
+    return bool(others)
 
 
 def _step_back() -> None:

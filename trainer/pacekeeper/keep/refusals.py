@@ -12,8 +12,10 @@ class Refusals:
         self._left = 0
         self._next = 1
 
-    def refused(self) -> None:
+    def refused(self) -> int:
+        """Returns how many are left out now."""
         self._left, self._next = self._next, min(2 * self._next, _MOST_LEFT_OUT)
+        return self._left
 
     def end(self) -> None:
         """There is memory again, or somebody else counts."""

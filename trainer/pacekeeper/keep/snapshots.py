@@ -46,6 +46,8 @@ _CHECKED_WORDS = 1 << 17
 """Words of 64 bits that are added up before the checksum takes their sum: 1 MiB."""
 _RESERVE_BYTES = 64 << 20
 """Of the memory that the control group has left, what a new slot leaves to the training."""
+_SHARE_OF_GUESTS = 0.9
+"""Of that memory, what other workers' shards may have: the training may come to need more."""
 _LOCK = ".turn"
 """A file that a rank holds locked while it looks whether there is memory for its slot."""
 _PATIENCE_SECONDS = 10.0
@@ -68,12 +70,15 @@ class Snapshots:
         fingerprint: int,
         left: Callable[[], float] = memory_left,
         copies: SlotCopies | None = None,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         name: of the copy; "replica", or the shard's.
         fingerprint: of the model that is to be restored; other models' snapshots count as none.
         left: bytes of memory that the control group may still take.
         copies: how the state comes into a slot; None: as a state on the host does.
+        make_room: has what is worth less than a slot of its own give its memory back, where there is not enough;
+        returns whether there was any.
         """
         self._folder = folder
         self._name = name
@@ -83,6 +88,7 @@ class Snapshots:
         self._fingerprint = fingerprint
         self._left = left
         self._copies = copies or HostCopies()
+        self._make_room = make_room
         self._doubted: set[Version] = set()
         self._slots: list[Slot | None] = [None] * SLOTS
         self._next = 0
@@ -156,14 +162,25 @@ class Snapshots:
         may_replace: whether it may be in the place of the other one, where there is memory for one slot only.
         Raises OSError where memory does not suffice.
         """
-        held = self.held()
-        oldest, other = sorted(range(SLOTS), key=lambda number: held[number])
+        oldest, other = self._by_age()
         try:
             memory = self._allocate(self._paths[oldest], nbytes)
         except OSError:
-            if not may_replace or held[other][1] < nbytes:  # nor would there be room without it
+            if not may_replace or self.held()[other][1] < nbytes:  # nor would there be room without it
                 raise
             memory = self._allocate(self._paths[other], nbytes)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def guest_room(self, nbytes: int, spared: int = 0) -> torch.Tensor:
+        """A slot's memory for the shard of another worker's rank, uint8: where what is held is the oldest.
+
+        What has as many bytes is used again: new memory takes as long to have as it takes to fill. spared: bytes that
+        this worker is yet to take, beside a tenth of what is left. Raises OSError where memory does not suffice.
+        """
+        path = self._paths[self._by_age()[0]]
+        memory = _voided(path, nbytes)
+        if memory is None:
+            memory = self._allocate(path, nbytes, spared, share=_SHARE_OF_GUESTS)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def doubt(self, version: Version) -> None:
@@ -174,20 +191,40 @@ class Snapshots:
         self.give_up()
         self._clean()
         path = self._paths[self._next]
-        slot = Slot(lambda total: self._allocate(path, total), self._world_size, tensors, skeleton_bytes)
+        slot = Slot(lambda total: self._allocate_first(path, total), self._world_size, tensors, skeleton_bytes)
         slot.unpin = self._copies.pin(slot.content)
         self._slots[self._next] = slot
         return slot
 
-    def _allocate(self, path: Path, total: int) -> mmap.mmap:
-        """Shared memory in the place of the file that is there. Raises OSError where there is not enough of it."""
+    def _by_age(self) -> list[int]:
+        """The slots, the one that was completed first at the front: a later round may have gone back to an earlier
+        step, and what is ahead of it is of no more use."""
+        held = self.held()
+        return sorted(range(SLOTS), key=lambda number: (held[number][0].round, held[number][0].step))
+
+    def _allocate_first(self, path: Path, total: int) -> mmap.mmap:
+        """Before what gives way."""
+        try:
+            return self._allocate(path, total)
+        except OSError as error:
+            if error.errno not in {errno.ENOMEM, errno.ENOSPC} or not self._make_room():
+                raise
+        return self._allocate(path, total)
+
+    def _allocate(self, path: Path, total: int, spared: int = 0, share: float = 1.0) -> mmap.mmap:
+        """Shared memory in the place of the file that is there. Raises OSError where there is not enough of it.
+
+        spared: bytes that stay, of the `share` of what is left.
+        """
         with taking_turns(self._folder / _LOCK):  # each rank sees what the others are about to take
             path.unlink(missing_ok=True)
             owed = _owed(self._folder)
-            if total + _RESERVE_BYTES > (bytes_left := self._left() - owed):
+            bytes_left = self._left() - owed
+            if total + _RESERVE_BYTES + spared > share * bytes_left:
+                less = f", of which {spared >> 20} MiB and a tenth are spared" if spared else ""
                 raise OSError(
                     errno.ENOMEM,
-                    f"a slot takes {total >> 20} MiB, and the control group has {int(bytes_left) >> 20} MiB left",
+                    f"a slot takes {total >> 20} MiB, and the control group has {int(bytes_left) >> 20} MiB left{less}",
                 )
             file = path.open("x+b")  # no slot before its header says so
             os.ftruncate(file.fileno(), total)
@@ -224,6 +261,20 @@ class Snapshots:
             return NOTHING, 0
         version = Version(step, round_)
         return (NOTHING, 0) if version in self._doubted else (version, nbytes)
+
+
+def _voided(path: Path, nbytes: int) -> mmap.mmap | None:
+    """The memory of the slot that is there, which is none from now on; None: it has not so many bytes."""
+    try:
+        with path.open("r+b") as file:
+            status = os.fstat(file.fileno())
+            if status.st_size != nbytes or 512 * status.st_blocks < nbytes:
+                return None
+            memory = mmap.mmap(file.fileno(), nbytes)
+    except FileNotFoundError:
+        return None
+    memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
+    return memory
 
 
 def _owed(folder: Path) -> int:

@@ -28,6 +28,9 @@ from .sources import CheckpointSource, SnapshotSource, Source
 from .state import TrainingState
 from .versions import NOTHING, Version
 
+LAST_COPY_SECONDS = 5.0
+"""Of the grace that ranks are given when they are told to leave, what a copy on its way to a neighbour may take."""
+
 
 @dataclass(frozen=True)
 class Restored:
@@ -51,7 +54,6 @@ class Store:
         Raises InputError where an object's state cannot be kept.
         """
         copies = copies_for(state.optimizers)
-        snapshots = _open_snapshots(environment, state, copies)
         self.has_folder = folder is not None
         self._folder = folder
         self._environment = environment
@@ -61,13 +63,20 @@ class Store:
         self._volume = CheckpointSource(folder, state, peers)
         keeps = state.sharded or environment.local_rank == 0
         self._neighbours = Neighbours(
-            environment, peers, lambda rank: _open_shard(environment, state, rank), sharded=state.sharded
+            environment,
+            peers,
+            lambda rank: _open_shard(environment, state, rank),
+            sharded=state.sharded,
+            checkpoint_takes_memory=self._checkpoint_takes_memory,
         )
+        snapshots = _open_snapshots(environment, state, copies, self._neighbours.give_way)
         snapshot_source = SnapshotSource(snapshots, state, peers, keeps, self._neighbours.kept)
         self._sources: list[Source] = [snapshot_source, self._volume]
         """The quickest first: where several have the same step, it comes back from the first."""
         self._snapshot_writer = SnapshotWriter(snapshots, state, peers, keeps)
-        self._checkpoint_writer = CheckpointWriter(folder, self._news, peers, copies.pin) if folder else None
+        self._checkpoint_writer = (
+            CheckpointWriter(folder, self._news, peers, copies.pin, self._neighbours.give_way) if folder else None
+        )
         if snapshots or folder:
             state.check()  # what cannot be kept is said now, not after the first hundred steps
 
@@ -125,10 +134,11 @@ class Store:
         None is taken while the one before is on its way to a neighbour: otherwise what neighbours have might soon be
         older than what the others still have.
 
-        samples: of this rank, since the job's beginning. leaving: there is no later one, so this one is taken.
+        samples: of this rank, since the job's beginning. leaving: some rank is about to be gone, and what it has with
+        it; there is no later one, so that before this one is left out, the one before is waited for.
         """
         self.settle()
-        if not (leaving or self._neighbours.have_last()):
+        if not self._neighbours.have_last(LAST_COPY_SECONDS if leaving else 0.0):
             return
         self._neighbours.begin_snapshot()
         self._state.equalise_buffers()
@@ -147,6 +157,10 @@ class Store:
         return self._snapshot_writer.seconds
 
     # Checkpoints
+
+    def _checkpoint_takes_memory(self) -> bool:
+        """Whether this rank has not taken the memory for its part of a checkpoint yet."""
+        return self._checkpoint_writer is not None and not self._checkpoint_writer.has_room
 
     def checkpoint(self, step: int, samples: int, published: Callable[[int], None]) -> None:
         """Copies the state after `step` and writes it in the background; calls `published` from there. Collective.
@@ -177,7 +191,9 @@ class Store:
         return outcome if self._checkpoint_writer is None else self._checkpoint_writer.agree(outcome)
 
 
-def _open_snapshots(environment: Environment, state: TrainingState, copies: SlotCopies) -> Snapshots | None:
+def _open_snapshots(
+    environment: Environment, state: TrainingState, copies: SlotCopies, make_room: Callable[[], bool]
+) -> Snapshots | None:
     """None: no launcher has made a place for them."""
     if environment.runtime is None:
         return None
@@ -188,6 +204,7 @@ def _open_snapshots(environment: Environment, state: TrainingState, copies: Slot
         world_size=environment.world_size,
         fingerprint=fingerprint(state.description),
         copies=copies,
+        make_room=make_room,
     )
 
 

@@ -138,6 +138,31 @@ def test_a_copy_for_which_there_is_no_memory_is_not_begun(monkeypatch: pytest.Mo
     saver.stage({"small": torch.ones(3)})
 
 
+def test_what_is_worth_less_makes_room_for_a_copy_on_the_worker_that_is_short(saver: Saver, folder: Path) -> None:
+    """Otherwise no checkpoint would ever be taken again."""
+    left, gone = [66 << 20], []
+
+    def make_room() -> None:
+        gone.append(left.pop())
+        left.append(70 << 20)
+
+    saver = Saver(alone(), unpinned, left=lambda: left[-1], make_room=make_room)
+    assert not saver.has_room
+    load(found := none_of(a_state(1.0)), folder, saver.write(saver.stage(a_state(1.0)), folder, ALONE))
+    assert same(found, a_state(1.0))
+    assert gone == [66 << 20], "once"
+    assert saver.has_room
+
+
+def test_only_the_worker_that_is_short_makes_room(saver: Saver) -> None:
+    peers = SimpleNamespace(group=ALONE, all_agree=bool, gather=lambda mine: [mine, ("another worker", 1 << 20, 0)])
+    gone: list[bool] = []
+    saver = Saver(cast(CpuGroup, peers), unpinned, left=lambda: 1 << 40, make_room=lambda: gone.append(True))
+    with pytest.raises(Failed, match="rank 1: its worker's 1 ranks"):
+        saver.stage(a_state(1.0))
+    assert gone == []
+
+
 @pytest.mark.parametrize(
     ("said", "short"),
     [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import math
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +17,9 @@ import torch
 
 from pacekeeper.keep import neighbour_link, neighbours
 from pacekeeper.keep.neighbour_link import Link, hang_up
-from pacekeeper.keep.neighbours import Circle, Courier, Shelf
+from pacekeeper.keep.neighbours import Circle, Courier, Keeper, Shelf
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES
-from pacekeeper.keep.snapshots import HEADER_BYTES, Snapshots
+from pacekeeper.keep.snapshots import HEADER_BYTES, Snapshots, check
 from pacekeeper.keep.versions import NOTHING, Version
 from pacekeeper.seal import Forged
 from tests.support.launchers import eventually
@@ -40,16 +43,13 @@ class Pair:
         self.writer = shard(self.home)
         self.kept = shard(self.abroad)
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = ("127.0.0.1", self.listener.getsockname()[1])
+        self.address = self.listener.getsockname()
         Shelf({KEY: shard(self.abroad, left)}, CIRCLE).serve(self.listener)
         self.courier = self.another_courier()
 
     def another_courier(self, circle: Circle = CIRCLE, key: str = KEY, budget: float = 1e12) -> Courier:
         """Whose first snapshot, which it does not deliver, is behind it."""
-        courier = Courier(key, shard(self.home), self.address, circle, budget)
-        courier.send(Version(0, 1))
-        assert courier.idle
-        return courier
+        return courier_to(self.listener, shard(self.home), circle, key, budget)
 
     def write(self, step: int) -> Version:
         self.writer.write(step, {"model": {"weight": torch.full((NUMBERS,), float(step))}}, fingerprint=7)
@@ -76,6 +76,20 @@ class Pair:
         return memoryview(slot.numpy().data)
 
 
+def courier_to(
+    listener: socket.socket, home: Snapshots, circle: Circle = CIRCLE, key: str = KEY, budget: float = 1e12
+) -> Courier:
+    """Whose first snapshot, which it does not deliver, is behind it."""
+    courier = Courier(key, home, Keeper(1, *listener.getsockname()), circle, budget)
+    courier.send(Version(0, 1))
+    assert courier.idle
+    return courier
+
+
+def offer(content: memoryview) -> dict[str, Any]:
+    return {"key": KEY, "bytes": len(content), "part": neighbour_link.LONGEST}
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
     one = Pair(tmp_path)
@@ -99,7 +113,7 @@ def test_the_neighbour_has_the_two_newest_bit_for_bit(pair: Pair) -> None:
 
 def test_the_first_of_a_round_stays_at_home(pair: Pair) -> None:
     """Each rank takes memory for its own two slots before it takes any for others."""
-    courier = Courier(KEY, shard(pair.home), pair.address, CIRCLE, 1e12)
+    courier = Courier(KEY, shard(pair.home), Keeper(1, *pair.address), CIRCLE, 1e12)
     courier.send(pair.write(1))
     assert courier.idle
     courier.send(pair.write(2))
@@ -111,7 +125,7 @@ def test_what_is_torn_on_its_way_is_none_and_the_one_before_stays(pair: Pair) ->
     before = pair.deliver(1)
     content = pair.content(pair.write(2))
     connection, link = pair.link()
-    link.say({"key": KEY, "bytes": len(content)})
+    link.say(offer(content))
     assert link.hear() == {"refused": ""}
     link.send(content[HEADER_BYTES : HEADER_BYTES + neighbour_link.LONGEST])
     hang_up(connection)
@@ -132,7 +146,7 @@ def test_what_does_not_fit_its_checksum_is_refused_before_it_counts(pair: Pair) 
 def hand_over(pair: Pair, content: bytearray) -> str:
     view = memoryview(content)
     connection, link = pair.link()
-    link.say({"key": KEY, "bytes": len(content)})
+    link.say(offer(view))
     assert link.hear() == {"refused": ""}
     for start in range(HEADER_BYTES, len(content), neighbour_link.LONGEST):
         link.send(view[start : start + neighbour_link.LONGEST])
@@ -207,8 +221,8 @@ def test_a_neighbour_that_falls_silent_holds_nobody_up(
     monkeypatch.setattr(neighbour_link, "PATIENCE_SECONDS", 1.0)
     pair = Pair(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        courier = Courier(KEY, shard(pair.home), ("127.0.0.1", silent.getsockname()[1]), CIRCLE, 1e12)
-        courier.send(Version(0, 1))
+        monkeypatch.setattr(neighbours, "WORK_BYTES_A_SECOND", math.inf)
+        courier = courier_to(silent, shard(pair.home))
         courier.send(pair.write(1))
         guest, _ = silent.accept()
         link = Link.to_guest(guest, CIRCLE.membership, CIRCLE.secret)
@@ -217,7 +231,7 @@ def test_a_neighbour_that_falls_silent_holds_nobody_up(
             link.say({"refused": ""})
         assert courier.wait(30)
     assert courier.delivered == NOTHING
-    assert "has done nothing for 1 s" in said(caplog)
+    assert "has not done its part of a message within 1 s" in said(caplog)
     guest.close()
     hang_up(pair.listener)
 
@@ -227,8 +241,7 @@ def test_a_neighbour_that_is_lost_in_mid_copy_costs_that_copy_only(
 ) -> None:
     pair = Pair(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as lost:
-        courier = Courier(KEY, shard(pair.home), ("127.0.0.1", lost.getsockname()[1]), CIRCLE, 1e12)
-        courier.send(Version(0, 1))
+        courier = courier_to(lost, shard(pair.home))
         courier.send(pair.write(1))
         guest, _ = lost.accept()
         link = Link.to_guest(guest, CIRCLE.membership, CIRCLE.secret)
@@ -238,7 +251,8 @@ def test_a_neighbour_that_is_lost_in_mid_copy_costs_that_copy_only(
         hang_up(guest)
         assert courier.wait(30)
     assert courier.delivered == NOTHING
-    assert "the snapshot of step 1 is not with a neighbour" in said(caplog)
+    assert "the snapshot of step 1 is not with its neighbour, rank 1 at 127.0.0.1: " in said(caplog)
+    assert said(caplog).endswith("; tried again after 1 more")
     hang_up(pair.listener)
 
 
@@ -272,7 +286,7 @@ def test_a_copy_takes_no_more_of_the_network_than_its_budget(pair: Pair, monkeyp
     clock = Clock()
     with_clock(pair, clock, budget=neighbour_link.LONGEST / 2.0, monkeypatch=monkeypatch)
     *whole, rest = clock.slept
-    assert whole == [2.0] * 3, "12 MiB"
+    assert whole == [1.0] * 6, "12 MiB"
     assert 0 < rest < 0.1, "and what describes them"
     assert pair.versions() == {Version(1, 1)}
 
@@ -297,9 +311,157 @@ def test_a_snapshot_that_has_been_overwritten_meanwhile_is_not_sent(pair: Pair) 
 
 def test_the_shelf_stays_open_for_the_next(pair: Pair) -> None:
     connection, link = pair.link()
-    link.say({"key": KEY, "bytes": -8})
+    link.say({"key": KEY, "bytes": -8, "part": neighbour_link.LONGEST})
     with pytest.raises(OSError, match=r"hung up|reset"):
         link.hear()
     hang_up(connection)
     eventually(lambda: pair.deliver(1) == Version(1, 1), "the next copy")
     assert pair.versions() == {Version(1, 1)}
+
+
+@pytest.mark.parametrize("part", [0, neighbours.SHORTEST - 1, neighbour_link.LONGEST + 1, "1"])
+def test_a_snapshot_in_strange_parts_is_not_taken(part: object, pair: Pair) -> None:
+    connection, link = pair.link()
+    link.say({"key": KEY, "bytes": 12 << 20, "part": part})
+    with pytest.raises(OSError, match=r"hung up|reset"):
+        link.hear()
+    hang_up(connection)
+    assert list(pair.abroad.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "part"), [(1e12, 4 << 20), (1e6, 10**6), (62.5e3, 64 << 10)], ids=["much", "1 MB/s", "of 16 ranks"]
+)
+def test_a_part_takes_about_a_second_of_a_small_budget(budget: float, part: int, tmp_path: Path) -> None:
+    """The neighbour waits for a part only so long."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pair = Pair(tmp_path)
+        courier = courier_to(listener, shard(pair.home), budget=budget)
+        courier.send(pair.write(1))
+        guest, _ = listener.accept()
+        link = Link.to_guest(guest, CIRCLE.membership, CIRCLE.secret)
+        assert link.hear()["part"] == part
+        link.say({"refused": ""})
+        link.receive_into(memoryview(bytearray(part)))
+        hang_up(guest)
+        assert courier.wait(30)
+    hang_up(pair.listener)
+
+
+def test_a_neighbour_has_as_long_to_check_as_there_is_to_check(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A shard of 20 GB takes longer than any patience with a word."""
+    monkeypatch.setattr(neighbour_link, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(neighbours, "WORK_BYTES_A_SECOND", 1e6)
+
+    def check_slowly(*slot: Any) -> None:
+        threading.Event().wait(2.5)
+        check(*slot)
+
+    monkeypatch.setattr("pacekeeper.keep.neighbours.check", check_slowly)
+    assert pair.deliver(1) == Version(1, 1)
+    assert said(caplog) == ""
+    assert pair.courier.delivered == Version(1, 1)
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["reading", "writing"])
+def test_a_trickle_is_no_message(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte that comes through would be waited for anew, and with it the job's snapshots."""
+    monkeypatch.setattr(neighbour_link, "PATIENCE_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = socket.create_connection(listener.getsockname(), timeout=30)
+        here, _ = listener.accept()
+    link, over = Link(here, (b"a" * 32, b"b" * 32)), threading.Event()
+    neighbour_link._be_patient(here)
+
+    def trickle() -> None:
+        for _ in range(1000):
+            if over.wait(0.02):
+                return
+            if reads:
+                there.send(b"\0\0\0\1")
+            else:
+                there.recv(4096)
+        hang_up(there)
+
+    other = threading.Thread(target=trickle)
+    other.start()
+    monkeypatch.setattr(neighbour_link, "_PROOF_BYTES", 1 << 20)
+    with pytest.raises(TimeoutError, match="has not done its part of a message within 1 s"):
+        link.receive() if reads else link.send(memoryview(bytes(32 << 20)))
+    over.set()
+    other.join()
+    here.close()
+    there.close()
+
+
+class Listener:
+    """That fails in these ways before it lets the first in."""
+
+    def __init__(self, real: socket.socket, errors: list[int]) -> None:
+        self.real = real
+        self.errors = errors
+
+    def accept(self) -> Any:
+        if self.errors:
+            raise OSError(self.errors.pop(0), "it fails")
+        return self.real.accept()
+
+
+def test_a_passing_shortage_does_not_close_the_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "REST_SECONDS", 0.0)
+    pair = Pair(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as real:
+        listener: Any = Listener(real, [errno.EMFILE, errno.ENOBUFS, errno.ECONNABORTED])
+        Shelf({KEY: shard(pair.abroad)}, CIRCLE).serve(listener)
+        courier = courier_to(real, shard(pair.home))
+        courier.send(pair.write(1))
+        assert courier.wait(30)
+        assert courier.delivered == Version(1, 1)
+        hang_up(real)
+    hang_up(pair.listener)
+
+
+def test_a_guest_for_whom_there_is_no_thread_goes_and_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    shelf = Shelf({}, CIRCLE)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(neighbours.GUESTS + 1):
+        assert shelf._guests.acquire(blocking=False)
+        host, guest = socket.socketpair()
+        shelf._let_in(host)
+        assert guest.recv(1) == b""
+        guest.close()
+
+
+def test_a_guest_for_whom_there_is_no_watch_goes_and_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    shelf = Shelf({}, CIRCLE)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(neighbours.GUESTS + 1):
+        assert shelf._guests.acquire(blocking=False)
+        host, guest = socket.socketpair()
+        shelf._attend(host)
+        assert guest.recv(1) == b""
+        guest.close()
+
+
+def test_what_fails_and_works_again_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, neighbours.__name__)
+    left = [math.inf, 0.0, math.inf, math.inf, math.inf]
+    pair = Pair(tmp_path, left=lambda: left[0])
+    told = []
+    for step in range(1, 6):
+        caplog.clear()
+        pair.deliver(step)
+        del left[:1]
+        told.append(said(caplog))
+    hang_up(pair.listener)
+    assert told[0] == "snapshots are with a neighbour, rank 1 at 127.0.0.1, from step 1 on"
+    assert told[1].startswith("the snapshot of step 2 is not with its neighbour, rank 1 at 127.0.0.1: ")
+    assert told[2:] == ["", "snapshots are with a neighbour again, rank 1 at 127.0.0.1, from step 4 on", ""]

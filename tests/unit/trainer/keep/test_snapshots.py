@@ -243,6 +243,75 @@ def test_a_worker_with_room_for_one_slot_gets_a_peers_replica_in_the_place_of_wh
     assert set(versions(receiver)) == {Version(15, 1), NOTHING}, "it is not given up for nothing"
 
 
+def test_what_a_round_that_went_back_leaves_ahead_of_it_is_the_first_to_go(tmp_path: Path) -> None:
+    """Its steps are higher: by them, each new copy would take the place of the one before, the only one of use."""
+    before = make(tmp_path)
+    for step in (90, 100):
+        keep(before, step, state(step))
+    after, shelf = make(tmp_path / "home", round_=2), make(tmp_path, round_=2)
+    (tmp_path / "home").mkdir()
+    held = []
+    for step in (52, 54, 56):
+        keep(after, step, state(step))
+        content = read(after, Version(step, 2))
+        shelf.guest_room(len(content)).copy_(content)
+        held.append(sorted(versions(shelf)))
+    assert held == [
+        [Version(52, 2), Version(100, 1)],
+        [Version(52, 2), Version(54, 2)],
+        [Version(54, 2), Version(56, 2)],
+    ]
+
+
+def test_a_guests_slot_is_written_over_in_its_memory_and_is_void_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New memory would take as long to have as it takes to fill, for each copy."""
+    writer = make(tmp_path)
+    for step in (5, 10):
+        keep(writer, step, state(step))
+    nbytes = (tmp_path / "replica.0").stat().st_size
+    shelf = make(tmp_path, round_=2, left=lambda: 0)
+    with monkeypatch.context() as without:
+        without.setattr("os.posix_fallocate", None)
+        room = shelf.guest_room(nbytes)
+    assert len(room) == nbytes
+    assert versions(shelf) == [NOTHING, Version(10, 1)]
+    with pytest.raises(OSError, match="a slot takes"):
+        shelf.guest_room(nbytes + 8)
+
+
+def test_a_guest_leaves_what_the_worker_needs_itself(tmp_path: Path) -> None:
+    shelf = make(tmp_path, left=lambda: 100 << 20)
+    with pytest.raises(OSError, match=r"a slot takes 16 MiB, .* 100 MiB left, of which 16 MiB and a tenth are spared"):
+        shelf.guest_room(16 << 20, spared=16 << 20)
+    with pytest.raises(OSError, match="a slot takes 32 MiB"):  # with the reserve, more than nine tenths
+        shelf.guest_room(32 << 20)
+    assert len(shelf.guest_room(16 << 20, spared=8 << 20)) == 16 << 20
+
+
+def test_a_slot_of_ones_own_comes_before_what_gives_way(tmp_path: Path) -> None:
+    left = [64 << 20]
+
+    def make_room() -> bool:
+        left.append(left.pop() + (1 << 20))
+        return True
+
+    snapshots = Snapshots(
+        tmp_path,
+        "replica",
+        round_=1,
+        world_size=2,
+        fingerprint=MODEL,
+        left=lambda: left[0],
+        make_room=make_room,
+    )
+    assert keep(snapshots, 5, state(5)) == 5
+    assert left == [65 << 20], "once"
+    with pytest.raises(OSError, match="a slot takes 3 MiB"):
+        snapshots.write(10, {"weight": torch.zeros(3 << 20, dtype=torch.uint8)}, MODEL)
+
+
 def test_what_copies_what_it_loads_is_given_the_slots_own_memory(tmp_path: Path) -> None:
     """Whoever keeps what it is given would keep the whole slot in memory with it."""
     writer = make(tmp_path)
