@@ -97,7 +97,7 @@ def test_a_killed_rank_costs_at_most_the_steps_since_the_snapshot(
 
 def kept_steps(folder: Path, rank: int) -> list[int]:
     """Of the copies of a rank's shard in a worker's memory, oldest first; -1 for one that is not whole."""
-    headers = [path.read_bytes()[:16] for path in folder.glob(f"snapshots/shard-{rank}-of-4.*")]
+    headers = [path.read_bytes()[:16].ljust(16, b"\0") for path in folder.glob(f"snapshots/shard-{rank}-of-4.*")]
     return sorted(step if magic else -1 for magic, step in map(struct.Struct("<Qq").unpack, headers))
 
 
