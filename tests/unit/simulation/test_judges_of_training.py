@@ -15,6 +15,7 @@ from pacekeeper_operator.state import Incident
 from simulation.faults.fault import Cost
 from simulation.judges import end, training, truth
 from simulation.judges.judge import Judge
+from simulation.kubernetes.kubelet import Images
 from simulation.workers.volume import Kept
 from simulation.world import EPOCH
 from tests.support.courts import OPERATOR, Court
@@ -388,10 +389,12 @@ def test_end_names_what_is_open(court: TrainingCourt) -> None:
 def test_a_quarantine_ends_in_time(court: TrainingCourt) -> None:
     settled(court)
     court.create_node()
-    cast(Any, court.world).nodes["node-1"] = SimpleNamespace(sick="", slow=1.0)
+    node = cast(Any, court.world).nodes["node-1"] = SimpleNamespace(sick="", slow=1.0, images=Images.FAIL)
     court.suspect(who="kubectl", approved=True, expiresAfter="60s")
     status = {"status": {"cordonedAt": format_time(court.world.wall())}}
     court.api.patch("nodequarantines", "node-1", "", status, subresource="status", manager=OPERATOR)
     assert court.reasons == []
     court.wait(60.0 + end.EXPIRY_SECONDS + 1.0)
+    assert court.reasons == [], "no probe can pass where no image comes"
+    node.images = Images.COME
     assert "node-1 is well, and its quarantine does not end" in court.reasons
