@@ -423,7 +423,10 @@ def test_a_passing_shortage_does_not_close_the_shelf(tmp_path: Path, monkeypatch
     hang_up(pair.listener)
 
 
-def test_a_guest_for_whom_there_is_no_thread_goes_and_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("come_in", [Shelf._let_in, Shelf._attend], ids=["no thread", "no watch over it"])
+def test_a_guest_for_whom_no_thread_starts_goes_and_leaves_its_place(
+    monkeypatch: pytest.MonkeyPatch, come_in: Callable[[Shelf, socket.socket], None]
+) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -432,21 +435,7 @@ def test_a_guest_for_whom_there_is_no_thread_goes_and_leaves_its_place(monkeypat
     for _ in range(neighbours.GUESTS + 1):
         assert shelf._guests.acquire(blocking=False)
         host, guest = socket.socketpair()
-        shelf._let_in(host)
-        assert guest.recv(1) == b""
-        guest.close()
-
-
-def test_a_guest_for_whom_there_is_no_watch_goes_and_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    shelf = Shelf({}, CIRCLE)
-    monkeypatch.setattr(threading.Thread, "start", start)
-    for _ in range(neighbours.GUESTS + 1):
-        assert shelf._guests.acquire(blocking=False)
-        host, guest = socket.socketpair()
-        shelf._attend(host)
+        come_in(shelf, host)
         assert guest.recv(1) == b""
         guest.close()
 
