@@ -87,6 +87,46 @@ def test_a_crashed_rank_starts_again_and_the_run_says_so(tmp_path: Path) -> None
     assert "rank 1 was killed by SIGKILL in round 1 after step 3" in (tmp_path / "log").read_text()
 
 
+def children(pid: int) -> list[int]:
+    """Process ids."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.oldest_torch
+def test_a_warm_process_that_dies_is_made_anew_and_the_run_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with local_run(tmp_path, steps=20, step_seconds=0.05) as pid:
+        eventually(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
+        (warm,) = children(pid)
+        os.kill(warm, signal.SIGKILL)
+        assert exit_code(pid, tmp_path) == 0, log.read_text()
+    for rank in (0, 1):
+        steps = [line.split()[-1] for line in diary(tmp_path, rank) if " step " in line]
+        assert steps == [str(step) for step in range(1, 21)], "each once: they go on where they were"
+        assert diary(tmp_path, rank)[-1] == "round 2 end"
+    assert "ends (killed by SIGKILL), and they with it; another one starts" in log.read_text()
+    assert "the process that it was forked from has ended: killed by SIGKILL" in log.read_text()
+
+
+def test_a_warm_process_that_dies_while_it_starts_ends_the_run(tmp_path: Path) -> None:
+    with local_run(tmp_path, steps=10_000) as pid:
+        eventually(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
+        (first,) = children(pid)
+        os.kill(first, signal.SIGKILL)
+        (second,) = eventually(lambda: [child for child in children(pid) if is_python(child, first)], "another one")
+        os.kill(second, signal.SIGKILL)
+        assert exit_code(pid, tmp_path) == 1
+    assert "ends while it starts: killed by SIGKILL" in (tmp_path / "log").read_text()
+
+
+def is_python(pid: int, other_than: int) -> bool:
+    """Whether this process was begun by another command than the test's own, from which all others are forked."""
+    try:
+        return pid != other_than and "serve_anew" in Path(f"/proc/{pid}/cmdline").read_text()
+    except FileNotFoundError:
+        return False
+
+
 @pytest.mark.oldest_torch
 def test_a_hanging_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     faults = [{"rank": 1, "round": 1, "step": 8, "kind": "stop"}]

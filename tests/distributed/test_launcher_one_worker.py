@@ -123,6 +123,17 @@ def test_a_failed_rank_starts_the_next_round_in_place(tmp_path: Path, kind: str,
         assert one.workers["a"].heartbeat().restarts == 1
 
 
+def test_a_warm_process_that_does_not_start_in_time_ends_its_launcher(tmp_path: Path) -> None:
+    with team(tmp_path, steps=10_000, import_timeout=0.01) as one:
+        one_worker(one)
+        one.wait_for_step(2)
+        worker = one.workers["a"]
+        (warm,) = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+        os.kill(int(warm), signal.SIGKILL)
+        assert worker.wait() == 1, one.logs()
+        assert "within 0.01 s; mend the storage of the image, or raise PACEKEEPER_IMPORT_SECONDS" in one.logs()
+
+
 def test_two_rounds_without_a_step_are_not_followed_by_a_third(tmp_path: Path) -> None:
     faults = [{"rank": 0, "round": number, "step": 1, "kind": "exit"} for number in (1, 2, 3)]
     with team(tmp_path, steps=2, faults=faults) as one:

@@ -139,8 +139,17 @@ def test_settings_name_the_variable_and_the_remedy() -> None:
     with pytest.raises(InputError, match=r"PACEKEEPER_POD_IP.*--local"):
         LauncherSettings.from_environment({"PACEKEEPER_WORKER": "w"})
     for text in ("soon", "-1", "0"):
-        with pytest.raises(InputError, match="PACEKEEPER_GRACE_SECONDS"):
-            LauncherSettings.from_environment({**good, "PACEKEEPER_GRACE_SECONDS": text})
+        for name in ("GRACE", "KILL", "IMPORT"):
+            variable = f"PACEKEEPER_{name}_SECONDS"
+            with pytest.raises(InputError, match=f"{variable}=.*give a number above 0"):
+                LauncherSettings.from_environment({**good, variable: text})
+    longer = {"PACEKEEPER_KILL_SECONDS": "90", "PACEKEEPER_IMPORT_SECONDS": "600"}
+    for name, seconds in longer.items():
+        with pytest.raises(InputError, match=f"{name}: {seconds} s must be below PACEKEEPER_GATHER_SECONDS, 60 s"):
+            LauncherSettings.from_environment({**good, name: seconds})
+    longer["PACEKEEPER_GATHER_SECONDS"] = "601"
+    settings = LauncherSettings.from_environment({**good, **longer})
+    assert (settings.kill_timeout, settings.import_timeout) == (90, 600)
 
 
 def test_a_plan_that_cannot_be_read_leaves_the_one_before_in_force(tmp_path: Path) -> None:

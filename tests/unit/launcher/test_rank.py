@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.processes import group_exists
+from pacekeeper.launcher.processes import die_with_parent, group_exists
 from pacekeeper.launcher.rank import STACK_SIGNAL, RankStart
-from pacekeeper.launcher.warm import Exited, Forked, Warm, start_warm
+from pacekeeper.launcher.warm import Exited, Forked, Warm, start_warm, start_warm_anew
 from pacekeeper.observe.ring import RingReader
 
 
@@ -31,9 +31,9 @@ class Ended:
 class Runner:
     """Runs scripts in ranks of a warm process, one after the other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start: Callable[[], Warm] = start_warm) -> None:
         self.folder = folder
-        self.warm: Warm = start_warm()
+        self.warm = start()
 
     def start(self, script: str, *arguments: str, module: str = "", **environment: str) -> int:
         """The rank's process id."""
@@ -69,9 +69,11 @@ class Runner:
 
     def _next(self) -> Forked | Exited:
         # The warm process imports torch first, which on a machine that has never read it takes tens of seconds.
-        ready, _, _ = select.select([self.warm.connection], [], [], 120)
-        assert ready, "no news of the warm process"
-        return next(iter(self.warm.news()))
+        while True:
+            ready, _, _ = select.select([self.warm.connection], [], [], 120)
+            assert ready, "no news of the warm process"
+            for news in self.warm.news():
+                return news
 
 
 @pytest.fixture
@@ -108,6 +110,33 @@ def test_a_traceback_begins_with_the_script(runner: Runner) -> None:
     assert lines[0].startswith("Traceback")
     assert "script.py" in lines[1]
     assert "rank.py" not in ended.stderr
+
+
+def test_a_warm_process_that_is_made_anew_forks_ranks_like_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = Runner(tmp_path, start_warm_anew)
+    assert not runner.warm.ready
+    script = "import logging, sys; logging.getLogger('here').info('told'); print('torch.utils.data' in sys.modules)"
+    ended = runner.run(script)
+    assert runner.warm.ready
+    assert (ended.code, ended.stdout) == (0, "True\n")
+    assert ended.stderr.endswith(" told\n"), "the log's form is the launcher's"
+    os.kill(runner.warm.pid, signal.SIGSTOP)  # it does not hear of its launcher's end
+    assert runner.warm.bury() == "killed by SIGKILL"
+    runner.warm.fork(RankStart("2", 3, 2, "x", False, [], {}, "x", "x", 0), 1, 2)
+    with pytest.raises(EOFError):
+        next(iter(runner.warm.news()))
+    runner.warm.connection.close()
+
+
+def test_a_rank_whose_warm_process_has_died_meanwhile_does_not_begin() -> None:
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(os.getpid())  # somebody else than its parent
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def test_arguments_environment_and_main_are_the_scripts(runner: Runner) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -22,7 +21,7 @@ from .local import LocalController, local_runtime, local_settings
 from .processes import adopt_orphans
 from .rounds import LEFT_EXIT_CODE
 from .settings import LauncherSettings
-from .warm import Warm, preimport, start_warm
+from .warm import Warm, log_as_launcher, preimport, start_warm
 
 AUTO = "Auto"
 DESCRIPTION = """Runs a training script's ranks and starts them again in place when one fails. In a worker's pod it
@@ -102,7 +101,7 @@ def launch_locally(script: Script, ranks: int, restarts: int, mode: SyncMode | N
 
 
 def _prepare(settings: LauncherSettings, runtime: Runtime) -> tuple[HeartbeatFile, Warm]:
-    logging.basicConfig(level=logging.INFO, format="pacekeeper %(asctime)s %(message)s", datefmt="%H:%M:%S")
+    log_as_launcher()
     heartbeat = HeartbeatFile(runtime.heartbeat, settings.worker)  # says that the launcher is starting
     signal.signal(signal.SIGTERM, _leave_early)  # process 1 would ignore it; the launcher's loop has its own handler
     adopt_orphans()

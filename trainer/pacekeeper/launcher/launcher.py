@@ -37,7 +37,7 @@ from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Termin
 from .settings import LauncherSettings
 from .shim import why_missing
 from .sockets import SocketFile
-from .warm import Warm
+from .warm import Warm, start_warm_anew
 from .wire import MeetingClient, MeetingHost
 from .words import describe
 
@@ -112,7 +112,7 @@ class Launcher:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._end)
         loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
-        loop.add_reader(self._warm.connection, self._wake.set)
+        self._listen_to_warm()
         await self._probe_host.serve(self._probe_listener)
         try:
             while self._exit is None:
@@ -121,8 +121,6 @@ class Launcher:
                 await self._wake.wait()
                 tick.cancel()
                 self._wake.clear()
-        except EOFError as error:
-            self._exit = Exit(1, str(error))
         finally:
             loop.remove_reader(self._warm.connection)
             self._inspector.stop()
@@ -140,6 +138,30 @@ class Launcher:
         self._exit = Exit(1, why)
         self._wake.set()
 
+    def _listen_to_warm(self) -> None:
+        asyncio.get_running_loop().add_reader(self._warm.connection, self._wake.set)
+
+    def _take_news(self, now: float) -> None:
+        """What the warm process says; another one in its place where it has died."""
+        warm, limit = self._warm, self._settings.import_timeout
+        try:
+            self._ranks.take_news()
+        except EOFError:
+            asyncio.get_running_loop().remove_reader(warm.connection)
+            how = warm.bury()
+            if not warm.ready:
+                self._exit = Exit(1, f"the process that ranks are forked from ends while it starts: {how}")
+                return
+            log.warning("the process that ranks are forked from ends (%s), and they with it; another one starts", how)
+            warm.connection.close()
+            self._warm = start_warm_anew()
+            self._ranks.change_warm(self._warm, f"the process that it was forked from has ended: {how}")
+            self._listen_to_warm()
+        else:
+            if not warm.ready and now - warm.started > limit:
+                words = f"the process that ranks are forked from has not started within {limit:g} s"
+                self._exit = Exit(1, f"{words}; mend the storage of the image, or raise PACEKEEPER_IMPORT_SECONDS")
+
     def _end(self) -> None:
         self._told_to_end = True
         self._wake.set()
@@ -148,7 +170,7 @@ class Launcher:
         """One look at the world and what follows from it; again at once while something does."""
         self._sign.give(time.monotonic())
         processes.reap(except_for=self._warm.pid)
-        self._ranks.take_news()
+        self._take_news(time.monotonic())
         plan = self._plan.read()
         before = self._state
         seen = self._see(plan)
@@ -252,8 +274,8 @@ class Launcher:
         said = report(self._state, plan, self._settings)
         view = self._client.view
         seen = view.round if view is not None and view.membership == plan.membership else 0
-        if said.status is Status.READY and not self._paths.find(plan, seen):
-            said = replace(said, status=Status.ENDING)  # when all are ready, all know their paths
+        if said.status is Status.READY and not (self._warm.ready and self._paths.find(plan, seen)):
+            said = replace(said, status=Status.ENDING)  # when all are ready, all can fork, and know their paths
         self._client.say(said)
 
     async def _serve_meeting(self, store: str) -> None:

@@ -11,9 +11,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process when its parent dies."""
+def die_with_parent(parent: int) -> None:
+    """The kernel kills this process when its parent dies. Does not return where `parent` is dead already."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def adopt_orphans() -> None:

@@ -41,9 +41,9 @@ class RankStart:
     threads: int  # of torch's operations; 0: torch's default
 
 
-def run_rank(start: RankStart, stdout: int, stderr: int) -> NoReturn:
-    """Turns this forked process into the rank, runs the script as `__main__` and ends as Python would."""
-    processes.die_with_parent()
+def run_rank(start: RankStart, parent: int, stdout: int, stderr: int) -> NoReturn:
+    """Turns this process, forked by `parent`, into the rank, runs the script as `__main__` and ends as Python would."""
+    processes.die_with_parent(parent)
     os.setpgid(0, 0)
     _reset_signals()
     _connect_output(stdout, stderr)

@@ -42,6 +42,7 @@ class _Rank:
     stderr: OutputPipe
     pid: int | None = None  # None: not forked yet
     exit_code: int | None = None
+    epitaph: str = ""  # what else is known of its end
     ring: RingReader | None = None
     transport: TransportReader | None = None
 
@@ -107,6 +108,14 @@ class RankProcesses:
                     rank.exit_code = news.code
                     rank.stderr.pump()  # its last words
 
+    def change_warm(self, warm: Warm, why: str) -> None:
+        """The warm process has ended, and by the kernel's hand what it has forked. `why`: in words."""
+        self.warm = warm
+        for rank in self._ranks:
+            if rank.exit_code is None:
+                rank.exit_code, rank.epitaph = _SIGKILL, why
+                rank.stderr.pump()
+
     def states(self) -> dict[int, np.void]:
         """The present state (`records.STATE`) of each rank whose script is watched, by local rank."""
         states = {local: _state(rank, self.runtime, local) for local, rank in enumerate(self._ranks)}
@@ -166,7 +175,7 @@ class RankProcesses:
                 completed_step=local in states and int(states[local]["steps_in_round"]) > 0,
                 watched=local in states,
                 step=int(states[local]["step"]) if local in states else -1,
-                error=(tail := rank.stderr.tail()) if rank.exit_code else "",
+                error="\n".join(filter(None, (tail := rank.stderr.tail(), rank.epitaph))) if rank.exit_code else "",
                 lost_peer=rank.exit_code is not None and rank.exit_code != 0 and lost_a_peer(rank.exit_code, tail),
             )
             for local, rank in enumerate(self._ranks)

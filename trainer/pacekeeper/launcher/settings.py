@@ -23,6 +23,8 @@ class LauncherSettings:
     """How long ranks may take to checkpoint and leave after SIGTERM; below the pod's terminationGracePeriodSeconds."""
     kill_timeout: float = 5.0
     """How long killed ranks may take to be gone before the worker is given up."""
+    import_timeout: float = 55.0
+    """How long a process that takes the place of a warm one that has died may take to import torch."""
     gather_timeout: float = 60.0
     """How long the other launchers may take to come before a fault says that they have not."""
     settle: float = 2.0
@@ -41,7 +43,7 @@ class LauncherSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> LauncherSettings:
-        """Raises InputError that names the variable."""
+        """Raises InputError that names the variable and the remedy."""
         try:
             worker, address = environment["PACEKEEPER_WORKER"], environment["PACEKEEPER_POD_IP"]
         except KeyError as error:
@@ -49,17 +51,26 @@ class LauncherSettings:
                 f"{error.args[0]} is not set: the operator sets it in a worker's pod. Outside Kubernetes use "
                 "`pacekeeper run --local <ranks> script.py`"
             ) from error
-        return cls(
+        settings = cls(
             worker=worker,
             address=address,
             incarnation=f"{time.time_ns() // 1_000_000:x}",
             grace=_seconds(environment, "PACEKEEPER_GRACE_SECONDS") or cls.grace,
+            kill_timeout=_seconds(environment, "PACEKEEPER_KILL_SECONDS") or cls.kill_timeout,
+            import_timeout=_seconds(environment, "PACEKEEPER_IMPORT_SECONDS") or cls.import_timeout,
             gather_timeout=_seconds(environment, "PACEKEEPER_GATHER_SECONDS") or cls.gather_timeout,
             contact_timeout=_seconds(environment, "PACEKEEPER_CONTACT_SECONDS") or cls.contact_timeout,
             hang=_seconds(environment, "PACEKEEPER_HANG_SECONDS"),
             phase_deadline=_seconds(environment, "PACEKEEPER_PHASE_SECONDS") or cls.phase_deadline,
             neighbour_port=int(_seconds(environment, "PACEKEEPER_METRICS_PORT") or cls.neighbour_port),
         )
+        for name, seconds in (("KILL", settings.kill_timeout), ("IMPORT", settings.import_timeout)):
+            if seconds >= settings.gather_timeout:
+                raise InputError(
+                    f"PACEKEEPER_{name}_SECONDS: {seconds:g} s must be below PACEKEEPER_GATHER_SECONDS, "
+                    f"{settings.gather_timeout:g} s, after which this worker is replaced; raise that, too"
+                )
+        return settings
 
 
 def _seconds(environment: Mapping[str, str], name: str) -> float | None:

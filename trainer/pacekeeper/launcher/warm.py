@@ -2,7 +2,7 @@
 
 It stays single-threaded for ever and never touches CUDA or a multi-threaded operation, because a fork takes over only
 the thread that forks. The launcher forks it before it starts anything else itself, and speaks with it over a socket
-pair.
+pair. By the time that it dies, and its ranks with it, the launcher has threads: a fresh interpreter takes its place.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import os
 import selectors
 import signal
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
@@ -34,6 +37,11 @@ PREIMPORTS = (
 """What training scripts import, and what torch itself imports at first use."""
 
 _MESSAGE_BYTES = 1 << 20
+
+
+def log_as_launcher() -> None:
+    """Has this process, and all that it forks, write the launcher's log."""
+    logging.basicConfig(level=logging.INFO, format="pacekeeper %(asctime)s %(message)s", datefmt="%H:%M:%S")
 
 
 def preimport(names: Sequence[str] = PREIMPORTS) -> None:
@@ -62,14 +70,19 @@ class Exited:
 class Warm:
     """The launcher's handle on its warm process."""
 
-    def __init__(self, pid: int, connection: socket.socket) -> None:
+    def __init__(self, pid: int, connection: socket.socket, ready: bool = True) -> None:
         self.pid = pid
         self.connection = connection  # non-blocking: readable when there is news
+        self.ready = ready
+        """Whether it has imported all; it takes orders before."""
+        self.started = time.monotonic()
 
     def fork(self, start: RankStart, stdout: int, stderr: int) -> None:
-        """Orders a rank with these two files as its output; `news` tells its process id."""
+        """Orders a rank with these two files as its output; `news` tells its process id, or that there is nobody to
+        fork it."""
         message = json.dumps({"rank": asdict(start)}).encode()
-        socket.send_fds(self.connection, [message], [stdout, stderr])
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(self.connection, [message], [stdout, stderr])
 
     def news(self) -> Iterator[Forked | Exited]:
         """What has happened since the last call. Raises EOFError when the warm process is gone."""
@@ -83,28 +96,76 @@ class Warm:
             if not message:
                 raise EOFError("the warm process has ended")
             content = json.loads(message)
-            yield Forked(**content["forked"]) if "forked" in content else Exited(**content["exited"])
+            if "ready" in content:
+                self.ready = True
+            else:
+                yield Forked(**content["forked"]) if "forked" in content else Exited(**content["exited"])
+
+    def bury(self) -> str:
+        """How it has ended, once `news` says so; it is nobody's child any more."""
+        os.kill(self.pid, signal.SIGKILL)  # of no effect on who has ended, and an end of who has only hung up
+        _, status = os.waitpid(self.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def start_warm() -> Warm:
     """Forks the warm process. The caller must still be single-threaded, and has imported what the ranks need."""
+    ours, theirs = _connection()
+    gc.collect()
+    launcher = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        processes.die_with_parent(launcher)
+        _serve(theirs)
+    theirs.close()
+    return Warm(pid, ours)
+
+
+def start_warm_anew() -> Warm:
+    """The same by a caller that has threads: another interpreter, which takes some seconds to import all again."""
+    ours, theirs = _connection()
+    theirs.set_inheritable(True)
+    given = json.dumps({"parent": os.getpid(), "connection": theirs.fileno()})
+    command = [sys.executable, "-c", _ANEW, json.dumps(sys.path), __name__, given]
+    pid = os.posix_spawn(sys.executable, command, os.environ)
+    theirs.close()
+    return Warm(pid, ours, ready=False)
+
+
+_ANEW = """
+import importlib, json, sys
+sys.path[:] = json.loads(sys.argv[1])
+importlib.import_module(sys.argv[2]).serve_anew(**json.loads(sys.argv[3]))
+"""
+"""With the launcher's own path: ranks are to find what they have found before."""
+
+
+def serve_anew(parent: int, connection: int) -> NoReturn:
+    """The life of a warm process that was not forked. connection: its end of the socket pair."""
+    processes.die_with_parent(parent)
+    log_as_launcher()
+    preimport()
+    gc.collect()
+    theirs = socket.socket(fileno=connection)
+    theirs.set_inheritable(False)
+    theirs.send(json.dumps({"ready": True}).encode())
+    _serve(theirs)
+
+
+def _connection() -> tuple[socket.socket, socket.socket]:
+    """The launcher's end, and the warm process's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
-    gc.collect()
-    pid = os.fork()
-    if pid == 0:
-        gc.freeze()  # the collector then writes to no page that the forks share
-        ours.close()
-        _serve(theirs)
-    theirs.close()
     ours.setblocking(False)
-    return Warm(pid, ours)
+    return ours, theirs
 
 
 def _serve(connection: socket.socket) -> NoReturn:
     """The warm process's life: fork ranks, and say when they end."""
-    processes.die_with_parent()
+    gc.freeze()  # the collector then writes to no page that the forks share
     # A terminal's Ctrl-C reaches the whole group; the launcher decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -141,11 +202,12 @@ def _serve(connection: socket.socket) -> NoReturn:
 
 
 def _fork_rank(start: RankStart, output: Sequence[int], forget_parents_things: Callable[[], None]) -> int:
+    warm = os.getpid()
     pid = os.fork()
     if pid == 0:
         stdout, stderr = output
         forget_parents_things()
-        run_rank(start, stdout, stderr)
+        run_rank(start, warm, stdout, stderr)
     with contextlib.suppress(PermissionError, ProcessLookupError):
         os.setpgid(pid, pid)  # the child does it too: whoever comes first, the group is there from now on
     return pid
