@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from pacekeeper_analysis.errors import InputError
 
+_KILL, _IMPORT = "PACEKEEPER_KILL_SECONDS", "PACEKEEPER_IMPORT_SECONDS"
+
 
 @dataclass(frozen=True)
 class LauncherSettings:
@@ -56,19 +58,20 @@ class LauncherSettings:
             address=address,
             incarnation=f"{time.time_ns() // 1_000_000:x}",
             grace=_seconds(environment, "PACEKEEPER_GRACE_SECONDS") or cls.grace,
-            kill_timeout=_seconds(environment, "PACEKEEPER_KILL_SECONDS") or cls.kill_timeout,
-            import_timeout=_seconds(environment, "PACEKEEPER_IMPORT_SECONDS") or cls.import_timeout,
+            kill_timeout=_seconds(environment, _KILL) or cls.kill_timeout,
+            import_timeout=_seconds(environment, _IMPORT) or cls.import_timeout,
             gather_timeout=_seconds(environment, "PACEKEEPER_GATHER_SECONDS") or cls.gather_timeout,
             contact_timeout=_seconds(environment, "PACEKEEPER_CONTACT_SECONDS") or cls.contact_timeout,
             hang=_seconds(environment, "PACEKEEPER_HANG_SECONDS"),
             phase_deadline=_seconds(environment, "PACEKEEPER_PHASE_SECONDS") or cls.phase_deadline,
             neighbour_port=int(_seconds(environment, "PACEKEEPER_METRICS_PORT") or cls.neighbour_port),
         )
-        for name, seconds in (("KILL", settings.kill_timeout), ("IMPORT", settings.import_timeout)):
+        for name in (_KILL, _IMPORT):
+            seconds = _seconds(environment, name) or 0.0
             if seconds >= settings.gather_timeout:
                 raise InputError(
-                    f"PACEKEEPER_{name}_SECONDS: {seconds:g} s must be below PACEKEEPER_GATHER_SECONDS, "
-                    f"{settings.gather_timeout:g} s, after which this worker is replaced; raise that, too"
+                    f"{name}: {seconds:g} s must be below PACEKEEPER_GATHER_SECONDS, {settings.gather_timeout:g} s, "
+                    "after which this worker is replaced; raise that, too"
                 )
         return settings
 
