@@ -69,6 +69,24 @@ class Remembered(Generic[Who, Value]):
             self._answers.popitem(last=False)
 
 
+class Backoff:
+    """Pauses after failures in a row: each twice as long as the one before, up to the longest."""
+
+    def __init__(self, first: float, longest: float) -> None:
+        self.failing = False
+        self._first = self._next = first
+        self._longest = longest
+
+    def failed(self) -> float:
+        """Seconds until the next try."""
+        pause, self.failing = self._next, True
+        self._next = min(self._longest, 2 * pause)
+        return pause
+
+    def succeeded(self) -> None:
+        self._next, self.failing = self._first, False
+
+
 class Turns(Generic[Who]):
     """One at a time for each key; the others of the key wait, in order."""
 

@@ -12,6 +12,7 @@ from pacekeeper_analysis.errors import InputError
 
 from .. import metrics
 from ..api import GROUP, MANAGER, VERSION, Job
+from ..limits import Backoff
 from ..services.operator import Operator
 from ..services.reconcile import clean_up, close_incidents, desk_for, hide, reconcile
 
@@ -41,7 +42,7 @@ async def keep(memo: kopf.Memo, body: kopf.Body, stopped: kopf.DaemonStopped, **
 
 async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.DaemonStopped) -> None:
     """As long as the job can be read."""
-    desk, backoff = desk_for(operator, job, dict(body)), FIRST_BACKOFF_SECONDS
+    desk, backoff = desk_for(operator, job, dict(body)), Backoff(FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS)
     where = f"job {job.namespace}/{job.name}"
     try:
         while not stopped:
@@ -54,15 +55,16 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
                 break
             try:
                 desk.job, desk.body = job, dict(body)
-                wait, backoff = await reconcile(operator, desk), FIRST_BACKOFF_SECONDS
+                wait = await reconcile(operator, desk)
+                backoff.succeeded()
             except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
                 metrics.RECONCILE_ERRORS.inc()
-                log.warning("%s: %s; tried again in %.1f s", where, error, backoff)
-                wait, backoff = backoff, min(LONGEST_BACKOFF_SECONDS, 2 * backoff)
+                wait = backoff.failed()
+                log.warning("%s: %s; tried again in %.1f s", where, error, wait)
             except Exception:
                 metrics.RECONCILE_ERRORS.inc()
-                log.exception("%s: a pass failed; tried again in %.1f s", where, backoff)
-                wait, backoff = backoff, min(LONGEST_BACKOFF_SECONDS, 2 * backoff)
+                wait = backoff.failed()
+                log.exception("%s: a pass failed; tried again in %.1f s", where, wait)
             metrics.RECONCILE_SECONDS.observe(operator.runtime.monotonic() - started)
             await operator.runtime.either(desk.memory.wake.wait(), stopped.wait(), operator.runtime.sleep(wait))
     except InputError as error:

@@ -24,7 +24,7 @@ from ..state import Case, Draft
 from .faults import OpenFaults
 from .figures import NOTHING, Rows
 from .neighbourhood import Neighbourhood, Shown
-from .store import Key
+from .store import Key, key_of
 
 SHOWN = frozenset({"job", "draft", "phase"})
 """What of a job others look at."""
@@ -86,6 +86,11 @@ class JobMemory:
         super().__setattr__(name, value)
         if name in SHOWN and self.shows is not None:
             self.shows(self)
+
+    @property
+    def read(self) -> bool:
+        """Whether what is written of it is known, and nobody has shown that it is something else by now."""
+        return self.draft is not None and bool(self.resource_version) and not self.doubted
 
     @property
     def plan(self) -> Plan | None:
@@ -164,7 +169,7 @@ class Memory:
     def prove_by(self, states: Listing, namespace: str) -> dict[Key, Object]:
         """These are all bookkeepings of a namespace ("": of all): what is known otherwise, and not by a later write, is
         doubted from now on. Returns those of jobs of which nothing is known."""
-        written = {(body["metadata"]["namespace"], body["metadata"]["name"]): body for body in states.items}
+        written = {key_of(body): body for body in states.items}
         for key, job in self:
             version = job.resource_version
             if namespace not in ("", key[0]) or not version or int(version) > states.version:

@@ -16,6 +16,7 @@ from typing import Any
 import kopf
 
 from ..cluster import Cluster, Gone, Listing, NotFound
+from ..limits import Backoff
 from ..runtime import Runtime
 from .store import Shelf, read
 
@@ -45,12 +46,12 @@ class Source:
         await asyncio.gather(*map(self._follow, self.shelves[0].kind.places(self.namespaces)))
 
     async def _follow(self, place: str) -> None:
-        pause = FIRST_BACKOFF_SECONDS
+        backoff = Backoff(FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS)
         while True:
             began = self.runtime.monotonic()
             try:
                 await self._watch(place)
-                pause = FIRST_BACKOFF_SECONDS
+                backoff.succeeded()
                 await self.runtime.sleep(AGAIN_SECONDS)
                 continue
             except Gone:
@@ -59,9 +60,8 @@ class Source:
                 level = logging.DEBUG if isinstance(error, NotFound) else logging.WARNING  # definitions may be older
                 log.log(level, "%s cannot be watched, which is tried again: %s", self.shelves[0].kind.plural, error)
             if self.runtime.monotonic() - began > LONGEST_BACKOFF_SECONDS:
-                pause = FIRST_BACKOFF_SECONDS  # it has lived
-            await self.runtime.sleep(pause * (0.75 + 0.5 * self.runtime.random()))
-            pause = min(LONGEST_BACKOFF_SECONDS, 2 * pause)
+                backoff.succeeded()  # it has lived
+            await self.runtime.sleep(backoff.failed() * (0.75 + 0.5 * self.runtime.random()))
 
     async def _watch(self, place: str) -> None:
         """Until the watch ends. Raises Gone, and what the cluster does."""

@@ -79,7 +79,7 @@ class Shelf(Generic[View]):
         """What a watch tells of an object."""
         self.heard, self.unheard = True, 0
         if deleted:
-            self._remove(_key(body), _version(body))
+            self._remove(key_of(body), version_of(body))
         else:
             self._put(body)
 
@@ -113,7 +113,7 @@ class Shelf(Generic[View]):
     def take_all(self, listing: Listing, namespace: str) -> int:
         """All that there are of a namespace ("": of all); how many objects were not as they were known."""
         items, version = listing.items, listing.version
-        there = {_key(body) for body in items}
+        there = {key_of(body) for body in items}
         missing = [
             key
             for key, entry in self._entries.items()
@@ -125,7 +125,7 @@ class Shelf(Generic[View]):
 
     def _put(self, body: Mapping[str, Any]) -> bool:
         """Whether this is news to decisions."""
-        key, version = _key(body), _version(body)
+        key, version = key_of(body), version_of(body)
         before = self._entries.get(key)
         if version < max(self._gone.get(key, 0), before.version if before else 0):
             return False  # a list that was taken before a watch told better
@@ -184,11 +184,11 @@ async def read(cluster: Cluster, shelves: Sequence[Shelf[Any]], namespaces: Sequ
     return found
 
 
-def _key(body: Mapping[str, Any]) -> Key:
+def key_of(body: Mapping[str, Any]) -> Key:
     return body["metadata"].get("namespace") or "", body["metadata"]["name"]
 
 
-def _version(body: Mapping[str, Any]) -> int:
+def version_of(body: Mapping[str, Any]) -> int:
     """Kubernetes promises that they can be compared as numbers; where one is none, the last word counts."""
     text = body["metadata"].get("resourceVersion", "")
     return int(text) if text.isdecimal() else 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import kopf
 
 from ..effects import CreatePod, Effect
+from ..limits import Backoff
 from ..observation import Hindrance
 from ..runtime import Runtime
 
@@ -32,7 +33,7 @@ async def _at_once(_effect: Effect) -> None:
 class _Attempts:
     """What has become of an effect so far."""
 
-    failures: int = 0
+    backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS))
     not_before: float = 0.0  # by the monotonic clock
     trouble: str = ""
 
@@ -106,7 +107,8 @@ class Errands:
         try:
             await self.ready(effect)
             rest = await self._in_turn(effect)
-            tries.failures, tries.trouble = 0, ""
+            tries.backoff.succeeded()
+            tries.trouble = ""
             tries.not_before = self.runtime.monotonic() + rest
         except (kopf.TemporaryError, kopf.PermanentError) as error:
             self._put_off(effect, tries, str(error))
@@ -126,7 +128,6 @@ class Errands:
             return await self.carry_out(effect) if effect.key in self._wanted else 0.0
 
     def _put_off(self, effect: Effect, tries: _Attempts, words: str) -> None:
-        pause = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**tries.failures)
-        tries.failures, tries.trouble = tries.failures + 1, words
+        pause, tries.trouble = tries.backoff.failed(), words
         tries.not_before = self.runtime.monotonic() + pause * (0.75 + 0.5 * self.runtime.random())
         log.warning("%s: %s: %s; tried again in about %.0f s", self.name, effect.key, words, pause)

@@ -57,7 +57,7 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
         return await _leave_alone(operator, desk)
     try:
         await _see_queue(operator, desk)
-        if desk.memory.draft is None or not desk.memory.resource_version or desk.memory.doubted:
+        if not desk.memory.read:
             await _read(operator, desk)
     except Exception as error:
         await _report_blind(operator, desk, str(error))

@@ -6,12 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import kopf
 
 from .. import metrics
+from ..limits import Backoff
 from ..runtime import Runtime
 
 QUICK_SECONDS = 0.02
@@ -30,7 +31,7 @@ class StatusWriter:
     name: str = ""
     _writing: asyncio.Task[None] | None = None
     _withheld: bool = False  # something was to be said meanwhile
-    _failures: int = 0  # in a row
+    _backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS))
 
     def withholds(self) -> bool:
         """Whether nothing can be written now: the last one is under way, or rests because it has failed. At its end a
@@ -41,7 +42,7 @@ class StatusWriter:
     @property
     def failed(self) -> bool:
         """Whether the last one did: it may have been carried out all the same."""
-        return self._failures > 0
+        return self._backoff.failing
 
     async def write(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Unless it `withholds`."""
@@ -58,10 +59,9 @@ class StatusWriter:
     async def _write(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-            self._failures = 0
+            self._backoff.succeeded()
         except Exception as error:
-            pause = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**self._failures)
-            self._failures, self._withheld = self._failures + 1, True
+            pause, self._withheld = self._backoff.failed(), True
             metrics.STATUS_FAILURES.inc()
             known = isinstance(error, kopf.TemporaryError | kopf.PermanentError)
             log.log(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pacekeeper_operator.limits import Rate, Remembered
+from pacekeeper_operator.limits import Backoff, Rate, Remembered
 
 
 def test_so_many_at_once_and_so_many_a_second() -> None:
@@ -44,3 +44,13 @@ def test_of_too_many_answers_the_oldest_goes() -> None:
     for at, key in enumerate("abac"):
         answers.put(key, at, float(at))
     assert [answers.get(key, 3.0) for key in "abc"] == [2, None, 3]
+
+
+def test_pauses_double_up_to_the_longest_however_often_it_fails_and_begin_anew_after_a_success() -> None:
+    backoff = Backoff(0.5, 3.0)
+    assert not backoff.failing
+    assert [backoff.failed() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert [backoff.failed() for _ in range(5000)][-1] == 3.0
+    assert backoff.failing
+    backoff.succeeded()
+    assert (backoff.failing, backoff.failed()) == (False, 0.5)
