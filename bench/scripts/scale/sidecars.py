@@ -3,9 +3,10 @@
     python -m bench.scripts.scale.sidecars     # {"api", "authority", "token", "folder"} as JSON on its standard input
 
 Each has a token of its own, bound to its pod, a TLS connection of its own from an address of its own, and the real
-client (`pacekeeper.sidecar.client`). Its worker is warm, follows the plan, and steps; its figures move a little. Prints
-a line of JSON ten times a second: how many poll, how many train, how often one was given
-ranks, and how many calls were refused so far.
+client (`pacekeeper.sidecar.client`). Of their handshakes so many are under way at a time as one process can answer:
+thousands of machines have a processor each for theirs. Each worker is warm, follows the plan, and steps; its figures
+move a little. Prints a line of JSON ten times a second: how many poll, how many train, how often one was given ranks,
+and how many calls were refused so far.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -40,6 +42,8 @@ WAITS = 0.05
 LABEL_JOB = "pacekeeper.dev/job"
 AUDIENCE = "pacekeeper"
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.2, 5.0
+BEGIN_AT_ONCE = 128
+"""Connections."""
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Fleet:
     began: float = field(default_factory=time.time)
     contexts: dict[str, ssl.SSLContext] = field(default_factory=dict)
     lives: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by UID of a pod
+    begins: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(BEGIN_AT_ONCE))
     made: int = 0
 
     def hear(self, kind: str, pod: dict[str, Any]) -> None:
@@ -74,7 +79,7 @@ async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
     connector = aiohttp.TCPConnector(
         ssl=fleet.context(settings.authority), keepalive_timeout=60, local_addr=(source, 0)
     )
-    async with aiohttp.ClientSession(connector=connector) as session:
+    async with aiohttp.ClientSession(connector=connector, trace_configs=[_in_turn(fleet.begins)]) as session:
         client, plan, backoff = OperatorClient(session, settings), WorkerPlan(version=-1), FIRST_BACKOFF
         beat = Heartbeat(worker=settings.worker, state=LauncherState.WARM)
         fleet.counts["sidecars"] += 1
@@ -102,6 +107,24 @@ async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
         finally:
             fleet.counts["sidecars"] -= 1
             fleet.counts["training"] -= trains
+
+
+def _in_turn(begins: asyncio.Semaphore) -> aiohttp.TraceConfig:
+    """Connections are begun in turn; the client's time for a handshake counts from its turn."""
+
+    async def begin(_session: object, call: SimpleNamespace, _of: object) -> None:
+        await begins.acquire()
+        call.begins = True
+
+    async def end(_session: object, call: SimpleNamespace, _of: object) -> None:
+        if vars(call).pop("begins", False):
+            begins.release()
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_create_start.append(begin)
+    trace.on_connection_create_end.append(end)
+    trace.on_request_exception.append(end)
+    return trace
 
 
 def _follow(beat: Heartbeat, before: WorkerPlan, plan: WorkerPlan) -> Heartbeat:

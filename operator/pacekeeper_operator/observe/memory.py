@@ -24,6 +24,7 @@ from ..state import Case, Draft
 from .faults import OpenFaults
 from .figures import NOTHING, Rows
 from .neighbourhood import Neighbourhood, Shown
+from .readers import Readers
 from .store import Key, key_of
 
 SHOWN = frozenset({"job", "draft", "phase"})
@@ -77,7 +78,7 @@ class JobMemory:
     patterns_at: float = 0.0  # when the newest of them came
     localised: Localised | None = None  # what the last window has come to
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
-    written: asyncio.Condition = field(default_factory=asyncio.Condition)  # the draft was written
+    readers: Readers = field(default_factory=Readers)  # who waits until the next draft is written
     shows: Callable[[JobMemory], None] | None = field(default=None, repr=False, compare=False)
     """Called when something has changed that others look at."""
 
@@ -96,23 +97,23 @@ class JobMemory:
     def plan(self) -> Plan | None:
         return None if self.draft is None else self.draft.plan
 
-    async def publish(self, draft: Draft, resource_version: str) -> None:
-        """What is written now: held polls and faults are answered by it."""
+    def publish(self, draft: Draft, resource_version: str) -> None:
+        """What is written now: held polls and faults are answered by it. Whoever joins or leaves is told first."""
         known = {worker.name for worker in draft.state.placement.workers}
         wanted = {quarantine.case for quarantine in draft.state.incidents.quarantines}
-        async with self.written:
-            if self.plan is None or self.plan.profile != draft.plan.profile:
-                self.patterns, self.pattern_bytes = {}, 0
-            self.draft, self.resource_version = draft, resource_version
-            if self.faults:
-                settled = draft.state.incidents.names_settled
-                self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
-            self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
-            self.evidence = {n: e for n, e in self.evidence.items() if e.request == draft.plan.evidence_request}
-            probe = "" if draft.plan.probe is None else draft.plan.probe.name
-            self.probes = {n: e for n, e in self.probes.items() if e.request == probe}
-            self.rulings = {case: ruling for case, ruling in self.rulings.items() if case in wanted}
-            self.written.notify_all()
+        before, plan = self.plan, draft.plan
+        if before is None or before.profile != plan.profile:
+            self.patterns, self.pattern_bytes = {}, 0
+        self.draft, self.resource_version = draft, resource_version
+        if self.faults:
+            settled = draft.state.incidents.names_settled
+            self.faults.keep(lambda fault: fault.name not in settled and fault.worker in known)
+        self.contacts = {name: contact for name, contact in self.contacts.items() if name in known}
+        self.evidence = {n: e for n, e in self.evidence.items() if e.request == plan.evidence_request}
+        probe = "" if plan.probe is None else plan.probe.name
+        self.probes = {n: e for n, e in self.probes.items() if e.request == probe}
+        self.rulings = {case: ruling for case, ruling in self.rulings.items() if case in wanted}
+        self.readers.tell(first=_members(before) ^ _members(plan))
 
 
 class Memory:
@@ -208,6 +209,10 @@ class Memory:
         memory = self.find(namespace, job)
         if memory is not None:
             memory.wake.set()
+
+
+def _members(plan: Plan | None) -> set[str]:
+    return set() if plan is None else {member.worker for member in plan.members}
 
 
 def _shown(memory: JobMemory | None) -> Shown | None:

@@ -17,6 +17,8 @@ from ..api import METRICS_PORT
 TIMEOUT_SECONDS = 0.4
 LATE_SECONDS = 0.2
 """A time-out that comes later than this was not looked after in time: an answer may lie there unread."""
+TURNS = 8
+"""Of the event loop: in fewer a connection that has been answered is made."""
 TRIES = 2
 """The second try is the retransmission that a lost packet deserves."""
 TURN_SECONDS = 15.0
@@ -61,9 +63,7 @@ async def _reaches(address: str, port: int) -> bool | None:
     for _ in range(TRIES):
         began = loop.time()
         try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
-                _, writer = await asyncio.open_connection(address, port)
-                writer.close()
+            await _connect(address, port)
             return True
         except ConnectionRefusedError:
             return True
@@ -73,6 +73,26 @@ async def _reaches(address: str, port: int) -> bool | None:
             tried = not _is_ours(error, address)
         answer = False if tried else answer
     return answer
+
+
+async def _connect(address: str, port: int) -> None:
+    """Raises TimeoutError where no answer has come TIMEOUT_SECONDS after the kernel has asked: one that lies there
+    unread, because the event loop has much to do, counts. Raises OSError."""
+    connecting = asyncio.create_task(asyncio.open_connection(address, port))
+    try:
+        await asyncio.sleep(0)  # now it is under way
+        await asyncio.wait({connecting}, timeout=TIMEOUT_SECONDS)
+        for _ in range(TURNS):
+            if connecting.done():
+                break
+            await asyncio.sleep(0)
+    finally:
+        connecting.cancel()
+        await asyncio.wait({connecting})  # its file is free
+    if connecting.cancelled():
+        raise TimeoutError
+    _, writer = connecting.result()
+    writer.close()
 
 
 def _is_ours(error: OSError, address: str) -> bool:

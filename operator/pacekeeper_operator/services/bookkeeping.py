@@ -44,7 +44,7 @@ async def _load(cluster: Cluster, job: Job, memory: JobMemory, listed: Object | 
     if memory.draft is None or memory.resource_version != version:
         written = ledger.read(body, job.name)
         memory.unknown = written.unknown
-        await memory.publish(written.draft, version)
+        memory.publish(written.draft, version)
     return memory.draft
 
 
@@ -53,7 +53,7 @@ async def write(cluster: Cluster, job: Job, memory: JobMemory, draft: Draft) -> 
     body = state_object(job, ledger.write(draft, job.name, memory.unknown), memory.resource_version)
     call = cluster.replace if memory.resource_version else cluster.create
     written = await call(STATES, body)
-    await memory.publish(draft, written["metadata"]["resourceVersion"])
+    memory.publish(draft, written["metadata"]["resourceVersion"])
 
 
 async def begin(

@@ -155,7 +155,7 @@ class Sidecars:
         self._memory.hold(job, 1)
         try:
             async with self._only_poll(caller):
-                await self._runtime.within(self._hold(contact, wait, most), _news(job, after))
+                await self._runtime.within(self._hold(contact, wait, most), _news(job, caller, after))
         except TimeoutError:
             return None
         except asyncio.CancelledError:
@@ -335,9 +335,9 @@ def _operation_bytes(of: tuple[Key, JobMemory]) -> int:
     return sum(len(rank.operations) for told in of[1].evidence.values() for rank in told.operations)
 
 
-async def _news(job: JobMemory, after: int) -> None:
-    async with job.written:
-        await job.written.wait_for(lambda: job.plan is not None and job.plan.version > after)
+async def _news(job: JobMemory, caller: Caller, after: int) -> None:
+    while job.plan is None or job.plan.version <= after:
+        await job.readers.next(caller.worker)
 
 
 def _part(job: JobMemory, caller: Caller, after: int) -> WorkerPlan | None:
@@ -349,8 +349,8 @@ def _member(plan: Plan, caller: Caller) -> Member | None:
 
 
 async def _dealt_with(job: JobMemory, fault: Fault) -> None:
-    async with job.written:
-        await job.written.wait_for(lambda: _settled(job, fault))
+    while not _settled(job, fault):
+        await job.readers.next(fault.worker)
 
 
 def _is_asked(probe: Probe | None, request: str, worker: str) -> bool:

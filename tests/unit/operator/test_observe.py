@@ -104,9 +104,9 @@ async def test_what_was_dealt_with_is_forgotten_once_it_is_written() -> None:
     memory = JobMemory(world.job)
     fault = crash("j-w0-0", 0)
     memory.faults.take(fault, workers=1)
-    await memory.publish(world.draft, "1")
+    memory.publish(world.draft, "1")
     assert memory.faults
-    await memory.publish(world.draft.settle((fault.name,)), "2")
+    memory.publish(world.draft.settle((fault.name,)), "2")
     assert not memory.faults
 
 

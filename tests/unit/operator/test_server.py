@@ -112,7 +112,7 @@ def memory() -> Memory:
 @pytest.fixture
 async def job(memory: Memory) -> JobMemory:
     job = memory.of(WORLD.job)
-    await job.publish(WORLD.draft, "1")
+    job.publish(WORLD.draft, "1")
     return job
 
 
@@ -205,7 +205,7 @@ async def test_a_malformed_body_is_refused(client: Client, body: bytes) -> None:
 async def test_a_huge_body_is_refused_before_it_is_read(
     client: Client, job: JobMemory, path: str, most: int, told: bool
 ) -> None:
-    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
     sent, endless = 0, 2**30
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -308,7 +308,7 @@ class TestBodies:
     async def test_a_crowd_of_values_is_refused_before_it_is_parsed(
         self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch, path: str, most: int, value: bytes
     ) -> None:
-        await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+        job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
         monkeypatch.setattr(server, "json", None)
         answer = await client.post(path, data=b'{"x":[' + b",".join([value] * most) + b"]}", **W0)
         assert answer.status == 400
@@ -374,7 +374,7 @@ async def test_a_poll_is_held_until_the_plan_changes(client: Client, job: JobMem
     await heard(job)
     assert not poll.done()
     changed = WORLD.draft.with_plan(checkpoint_request=7)
-    await job.publish(changed, "2")
+    job.publish(changed, "2")
     answer = await asyncio.wait_for(poll, 5)
     assert (await answer.json())["checkpoint_request"] == 7
 
@@ -390,7 +390,7 @@ async def test_a_fault_is_taken_once_what_was_decided_is_written(client: Client,
     await asyncio.wait_for(job.wake.wait(), 5)
     assert list(job.faults.values()) == [fault]
     assert not post.done()
-    await job.publish(WORLD.draft.settle((fault.name,)), "2")
+    job.publish(WORLD.draft.settle((fault.name,)), "2")
     assert (await asyncio.wait_for(post, 5)).status == 202
     assert not job.faults
     again = await client.post("/v1/faults", json=fault.to_json(), **W0)
@@ -411,7 +411,7 @@ async def test_nobody_speaks_for_another(client: Client) -> None:
 
 
 async def test_evidence_is_kept_while_it_is_asked_for(client: Client, job: JobMemory) -> None:
-    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
     old, new = (Evidence(request, "j-w0-0", 1) for request in ("before", "why"))
     for evidence in (old, new):
         answer = await client.post(f"/v1/evidence/{evidence.request}", json=evidence.to_json(), **W0)
@@ -422,7 +422,7 @@ async def test_evidence_is_kept_while_it_is_asked_for(client: Client, job: JobMe
 
 
 async def test_evidence_about_other_ranks_or_groups_beyond_the_job_is_dropped(client: Client, job: JobMemory) -> None:
-    await job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
+    job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
     own, other = RankOperations(0, ""), RankOperations(1, "")
     for group, kept in ((Communicator(1, "0-1"), (own,)), (Communicator(1, "0-1048575"), ())):
         told = Evidence("why", "j-w0-0", 1, communicators=(group,), operations=(own, other))
@@ -438,12 +438,12 @@ async def test_more_collectives_than_there_is_room_for_are_to_be_sent_again(
     told = Evidence("why", "j-w0-0", 1).to_json()
     job.evidence["j-w1-0"] = Evidence("why", "j-w1-0", 1, operations=(RankOperations(1, "A" * 128),))
     for parts, status in ((PARTS, 503), (PARTS[:1], 202)):
-        await job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=parts), "2")
+        job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=parts), "2")
         assert (await client.post("/v1/evidence/why", json=told, **W0)).status == status
 
 
 async def test_operations_that_are_none_are_refused(client: Client, job: JobMemory) -> None:
-    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
     body = Evidence("why", "j-w0-0", 1).to_json() | {"operations": [{"rank": 0, "operations": "!"}]}
     assert (await client.post("/v1/evidence/why", json=body, **W0)).status == 400
     assert not job.evidence
@@ -529,7 +529,7 @@ class TestPolls:
         assert (await asyncio.wait_for(older, 5)).status == 204
         assert not newer.done()
         assert job.contacts["j-w0-0"].polling == 1
-        await job.publish(WORLD.draft.with_plan(checkpoint_request=7), "2")
+        job.publish(WORLD.draft.with_plan(checkpoint_request=7), "2")
         assert (await asyncio.wait_for(newer, 5)).status == 200
 
     async def test_a_heartbeat_in_between_ends_none(self, client: Client, job: JobMemory) -> None:
@@ -538,7 +538,7 @@ class TestPolls:
         beat = await client.post(f"/v1/plan?after={WORLD.plan.version}&wait=0", json=BEAT, **W0)
         assert beat.status == 204
         assert not held.done()
-        await job.publish(WORLD.draft.with_plan(checkpoint_request=7), "2")
+        job.publish(WORLD.draft.with_plan(checkpoint_request=7), "2")
         assert (await asyncio.wait_for(held, 5)).status == 200
 
     async def test_who_calls_without_end_is_told_to_wait(self, client: Client, clock: Clock) -> None:
@@ -701,7 +701,7 @@ class TestFaults:
         assert statuses == [503, 503, 503, 429, 429]
         assert list(job.faults) == ["j-w0-0-0", "j-w0-0-1", "j-w0-0-2"]
         assert await self.send(client, "j-w0-0-1") == 503, "one that is known is asked for again"
-        await job.publish(WORLD.draft.settle(("j-w0-0-1",)), "2")
+        job.publish(WORLD.draft.settle(("j-w0-0-1",)), "2")
         clock.at += 1
         assert await self.send(client, "j-w0-0-4") == 503, "there is room again"
 
@@ -727,7 +727,7 @@ class TestFaults:
         for number in range(faults.MAX_OF_WORKER):
             assert job.faults.take(crash("j-w0-0", number), 3) == ""
         assert job.faults.take(crash("j-w0-0", 99), 3)
-        await job.publish(WORLD.draft.with_placement(workers=WORLD.state.placement.workers[1:]), "2")
+        job.publish(WORLD.draft.with_placement(workers=WORLD.state.placement.workers[1:]), "2")
         assert not job.faults
         assert job.faults.take(crash("j-w0-0", 99), 3) == ""
 
@@ -789,7 +789,7 @@ class TestClocks:
 
 
 async def test_nobody_measures_for_another(client: Client, job: JobMemory) -> None:
-    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
     anothers = Evidence("why", "j-w1-0", 1).to_json()
     assert (await client.post("/v1/evidence/why", json=anothers, **W0)).status == 403
     own, others = (RankWindow(rank, (1,), (0.1,), (0.1,), (1,)) for rank in (0, 1))
@@ -799,7 +799,7 @@ async def test_nobody_measures_for_another(client: Client, job: JobMemory) -> No
 
 
 async def test_a_spares_evidence_is_not_read(client: Client, job: JobMemory) -> None:
-    await job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
     answer = await client.post("/v1/evidence/why", data=b"x" * 2 * MAX_EVIDENCE_BYTES, **as_worker("j-w2-0", "uid-2"))
     assert answer.status == 202
     assert not job.evidence
@@ -1039,14 +1039,14 @@ async def until(condition: Callable[[], bool]) -> None:
 class TestPatterns:
     @pytest.fixture
     async def asked(self, job: JobMemory) -> JobMemory:
-        await job.publish(WORLD.draft.with_plan(profile=Profile("profile-7", 100)), "2")
+        job.publish(WORLD.draft.with_plan(profile=Profile("profile-7", 100)), "2")
         return job
 
     async def test_are_kept_as_they_came_while_they_are_asked_for(self, client: Client, asked: JobMemory) -> None:
         assert (await client.post("/v1/patterns/profile-7/0", data=b'{"any":1}', **W0)).status == 202
         assert asked.patterns == {0: b'{"any":1}'}
         assert asked.patterns_at > 0.0
-        await asked.publish(WORLD.draft, "3")
+        asked.publish(WORLD.draft, "3")
         assert asked.patterns == {}
 
     @pytest.mark.parametrize("path", ["profile-6/0", "profile-7/1", "profile-7/999"], ids=str)

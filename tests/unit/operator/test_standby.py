@@ -113,7 +113,7 @@ async def test_one_that_is_cut_off_holds_nobody(sidecars: Sidecars) -> None:
 async def test_polls_that_are_held_end_when_it_leads_no_more() -> None:
     memory = Memory(0.0)
     job = memory.of(WORLD.job)
-    await job.publish(WORLD.draft, "1")
+    job.publish(WORLD.draft, "1")
     sidecars = Sidecars(cast(Cluster, Nobody()), memory, Runtime())
     beat = Heartbeat(worker="j-w0-0", state=LauncherState.RUNNING)
     caller = Caller("ns", "j", "j-w0-0")

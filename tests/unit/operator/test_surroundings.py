@@ -169,7 +169,7 @@ class TestMemory:
         memory.rulings = {(name, "node-1"): Ruling(Verdict.SUSPECTED, "w") for name in ("asked", "dropped")}
         wanted = WantedQuarantine("node-1", "u", "why", "asked")
         draft = world.draft.with_plan(evidence_request="new").with_incidents(quarantines=(wanted,))
-        await memory.publish(draft, "7")
+        memory.publish(draft, "7")
         assert list(memory.contacts) == ["j-w0-0"]
         assert list(memory.evidence) == ["j-w0-0"]
         assert [fault.worker for fault in memory.faults.values()] == ["j-w0-0"]
@@ -306,6 +306,30 @@ class TestReachability:
 
         monkeypatch.setattr(asyncio, "open_connection", open_connection)
         assert await reachability.reaches_node("192.0.2.1") is None
+
+    @pytest.mark.parametrize("listens", [True, False], ids=["listens", "refuses"])
+    async def test_an_answer_that_lies_there_unread_counts_however_busy_the_operator_is(
+        self, listens: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each turn of the event loop takes longer than a probe may."""
+        server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        if not listens:
+            server.close()
+            await server.wait_closed()
+        monkeypatch.setattr(reachability, "TIMEOUT_SECONDS", 0.01)
+        monkeypatch.setattr(reachability, "TRIES", 1)
+        loop, over = asyncio.get_running_loop(), False
+
+        def be_busy() -> None:
+            time.sleep(0.015)
+            if not over:
+                loop.call_soon(be_busy)
+
+        loop.call_soon(be_busy)
+        assert await reachability.reaches_worker("127.0.0.1", port) is True
+        over = True
+        server.close()
 
     async def test_no_more_are_under_way_than_there_are_files_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(files, "now", lambda: Files(files.RESERVED + 2 * files.PROBES_SHARE))

@@ -1,0 +1,69 @@
+"""Thousands of polls are answered in an order, and never keep everything else waiting."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pacekeeper_operator.observe.readers import AT_ONCE, Readers
+
+
+async def _waiting(readers: Readers, workers: list[str], told: list[str]) -> list[asyncio.Task[None]]:
+    async def wait(worker: str) -> None:
+        await readers.next(worker)
+        told.append(worker)
+
+    tasks = [asyncio.create_task(wait(worker)) for worker in workers]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_whoever_joins_or_leaves_is_told_first_and_the_others_as_they_came() -> None:
+    readers, told = Readers(), list[str]()
+    tasks = await _waiting(readers, ["a", "b", "spare", "c"], told)
+    readers.tell(first={"spare"})
+    await asyncio.gather(*tasks)
+    assert told == ["spare", "a", "b", "c"]
+
+
+async def test_between_answers_everything_else_has_its_turn() -> None:
+    readers, told, seen = Readers(), list[str](), list[int]()
+    tasks = await _waiting(readers, [f"w{n}" for n in range(10 * AT_ONCE)], told)
+
+    async def look() -> None:
+        while len(told) < 10 * AT_ONCE:
+            seen.append(len(told))
+            await asyncio.sleep(0)
+
+    readers.tell()
+    await asyncio.gather(look(), *tasks)
+    steps = [after - before for before, after in zip(seen, seen[1:], strict=False)]
+    assert max(steps) <= 2 * AT_ONCE
+    assert len(seen) >= 5
+
+
+async def test_one_that_has_left_keeps_nobody_waiting_and_news_wakes_only_those_who_wait_then() -> None:
+    readers, told = Readers(), list[str]()
+    tasks = await _waiting(readers, ["a", "b", "c"], told)
+    tasks[0].cancel()
+    readers.tell()
+    tasks[1].cancel()  # told already, or about to be
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert told == ["c"]
+    (late,) = await _waiting(readers, ["late"], told)
+    await asyncio.sleep(0)
+    assert not late.done()
+    readers.tell()
+    await asyncio.gather(late)
+    assert told == ["c", "late"]
+
+
+async def test_two_pieces_of_news_at_once_leave_nobody_behind() -> None:
+    readers, told = Readers(), list[str]()
+    workers = [f"w{n}" for n in range(3 * AT_ONCE)]
+    tasks = await _waiting(readers, workers, told)
+    readers.tell()
+    await asyncio.sleep(0)
+    tasks += await _waiting(readers, ["late"], told)
+    readers.tell(first={"late"})
+    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert sorted(told) == sorted([*workers, "late"])
