@@ -33,8 +33,10 @@ from .tokens import Holder
 
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
-RUSH_REST = 4.0
-"""Of the time that a pass takes: so long the next one waits while hundreds of nodes are to be held."""
+LONG_PASS_SECONDS, LONG_REST = 0.05, 4.0
+"""After such a pass, of a job of thousands, the next one waits for so many times the first's time, as each does while
+hundreds of nodes are to be held: what all its workers have to say at once, after a restart, is to be heard meanwhile."""
+LONGEST_REST_SECONDS = 1.0
 LEADS_SECONDS = 0.25
 """Between two looks whether the Lease is held again."""
 FIRST_WORD_SECONDS = 2 * SILENT_SECONDS
@@ -121,12 +123,13 @@ class Operator:
 
     async def begin_pass(self) -> None:
         """Returns when a pass may begin: one after the other, and all else has at least as much time as they, or four
-        times that where hundreds of nodes wait to be held. A thousand jobs that something wakes together would else
-        hold up polls, and the Lease, for seconds. Without the Lease none begins, and none of them needs to find that
-        out by itself."""
+        times that after a long one and where hundreds of nodes wait to be held. A thousand jobs that something wakes
+        together would else hold up polls, and the Lease, for seconds. Without the Lease none begins, and none of them
+        needs to find that out by itself."""
         async with self.next_pass:
-            rest, self.computed = self.computed * (RUSH_REST if self.fleet.first.many else 1.0), 0.0
-            await self.runtime.sleep(rest)
+            took, self.computed = self.computed, 0.0
+            many = took > LONG_PASS_SECONDS or self.fleet.first.many
+            await self.runtime.sleep(min(LONGEST_REST_SECONDS, took * (LONG_REST if many else 1.0)))
             while not self.leads():
                 await self.runtime.sleep(LEADS_SECONDS)
 

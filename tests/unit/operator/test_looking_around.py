@@ -21,10 +21,11 @@ from pacekeeper_operator.services import incidents
 from pacekeeper_operator.services.nodes_first import FEW
 from pacekeeper_operator.services.operator import (
     FIRST_WORD_SECONDS,
+    LONG_REST,
+    LONGEST_REST_SECONDS,
     MISSED_EVENTS,
     PAUSE_UNKNOWN,
     RETENTION_SECONDS,
-    RUSH_REST,
     STALE_SECONDS,
     Operator,
 )
@@ -259,12 +260,21 @@ class TestBlind:
 
 
 class TestTurn:
-    @pytest.mark.parametrize(("waiting", "rest"), [(FEW, 0.5), (FEW + 1, 0.5 * RUSH_REST)])
-    async def test_all_else_has_as_much_time_as_passes_take_and_more_while_very_many_nodes_wait(
-        self, place: Place, waiting: int, rest: float
+    @pytest.mark.parametrize(
+        ("took", "waiting", "rest"),
+        [
+            (0.04, FEW, 0.04),
+            (0.04, FEW + 1, 0.04 * LONG_REST),
+            (0.1, FEW, 0.1 * LONG_REST),
+            (5.0, FEW, LONGEST_REST_SECONDS),
+        ],
+        ids=["as much", "very many nodes wait", "a long pass", "a bound"],
+    )
+    async def test_all_else_has_as_much_time_as_passes_take_and_more_where_it_has_much_to_do(
+        self, place: Place, took: float, waiting: int, rest: float
     ) -> None:
         place.operator.fleet.first.count(waiting)
-        place.operator.computed = 0.5
+        place.operator.computed = took
         turn = place.runtime.start(place.operator.begin_pass(), "a pass")
         await place.timeline.run(rest - 0.01)
         assert not turn.done()

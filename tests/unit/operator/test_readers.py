@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 from pacekeeper_operator.observe.readers import AT_ONCE, Readers
 
@@ -36,7 +37,7 @@ async def test_between_answers_everything_else_has_its_turn() -> None:
 
     readers.tell()
     await asyncio.gather(look(), *tasks)
-    steps = [after - before for before, after in zip(seen, seen[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(seen)]
     assert max(steps) <= 2 * AT_ONCE
     assert len(seen) >= 5
 
