@@ -34,8 +34,8 @@ from .tokens import Holder
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
 LONG_PASS_SECONDS, LONG_REST = 0.05, 4.0
-"""After such a pass, of a job of thousands, the next one waits for so many times the first's time, as each does while
-hundreds of nodes are to be held: what all its workers have to say at once, after a restart, is to be heard meanwhile."""
+"""After such a pass, of a job of thousands, the next one waits for so many times its time, as each does while hundreds
+of nodes are to be held: what all its workers have to say at once, after a restart, is to be heard meanwhile."""
 LONGEST_REST_SECONDS = 1.0
 LEADS_SECONDS = 0.25
 """Between two looks whether the Lease is held again."""

@@ -272,7 +272,8 @@ async def _patch_status(operator: Operator, desk: Desk, status: JobStatus) -> No
     if known and status == before:
         return
     pause = (1 + desk.status_turn) * operator.pace(STATUSES_A_SECOND, STATUS_SECONDS)
-    if known and _urgent(status) == _urgent(before) and now - desk.status_at < pause:
+    figures_only = known and _urgent(status) == _urgent(before)
+    if figures_only and now - desk.status_at < pause:
         return
 
     async def write() -> None:
@@ -282,7 +283,7 @@ async def _patch_status(operator: Operator, desk: Desk, status: JobStatus) -> No
             log.info("job %s/%s is %s", desk.job.namespace, desk.job.name, status.phase)
         desk.status, desk.status_at = status, now
 
-    await desk.status_writer.write(write)
+    await desk.status_writer.write(write, waits=not figures_only)
 
 
 def _urgent(status: JobStatus) -> object:

@@ -16,7 +16,7 @@ from ..limits import Backoff
 from ..runtime import Runtime
 
 QUICK_SECONDS = 0.02
-"""So long a pass waits for its word to be written: for an API server that has much to do, no longer."""
+"""So long a pass waits for its word to be written, where it does: for an API server that has much to do, no longer."""
 FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 30.0
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,11 @@ class StatusWriter:
         """Whether the last one did: it may have been carried out all the same."""
         return self._backoff.failing
 
-    async def write(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Unless it `withholds`."""
+    async def write(self, work: Callable[[], Coroutine[Any, Any, None]], *, waits: bool = True) -> None:
+        """Unless it `withholds`. `waits`: for a moment, for the word to be written."""
         self._writing = self.runtime.start(self._write(work()), f"{self.name}: its status")
+        if not waits:
+            return
         with suppress(TimeoutError):
             await self.runtime.within(QUICK_SECONDS, asyncio.wait({self._writing}))
 

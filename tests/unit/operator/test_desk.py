@@ -104,6 +104,8 @@ class Place:
         pause = await reconcile(self.operator, self.desk)
         await self.desk.errands.settled()
         await self.operator.pods.read(self.cluster, ())
+        for _ in range(3):  # figures are written beside the pass, and this API server answers at once
+            await asyncio.sleep(0)
         return pause
 
 

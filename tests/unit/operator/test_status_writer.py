@@ -27,7 +27,9 @@ class Saying:
     def _wake(self) -> None:
         self.woken += 1
 
-    async def say(self, word: str, seconds: float = 0.0, failure: Exception | None = None) -> float:
+    async def say(
+        self, word: str, seconds: float = 0.0, failure: Exception | None = None, *, waits: bool = True
+    ) -> float:
         """How long that held up whoever said it, where writing takes so many seconds."""
 
         if self.writer.withholds():
@@ -40,6 +42,9 @@ class Saying:
             self.written.append(word)
 
         began = self.runtime.monotonic()
+        if not waits:
+            await self.writer.write(write, waits=False)
+            return self.runtime.monotonic() - began
         saying = asyncio.create_task(self.writer.write(write))
         await self.timeline.run(QUICK_SECONDS)
         await saying
@@ -62,6 +67,12 @@ async def test_a_slow_api_server_holds_up_no_pass(saying: Saying) -> None:
     assert saying.written == []
     await saying.timeline.run(5.0)
     assert (saying.written, saying.woken) == (["a"], 0), "it is as its pass wanted it: nobody is woken"
+
+
+async def test_what_is_no_news_to_anybody_holds_up_no_pass_at_all(saying: Saying) -> None:
+    assert await saying.say("a", seconds=0.01, waits=False) == 0.0
+    await saying.timeline.run(0.01)
+    assert (saying.written, saying.woken) == (["a"], 0)
 
 
 async def test_no_later_word_overtakes_an_earlier_one_and_the_last_is_asked_for(saying: Saying) -> None:
