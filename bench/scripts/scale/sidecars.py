@@ -5,8 +5,8 @@
 Each has a token of its own, bound to its pod, a TLS connection of its own from an address of its own, and the real
 client (`pacekeeper.sidecar.client`). Of their handshakes so many are under way at a time as one process can answer:
 thousands of machines have a processor each for theirs. Each worker is warm, follows the plan, and steps; its figures
-move a little. Prints a line of JSON ten times a second: how many poll, how many train, how often one was given ranks,
-and how many calls were refused so far.
+move a little. Prints a line of JSON ten times a second: how many poll, how many train, how often one was given ranks
+and when the last one was, and how many calls were refused so far.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Fleet:
     lives: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by UID of a pod
     begins: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(BEGIN_AT_ONCE))
     made: int = 0
+    taken_at: float = 0.0  # when a worker was given ranks last, by the machine's monotonic clock
 
     def hear(self, kind: str, pod: dict[str, Any]) -> None:
         """A pod's sidecar lives as long as the pod does."""
@@ -102,7 +103,9 @@ async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
                 if news is not None:
                     trains, before = news.role is Role.MEMBER, trains
                     fleet.counts["training"] += trains - before
-                    fleet.counts["taken"] += trains and not before
+                    if trains and not before:
+                        fleet.counts["taken"] += 1
+                        fleet.taken_at = time.monotonic()
                     plan, beat = news, _follow(beat, plan, news)
         finally:
             fleet.counts["sidecars"] -= 1
@@ -185,7 +188,7 @@ async def _main(said: dict[str, str]) -> None:
         fleet = Fleet(api, Path(said["folder"]))
         watching = asyncio.create_task(api.watch("/api/v1/pods", fleet.hear, LABEL_JOB))
         while not watching.done():
-            print(json.dumps(fleet.counts), flush=True)
+            print(json.dumps({**fleet.counts, "taken_at": fleet.taken_at}), flush=True)
             await asyncio.sleep(TELL_SECONDS)
         await watching
 

@@ -52,7 +52,7 @@ class World:
     """Bytes: the operator's limit, as its container would show it; nothing here holds it to that."""
     pid: int = 0
     """Of the operator."""
-    sidecars: dict[str, int] = field(default_factory=dict)
+    sidecars: dict[str, float] = field(default_factory=dict)
     """What the process of all sidecars has said last."""
     said: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -127,7 +127,7 @@ class World:
                 say(f"{self.sidecars}")
             await asyncio.sleep(0.5)
 
-    async def until(self, condition: Callable[[dict[str, int]], bool], seconds: float) -> bool:
+    async def until(self, condition: Callable[[dict[str, float]], bool], seconds: float) -> bool:
         """Of what the process of all sidecars says; False: not within so many seconds."""
         try:
             async with asyncio.timeout(seconds):
