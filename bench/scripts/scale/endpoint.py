@@ -49,7 +49,7 @@ class Believing:
 async def main(port: int, workers: int, ranks: int) -> None:
     runtime, memory = Runtime(), Memory(time.time())
     job = memory.of(Job(NAMESPACE, JOB, "uid", 1, JobSpec(template={}, replicas=workers, nproc_per_node=ranks)))
-    await job.publish(_draft(workers, ranks), "1")
+    job.publish(_draft(workers, ranks), "1")
     sidecars = Sidecars(cast(Cluster, Believing()), memory, runtime)
     shown = certificates.create(datetime.now(UTC)).serving((HOST,), datetime.now(UTC))
     connections = Connections(most=ROOM)
