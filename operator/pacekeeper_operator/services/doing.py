@@ -188,7 +188,8 @@ async def _guard_network(operator: Operator, desk: Desk) -> float:
 
 
 async def _write_incident(operator: Operator, desk: Desk, incident: Incident, before: Incident | None) -> None:
-    fresh = await incidents.write(operator.cluster, desk.job, incident, operator.settings.incident_retention)
+    retention, known = operator.settings.incident_retention, before is not None
+    fresh = await incidents.write(operator.cluster, desk.job, incident, retention, known=known)
     desk.told[incident.name] = incident
     if fresh:
         await _announce_beginning(operator, desk, incident)

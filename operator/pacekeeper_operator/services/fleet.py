@@ -81,6 +81,7 @@ class Fleet:
         self._census = Census()
         self._raised: dict[str, tuple[str, float]] = {}  # node → UID, since when: its condition has been told of
         self._pause: tuple[float, str] = (-math.inf, "")
+        self._pausing = asyncio.Lock()
         self._asking = asyncio.Lock()
         self._read_at = -math.inf  # when the last reading for an approval began, by the monotonic clock
 
@@ -157,8 +158,9 @@ class Fleet:
 
     async def paused(self) -> str:
         """Why no node may be touched; "": one may. Where that cannot be read, none may."""
-        if self.runtime.monotonic() - self._pause[0] > PAUSE_SECONDS:
-            await self._look_whether_paused()
+        async with self._pausing:  # hundreds that ask at once have one answer
+            if self.runtime.monotonic() - self._pause[0] > PAUSE_SECONDS:
+                await self._look_whether_paused()
         return self._pause[1]
 
     def broken(self, name: str, seen: Seen | None) -> bool:
@@ -255,6 +257,7 @@ class Fleet:
 
     def _tell(self, name: str) -> None:
         self.changed[name] = None
+        self.first.hear(len(self.changed))
         self.news.set()
 
 

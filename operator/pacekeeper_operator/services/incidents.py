@@ -24,16 +24,19 @@ from ..state import Incident
 log = logging.getLogger(__name__)
 
 
-async def write(cluster: Cluster, job: Job, incident: Incident, retention: float) -> bool:
-    """Create or update; doing it twice is doing it once. `retention`: seconds. True: it was not there before.
+async def write(cluster: Cluster, job: Job, incident: Incident, retention: float, *, known: bool = False) -> bool:
+    """Create or update; doing it twice is doing it once. `retention`: seconds. `known`: it should be there. True: it
+    was not there before.
 
     A write that was given up for want of an answer, and takes effect later all the same, undoes no later one.
     """
-    fresh = True
-    try:
-        there = await cluster.create(INCIDENTS, _body(job, incident, retention))
-    except Conflict:
-        there, fresh = await cluster.get(INCIDENTS, incident.name, job.namespace), False
+    there = await cluster.find(INCIDENTS, incident.name, job.namespace) if known else None
+    fresh = False
+    if there is None:
+        try:
+            there, fresh = await cluster.create(INCIDENTS, _body(job, incident, retention)), True
+        except Conflict:
+            there = await cluster.get(INCIDENTS, incident.name, job.namespace)
     patch = {"metadata": _unchanged(there), "status": status(incident).to_patch()}
     await cluster.patch(INCIDENTS, incident.name, patch, job.namespace, subresource="status")
     return fresh

@@ -159,6 +159,7 @@ async def watch_over(fleet: Fleet) -> None:
     """Brings all nodes to what their NodeQuarantines say, until it is cancelled: whenever something is new about one,
     and when one wants it."""
     round_ = _Round(fleet)
+    fleet.first.count(0)  # what was heard while another led waits for nobody
     try:
         while True:
             fleet.news.clear()

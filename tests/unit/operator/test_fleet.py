@@ -12,7 +12,7 @@ from pacekeeper_operator.api import LABEL_NO_QUARANTINE, Mode, Verdict, Witness,
 from pacekeeper_operator.cluster import CONFIG_MAPS, NODES, QUARANTINES, Busy, Conflict, Kind, Object
 from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
 from pacekeeper_operator.services.fleet import Fleet
-from pacekeeper_operator.services.nodes_first import FEW, FIRST_SECONDS
+from pacekeeper_operator.services.nodes_first import BETWEEN_SECONDS, FEW, FIRST_SECONDS
 from pacekeeper_operator.services.quarantine import AT_ONCE, watch_over
 from pacekeeper_operator.settings import Settings
 from tests.support.virtual_time import Timeline, VirtualRuntime
@@ -282,6 +282,46 @@ class TestFirst:
         place.fleet.first.count(0)
         await place.timeline.run(0.2)
         assert calm.done()
+
+    async def test_those_that_had_to_wait_go_on_one_by_one_and_wait_again_where_others_fail_meanwhile(self) -> None:
+        place = Place()
+        place.fleet.first.count(FEW + 1)
+        waiting = [asyncio.create_task(place.fleet.first.calm()) for _ in range(10)]
+        await place.timeline.run(1.0)
+        place.fleet.first.count(0)
+        await place.timeline.run(3.5 * BETWEEN_SECONDS)
+        late = asyncio.create_task(place.fleet.first.calm())
+        await place.timeline.run(0)
+        assert [one.done() for one in waiting] == 3 * [True] + 7 * [False]
+        assert not late.done(), "nobody overtakes them"
+        place.fleet.first.count(FEW + 1)
+        await place.timeline.run(1.0)
+        assert sum(one.done() for one in waiting) <= 4
+        place.fleet.first.count(0)
+        await place.timeline.run(20 * BETWEEN_SECONDS)
+        assert all(one.done() for one in (*waiting, late))
+
+    async def test_nodes_are_first_as_soon_as_there_is_news_of_them(self) -> None:
+        """Between a suspicion that was raised and the look after its node nothing else begins."""
+        place = Place()
+        await place.run(1)
+        place.breaks(*range(1, FEW + 2))
+        assert place.fleet.first.many
+        await place.run(10)
+        assert not place.fleet.first.many
+
+    async def test_what_was_heard_while_another_led_keeps_nobody_waiting(self) -> None:
+        place = Place()
+        place.breaks(*range(1, FEW + 2))
+        await place.timeline.run(2 * FIRST_SECONDS)
+        await place.run(0)
+        place.breaks(*range(FEW + 2, 2 * FEW + 4))
+        assert place.fleet.first.many, "they have their own time"
+
+    async def test_hundreds_that_ask_whether_remedies_are_paused_have_one_answer(self) -> None:
+        place = Place()
+        await asyncio.gather(*(place.fleet.paused() for _ in range(100)))
+        assert place.cluster.calls == 1
 
     async def test_and_after_a_while_whatever_becomes_of_them(self) -> None:
         place = Place()

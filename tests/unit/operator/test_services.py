@@ -65,6 +65,27 @@ class TestBookkeeping:
 
 
 class TestIncident:
+    async def test_one_that_is_known_is_not_created_in_vain_and_one_that_was_deleted_is_made_anew(
+        self, cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        world = training()
+        (incident,) = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft.state.incidents.current
+        assert await incidents.write(cluster, world.job, incident, 3600)
+        created, create = [], cluster.create
+
+        async def counted(*what: Any, **named: Any) -> Any:
+            created.append(what)
+            return await create(*what, **named)
+
+        monkeypatch.setattr(cluster, "create", counted)
+        ended = replace(incident, outcome=Outcome.RECOVERED)
+        assert not await incidents.write(cluster, world.job, ended, 3600, known=True)
+        assert created == []
+        await cluster.delete(INCIDENTS, incident.name, "ns")
+        assert await incidents.write(cluster, world.job, ended, 3600, known=True)
+        body = await cluster.get(INCIDENTS, incident.name, "ns")
+        assert body["status"]["outcome"] == "Recovered"
+
     async def test_twice_is_once(self, cluster: FakeCluster) -> None:
         world = training()
         draft = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft
