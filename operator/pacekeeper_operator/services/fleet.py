@@ -28,10 +28,10 @@ from ..runtime import Runtime
 from ..settings import Settings
 from .nodes_first import NodesFirst
 
-PAUSE_SECONDS = 1.0
-"""So old the word about the pause may be. For an approval it is asked anew."""
+PAUSE_SECONDS, APPROVAL_PAUSE_SECONDS = 1.0, 0.5
+"""So old the word about the pause may be; and for an approval."""
 
-FRESH_SECONDS = 0.5
+FRESH_SECONDS = 2.0
 """So long what was read for an approval is good for others. Nobody but this operator blames or approves meanwhile,
 except people, of whom the watch tells; a thousand nodes that fail at once would else have all read a thousand times."""
 
@@ -140,8 +140,9 @@ class Fleet:
                 began = self.runtime.monotonic()
                 await self.quarantines.read(self.cluster, ())
                 await self._count_nodes()
-                await self._look_whether_paused()
                 self._read_at = began
+            if self.runtime.monotonic() - self._pause[0] > APPROVAL_PAUSE_SECONDS:
+                await self._look_whether_paused()
             known, seen = self.quarantines.get(("", name)), await self.node(name)
             if known is None or known.quarantine is None or seen is None:
                 raise Conflict(f"the NodeQuarantine or the node {name} has changed", delay=1)
