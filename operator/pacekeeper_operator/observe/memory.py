@@ -78,7 +78,8 @@ class JobMemory:
     patterns_at: float = 0.0  # when the newest of them came
     localised: Localised | None = None  # what the last window has come to
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
-    readers: Readers = field(default_factory=Readers)  # who waits until the next draft is written
+    polls: Readers = field(default_factory=Readers)  # who waits until the next version of the plan is written
+    senders: Readers = field(default_factory=Readers)  # of faults, who wait until the next draft is written
     shows: Callable[[JobMemory], None] | None = field(default=None, repr=False, compare=False)
     """Called when something has changed that others look at."""
 
@@ -113,7 +114,9 @@ class JobMemory:
         probe = "" if plan.probe is None else plan.probe.name
         self.probes = {n: e for n, e in self.probes.items() if e.request == probe}
         self.rulings = {case: ruling for case, ruling in self.rulings.items() if case in wanted}
-        self.readers.tell(first=_members(before) ^ _members(plan))
+        self.senders.tell()
+        if before is None or before.version != plan.version:
+            self.polls.tell(first=_members(before) ^ _members(plan))
 
 
 class Memory:

@@ -337,7 +337,7 @@ def _operation_bytes(of: tuple[Key, JobMemory]) -> int:
 
 async def _news(job: JobMemory, caller: Caller, after: int) -> None:
     while job.plan is None or job.plan.version <= after:
-        await job.readers.next(caller.worker)
+        await job.polls.next(caller.worker)
 
 
 def _part(job: JobMemory, caller: Caller, after: int) -> WorkerPlan | None:
@@ -350,7 +350,7 @@ def _member(plan: Plan, caller: Caller) -> Member | None:
 
 async def _dealt_with(job: JobMemory, fault: Fault) -> None:
     while not _settled(job, fault):
-        await job.readers.next(fault.worker)
+        await job.senders.next(fault.worker)
 
 
 def _is_asked(probe: Probe | None, request: str, worker: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from pacekeeper_operator.observation import Metrics, Surroundings
 from pacekeeper_operator.observe.gather import observe, surroundings
 from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
 from pacekeeper_operator.observe.neighbourhood import KnownNodes
+from pacekeeper_operator.observe.readers import Readers
 from pacekeeper_operator.observe.views import view_node, view_pod
 from pacekeeper_operator.state import Draft, Placement, State
 from tests.support.worlds import NOW, crash, job, training
@@ -130,3 +132,24 @@ async def test_an_older_job_goes_first_but_not_for_ever() -> None:
     younger = replace(younger, namespace="ns")
     older.draft = older.draft.with_placement(template_accepted=0)
     assert not waits(2), "it cannot have pods at all"
+
+
+async def test_polls_are_told_of_another_plan_and_senders_of_faults_of_any_bookkeeping() -> None:
+    """Thousands of polls are not looked through for what concerns none of them."""
+    world = training()
+    memory = JobMemory(world.job)
+    memory.publish(world.draft, "1")
+    told = list[str]()
+
+    async def wait(readers: Readers, what: str) -> None:
+        await readers.next("j-w0-0")
+        told.append(what)
+
+    tasks = [asyncio.create_task(wait(memory.polls, "poll")), asyncio.create_task(wait(memory.senders, "fault"))]
+    await asyncio.sleep(0)
+    memory.publish(world.draft.settle(("j-w0-0-1",)), "2")
+    await asyncio.wait_for(tasks[1], 5)
+    assert told == ["fault"]
+    memory.publish(world.draft.with_plan(evidence_request="why"), "3")
+    await asyncio.wait_for(tasks[0], 5)
+    assert told == ["fault", "poll"]
