@@ -1,0 +1,51 @@
+"""What all sides train: layers of one size under AdamW. No package but torch is needed for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+RANKS = 2
+WIDTH = 4096
+BATCH = 8
+LAYER_BYTES = 3 * 4 * WIDTH * WIDTH
+"""Of the state: the layer's parameters and their two moments, in 32 bits."""
+
+
+def layers_for(nbytes: int) -> int:
+    """So many that a rank's part of the state has about so many bytes."""
+    return max(1, round(nbytes / LAYER_BYTES))
+
+
+def make_net(layers: int) -> nn.Sequential:
+    """Filled quickly, and differently from layer to layer."""
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    net.to_empty(device="cpu")
+    for number, parameter in enumerate(net.parameters()):
+        nn.init.constant_(parameter, (number + 1) / (layers * WIDTH))
+    return net
+
+
+def make_optimizer(net: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One step."""
+    generator = torch.Generator().manual_seed(seed)
+    net(torch.randn(BATCH, WIDTH, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """This rank's parameters and moments."""
+    moments = [its[name] for its in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    shards = [getattr(its, "to_local", lambda its=its: its)() for its in [*net.parameters(), *moments]]
+    return [its.detach() for its in shards]
+
+
+def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Of each tensor, its 32-bit words added up: another one where any single bit is another."""
+    return [int(its.view(torch.int32).sum(dtype=torch.int64)) for its in tensors_of(net, optimizer)]
