@@ -128,6 +128,10 @@ class Store:
 
     # Snapshots
 
+    def may_snapshot(self) -> bool:
+        """Whether `snapshot` would take one, as far as neighbours go. `settle` comes first. Collective."""
+        return self._neighbours.have_last()
+
     def snapshot(self, step: int, samples: int, leaving: bool = False) -> None:
         """Copies the state after `step` into shared memory; `settle` makes it valid. Collective.
 

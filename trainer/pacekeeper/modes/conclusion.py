@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .agreement import Agreed
 from .asking import Question
-from .course import Duties, Supply, crossed, mode_from, supply
+from .course import Duties, Supply, mode_from, supply
 from .progress import Progress
 
 
@@ -43,13 +43,13 @@ def conclude(
     supplied: Supply,
     limits: Limits,
     *,
-    before: int,
     checkpoint_due: bool,
+    snapshot_due: bool,
     due: frozenset[Question] = frozenset(),
 ) -> Conclusion:
     """
-    progress: exact, after what was agreed. supplied: up to this ordinal. before: the job's step at the last one.
-    checkpoint_due: by the steps since then.
+    progress: exact, after what was agreed. supplied: up to this ordinal.
+    checkpoint_due, snapshot_due: by the steps since the last one.
     Leases that have ended before the clock are begun anew, whatever follows.
     due: what scripts have asked for. Where a rank came without a step it cannot ask, so nobody is told yes.
     """
@@ -62,7 +62,7 @@ def conclude(
         leave=tally.leaving > 0 or orders.suspend,
         finish=finish,
         checkpoint=orders.checkpoint_request > progress.answered or checkpoint_due,
-        snapshot=crossed(before, progress.step, orders.snapshot_every),
+        snapshot=snapshot_due,
         switch=not finish and (following != supplied or (supplied.leased and tally.done > 0)),
     )
     return Conclusion(agreed, duties, following, frozenset() if tally.done else due)

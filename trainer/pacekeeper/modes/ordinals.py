@@ -208,17 +208,19 @@ class Ordinals:
         return period.conclusion
 
     def _conclude(self, agreed: Agreed) -> Conclusion:
-        """The job's progress is exact. Collective where a rank asks for something new."""
+        """The job's progress is exact. Collective where a rank asks for something new, or a snapshot is due."""
         if agreed.tally.asking:
             self._questions.learn(self._parts.agreement.gather(self._questions.to_tell))
-        progress = self._parts.progress
+        progress, retention, supply = self._parts.progress, self._parts.retention, self._period.supply
         return conclude(
             agreed,
             progress,
-            self._period.supply,
+            supply,
             self._limits,
-            before=self._ordinal_step,
-            checkpoint_due=self._parts.retention.checkpoint_due(self._ordinal_step, progress.step),
+            checkpoint_due=retention.checkpoint_due(self._ordinal_step, progress.step),
+            snapshot_due=retention.snapshot_due(
+                self._ordinal_step, progress.step, agreed.orders.snapshot_every, look_first=supply.local
+            ),
             due=self._questions.due(progress.step),
         )
 

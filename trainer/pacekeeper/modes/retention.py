@@ -60,6 +60,19 @@ class Retention:
         """Whether one is due at the ordinal after step `after`, when the ordinal before was after step `before`."""
         return after > self._checkpointed and crossed(before, after, self._checkpoint_every)
 
+    def snapshot_due(self, before: int, after: int, every: int, look_first: bool) -> bool:
+        """Whether one is due, as for `checkpoint_due`.
+
+        look_first: not while it would be left out, since the one before is on its way to a neighbour: all that is done
+        for it before would be in vain. Collective then, where one is due.
+        """
+        if not crossed(before, after, every):
+            return False
+        if not look_first:
+            return True
+        self.settle()
+        return self._store.may_snapshot()
+
     def snapshot_interval(self, step_seconds: float, exposed_seconds: float) -> int:
         """Rank 0's word on how often to take snapshots; 0: never.
 

@@ -25,11 +25,14 @@ def at_step_20(
     tally: Tally = NOBODY_SAYS_ANYTHING,
     due: frozenset[Question] = frozenset(),
     checkpoint_due: bool = False,
+    snapshot_due: bool = False,
     **orders: Any,
 ) -> Conclusion:
     progress = Progress(step=20, samples=160, answered=1, global_batch=8)
     agreed = Agreed(Orders(**orders), tally)
-    return conclude(agreed, progress, supplied, limits, before=16, checkpoint_due=checkpoint_due, due=due)
+    return conclude(
+        agreed, progress, supplied, limits, checkpoint_due=checkpoint_due, snapshot_due=snapshot_due, due=due
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,8 +46,7 @@ def at_step_20(
         ({"checkpoint_due": True}, Duties(checkpoint=True)),
         ({"checkpoint_request": 2}, Duties(checkpoint=True)),
         ({"checkpoint_request": 1}, Duties()),
-        ({"snapshot_every": 10}, Duties(snapshot=True)),
-        ({"snapshot_every": 15}, Duties()),
+        ({"snapshot_due": True}, Duties(snapshot=True)),
         ({"course": Course(SyncMode.EDIT)}, Duties(switch=True)),
         ({"course": Course(SyncMode.EDIT), "limits": Limits(warmup_steps=20)}, Duties(switch=True)),
         ({"course": Course(SyncMode.EDIT), "limits": Limits(warmup_steps=21)}, Duties()),

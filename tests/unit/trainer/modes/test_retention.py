@@ -2,7 +2,54 @@
 
 from __future__ import annotations
 
-from pacekeeper.modes.retention import snapshot_interval
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pacekeeper.modes.retention import Retention, snapshot_interval
+
+
+@pytest.mark.parametrize(
+    ("every", "look_first", "under_way", "due"),
+    [
+        (10, False, False, True),
+        (10, False, True, True),
+        (10, True, False, True),
+        (10, True, True, False),
+        (15, True, False, False),
+        (0, True, False, False),
+    ],
+)
+def test_a_snapshot_that_would_wait_for_its_copy_is_not_due_where_that_is_looked_at_first(
+    every: int, look_first: bool, under_way: bool, due: bool
+) -> None:
+    store = Store(under_way)
+    assert retention(store).snapshot_due(16, 20, every, look_first) is due
+    assert store.looks == (["settle", "may_snapshot"] if look_first and every == 10 else [])
+
+
+class Store:
+    """Which notes when it is asked whether a snapshot may be taken: that is collective."""
+
+    has_folder = False
+
+    def __init__(self, under_way: bool) -> None:
+        self._under_way = under_way
+        self.looks: list[str] = []
+
+    def settle(self) -> int:
+        self.looks.append("settle")
+        return -1
+
+    def may_snapshot(self) -> bool:
+        self.looks.append("may_snapshot")
+        return not self._under_way
+
+
+def retention(store: Any) -> Retention:
+    nothing: Any = SimpleNamespace(ring=SimpleNamespace(state=None))
+    return Retention(store, nothing, nothing, nothing, checkpoint_every=0, snapshot_every=None)
 
 
 def test_the_interval_keeps_the_cost_below_one_percent() -> None:
