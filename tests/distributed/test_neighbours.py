@@ -98,14 +98,13 @@ def lose(folder: Path, worker: str, ranks: Collection[int] = range(RANKS)) -> No
             path.unlink()
 
 
-def flip(folder: Path, worker: str, rank: int, step: int) -> None:
-    """A bit of the last tensor."""
-    for path in (folder / worker / "snapshots").glob(f"shard-{rank}-of-{RANKS}.*"):
+def flip(folder: Path, workers: str, rank: int, step: int) -> None:
+    """A bit of the last tensor, with each of these workers."""
+    for worker in workers:
+        slots = (folder / worker / "snapshots").glob(f"shard-{rank}-of-{RANKS}.*")
+        path = next(path for path in slots if struct.unpack_from("<q", path.read_bytes(), 8) == (step,))
         content = path.read_bytes()
-        if struct.unpack_from("<q", content, 8) == (step,):
-            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-            return
-    raise AssertionError(f"no copy of step {step} of rank {rank} with {worker}")
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,9 @@ LOSSES = {
     "ranks that were moved": Loss(lambda _: None, "ba", 4),
     "a torn copy: the one before": Loss(lambda folder: flip(folder, "a", rank=3, step=4), "ac", 3),
     "a torn shard of the worker that stays": Loss(lambda folder: flip(folder, "a", rank=0, step=4), "ac", 3),
+    "a torn shard that its neighbour has whole": Loss(lambda folder: flip(folder, "a", rank=0, step=4), "ab", 4),
+    "a torn copy of a rank that was moved there": Loss(lambda folder: flip(folder, "a", rank=3, step=4), "ba", 4),
+    "a shard that is torn wherever it is": Loss(lambda folder: flip(folder, "ab", rank=0, step=4), "ab", 3),
     "a copy that is not there: the one before": Loss(
         lambda folder: next(
             path for path in (folder / "a/snapshots").glob("shard-2-of-4.*") if path.read_bytes()[8] == 4
@@ -156,6 +158,21 @@ def test_what_is_lost_comes_back_from_the_neighbour_bit_for_bit(loss: Loss, tmp_
         return found.step, all(map(torch.equal, later.shards(), kept[found.step]))
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(loss.restored, True)] * RANKS
+
+
+def test_the_ranks_of_a_worker_share_what_it_has_of_a_lost_one(tmp_path: Path) -> None:
+    """One of them would send all shards of it one after the other."""
+
+    def rank_main(rank: int) -> list[int]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path)
+        for step in (1, 2):
+            writer.step(step)
+        dist.barrier()
+        kept = Rank(rank, tmp_path, "ac").store._neighbours.kept.held()
+        return [its for its, version, _ in kept if version.step == 2]
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[2], [3], [], []]
 
 
 def test_with_both_lost_the_state_comes_from_the_volume(tmp_path: Path) -> None:

@@ -111,9 +111,9 @@ class Neighbours:
         said = self._peers.gather([environment.worker, environment.node, environment.address, port])
         places = [Whereabouts(*each) for each in said]
         here = [its for its, place in enumerate(places) if place.worker == places[rank].worker]
-        if places[rank].worker and rank == here[0]:  # one rank of a worker says what the worker has
-            there = {its for its, _ in shards_in(folder, len(places))}
-            self.kept = KeptShards(sorted(there - {*here}), shard_of)
+        if places[rank].worker:  # its ranks share what the worker has to send
+            there = {its for its, _ in shards_in(folder, len(places))} - {*here}
+            self.kept = KeptShards((its for its in there if here[its % len(here)] == rank), shard_of)
         kept_by = keepers(places)
         guests = {its for its, keeper in kept_by.items() if keeper in here}
         if places[rank].worker:
@@ -264,7 +264,7 @@ class Courier:
     def _deliver(self, version: Version) -> None:
         slot = self._shard.read(version)
         if slot is None:
-            raise ValueError("it is not there any more")
+            raise ValueError(self._shard.why_missing(version))
         work_seconds = slot.numel() / WORK_BYTES_A_SECOND
         address = (self._keeper.address, self._keeper.port)
         connection = socket.create_connection(address, timeout=PATIENCE_SECONDS)

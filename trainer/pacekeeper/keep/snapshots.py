@@ -140,21 +140,33 @@ class Snapshots:
         """The whole slot that holds `version`, uint8, mapped; `unpack` makes a state of it.
 
         What is mapped does not change: the first write of a round makes the slot anew. None: no slot has it, or its
-        bytes are not those that were written; it is not `held` any longer then.
+        bytes are not those that were written. The slot is void then, for whoever looks: a copy of it from elsewhere
+        counts as if this one had never been.
         """
         number = next((number for number, (held, _) in enumerate(self.held()) if held == version), None)
         if number is None:
             return None
+        path = self._paths[number]
         try:
-            with self._paths[number].open("rb") as file:
+            with path.open("rb") as file:
                 slot = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
             check(slot)
         except (OSError, ValueError, InputError) as error:
-            _log.warning("the snapshot of step %d in %s is not used: %s", version.step, self._paths[number], error)
-            self.doubt(version)
+            _log.warning("the snapshot of step %d in %s is not used: %s", version.step, path, error)
+            if not isinstance(error, InputError) or not _voided_for_all(path):
+                self.doubt(version)
             return None
         self._next = (number + 1) % SLOTS  # this one stays until there is another
         return slot
+
+    def why_missing(self, version: Version) -> str:
+        """Why `read` has nothing of it."""
+        if any(_headed(path)[0] == version and self._version(path)[0] != version for path in self._paths):
+            return (
+                "register(): the model has grown since it was registered, and is another one to a round that begins as "
+                "this one did; register it with all the parameters that it will have"
+            )
+        return "it is not there any more"
 
     def room(self, nbytes: int, may_replace: bool = False) -> torch.Tensor:
         """A slot's memory for a peer's snapshot, uint8, of so many bytes: where what is held is the oldest.
@@ -181,6 +193,7 @@ class Snapshots:
         memory = _voided(path, nbytes)
         if memory is None:
             memory = self._allocate(path, nbytes, spared, share=_SHARE_OF_GUESTS)
+        memory.madvise(mmap.MADV_DONTFORK)  # or a loader's processes that are forked now would keep it until they end
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def doubt(self, version: Version) -> None:
@@ -248,19 +261,33 @@ class Snapshots:
                 path.unlink(missing_ok=True)
 
     def _version(self, path: Path) -> tuple[Version, int]:
-        try:
-            with path.open("rb") as file:
-                header = file.read(_HEADER.size)
-                nbytes = os.fstat(file.fileno()).st_size
-        except FileNotFoundError:
-            return NOTHING, 0
-        if len(header) < _HEADER.size:
-            return NOTHING, 0
-        magic, step, round_, fingerprint, _, _, _, total, _ = _HEADER.unpack(header)
-        if magic != _MAGIC or step < 0 or fingerprint != self._fingerprint or total != nbytes:
-            return NOTHING, 0
-        version = Version(step, round_)
-        return (NOTHING, 0) if version in self._doubted else (version, nbytes)
+        version, fingerprint, nbytes = _headed(path)
+        return (NOTHING, 0) if fingerprint != self._fingerprint or version in self._doubted else (version, nbytes)
+
+
+def _headed(path: Path) -> tuple[Version, int, int]:
+    """By its header, what a slot holds: version, fingerprint of the model, bytes; NOTHING: it is none."""
+    nothing = (NOTHING, 0, 0)
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER.size)
+            nbytes = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return nothing
+    if len(header) < _HEADER.size:
+        return nothing
+    magic, step, round_, fingerprint, _, _, _, total, _ = _HEADER.unpack(header)
+    return nothing if magic != _MAGIC or step < 0 or total != nbytes else (Version(step, round_), fingerprint, nbytes)
+
+
+def _voided_for_all(path: Path) -> bool:
+    """What lies there is no slot from now on, for whoever looks; False: that could not be written."""
+    try:
+        with path.open("r+b") as file:
+            file.write(bytes(HEADER_BYTES))
+    except OSError:
+        return False
+    return True
 
 
 def _voided(path: Path, nbytes: int) -> mmap.mmap | None:
@@ -303,7 +330,10 @@ def taking_turns(path: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[No
                 if time.monotonic() > deadline:
                     raise TimeoutError(errno.ETIMEDOUT, f"{path} was taken for {patience:.0f} s") from None
                 time.sleep(_LOOK_AGAIN_SECONDS)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # to close it is not enough where a process was forked meanwhile
 
 
 def check(slot: torch.Tensor, header: bytes | bytearray | None = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -38,8 +38,8 @@ class Source(Protocol):
     def load(self, version: Version) -> int | None:
         """Brings back the version that `newest` has named; returns this rank's samples. Collective.
 
-        None, on all ranks: one of them doubts what it has, and `newest` will name another. Something may be changed
-        already; what is brought back then changes it anew.
+        None, on all ranks: one of them doubts what it has, and `newest` will name another, or the same where others
+        have a copy of what that one had. Something may be changed already; what is brought back then changes it anew.
         """
 
     def check_unchanged(self) -> None:
@@ -98,7 +98,11 @@ class SnapshotSource:
         return offers
 
     def load(self, version: Version) -> int | None:
-        return self._agreed(version, self._load(version))
+        copies = self._read(version)
+        if not self._peers.all_agree(copies is not None):
+            return None  # a torn one is none any more, and `newest` looks who else has what it held
+        assert copies is not None, "all ranks agree that they have it"
+        return self._agreed(version, self._load(version, copies))
 
     def check_unchanged(self) -> None:
         if self._failure:
@@ -107,15 +111,24 @@ class SnapshotSource:
                 "(another spec.checkpoint.path, and no pods of its round before)"
             )
 
-    def _load(self, version: Version) -> int | None:
+    def _read(self, version: Version) -> _Copies | None:
+        """What this rank has of it, for itself and for others; None: one is not what was written."""
+        rank, holds = self._peers.group.rank(), [version in dict(its) for its in self._held]
+        parcels = [] if all(holds) else self._parcels(version, holds)
+        own = self._snapshots.read(version) if self._snapshots is not None and holds[rank] else None
+        found = _Copies(parcels, own)
+        for receiver in (its.receiver for its in parcels if self._state.sharded and its.sender == rank):
+            kept = self._kept.read(receiver, version)
+            if kept is None:
+                return None
+            found.of_others[receiver] = kept
+        return None if holds[rank] and own is None else found
+
+    def _load(self, version: Version, copies: _Copies) -> int | None:
         """None: this rank cannot, or another one. All ranks come here, and take the same part in what is collective."""
-        holds = [version in dict(rank) for rank in self._held]
-        had = holds[self._peers.group.rank()]
-        slot = self._snapshots.read(version) if self._snapshots is not None and had else None
-        if not self._peers.all_agree((slot is not None) == had):
-            return None
-        if not all(holds):
-            if not self._distribute(version, slot, holds):
+        slot = copies.own
+        if copies.parcels:
+            if not self._distribute(version, copies):
                 return None
             if slot is None and self._snapshots is not None:
                 slot = self._snapshots.read(version)
@@ -125,31 +138,25 @@ class SnapshotSource:
         assert found is not None, "all ranks agree that they have it"
         return self._take_over(version, *found)
 
-    def _distribute(self, version: Version, slot: torch.Tensor | None, holds: list[bool]) -> bool:
+    def _distribute(self, version: Version, copies: _Copies) -> bool:
         """Has a slot made wherever this replica, or a rank's own shard, is lacking, with the bytes of whoever has it.
 
-        Whether there was memory for it on all of them, and the bytes are good. Collective.
+        Whether there was memory for it on all of them. Collective.
         """
         rank, group = self._peers.group.rank(), self._peers.group
-        parcels = self._parcels(version, holds)
-        own = next((its for its in parcels if its.receiver == rank), None)
-        room = None if own is None else self._room(version, own.nbytes)
-        ready = room is not None or own is None
-        slots: dict[int, torch.Tensor] = {}
-        for receiver in (its.receiver for its in parcels if its.sender == rank):
-            whole = room if slot is None else slot  # a replica is sent on by who has just received it
-            sent = self._kept.read(receiver, version) if self._state.sharded else whole
-            ready &= sent is not None
-            if sent is not None:
-                slots[receiver] = sent
-        if not self._peers.all_agree(ready):
+        mine = next((its for its in copies.parcels if its.receiver == rank), None)
+        room = None if mine is None else self._room(version, mine.nbytes)
+        if not self._peers.all_agree(room is not None or mine is None):
             return False
-        for its in parcels:  # in one order for all: who sends to each other would wait for each other
+        whole = room if copies.own is None else copies.own  # a replica is sent on by who has just received it
+        for its in copies.parcels:  # in one order for all: who sends to each other would wait for each other
             if its.receiver == rank:
                 assert room is not None, "this rank is ready"
                 receive_slot(room, its.sender, group)
             elif its.sender == rank:
-                send_slot(slots[its.receiver], its.receiver, group)
+                sent = copies.of_others.get(its.receiver, whole)
+                assert sent is not None, "it is sent by who has it"
+                send_slot(sent, its.receiver, group)
         return self._peers.all_agree(True)  # the ranks of a worker wait for the one that receives
 
     def _parcels(self, version: Version, holds: list[bool]) -> list[_Parcel]:
@@ -210,6 +217,18 @@ class _Parcel:
     sender: int
     receiver: int
     nbytes: int
+
+
+@dataclass
+class _Copies:
+    """What one rank brings to a version's coming back. The bytes are those that were written."""
+
+    parcels: list[_Parcel]
+    """What goes from rank to rank, of all of them."""
+    own: torch.Tensor | None
+    """The slot that this rank has for itself."""
+    of_others: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The shards that it sends, by the rank that they go to."""
 
 
 class CheckpointSource:

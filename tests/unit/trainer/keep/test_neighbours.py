@@ -300,13 +300,27 @@ def test_a_network_that_gives_much_less_is_not_waited_for(
     assert "PACEKEEPER_NEIGHBOUR_MEGABYTES" in said(caplog)
 
 
-def test_a_snapshot_that_has_been_overwritten_meanwhile_is_not_sent(pair: Pair) -> None:
+def test_a_snapshot_that_has_been_overwritten_meanwhile_is_not_sent(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     gone = pair.write(1)
     pair.write(2)
     pair.write(3)
     pair.courier.send(gone)
     assert pair.courier.wait(30)
     assert pair.versions() == set()
+    assert "it is not there any more" in said(caplog)
+
+
+def test_a_model_that_has_grown_is_said_to_be_why_its_snapshots_stay_at_home(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.writer.write(1, {"model": {"weight": torch.zeros(NUMBERS)}}, fingerprint=8)
+    pair.writer.publish(torch.zeros(4 * RANK_STATE_BYTES, dtype=torch.uint8))
+    pair.courier.send(Version(1, 1))
+    assert pair.courier.wait(30)
+    assert "register(): the model has grown since it was registered" in said(caplog)
+    assert "register it with all the parameters that it will have" in said(caplog)
 
 
 def test_the_shelf_stays_open_for_the_next(pair: Pair) -> None:

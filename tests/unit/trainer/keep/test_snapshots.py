@@ -116,6 +116,23 @@ def test_a_bit_that_flips_anywhere_is_found_and_the_other_slot_remains(tmp_path:
         assert_same(unpack(read(reader, Version(5, 1)), None)[0], state(5))
 
 
+def test_a_torn_slot_is_none_for_whoever_looks_and_a_peers_copy_of_it_counts(tmp_path: Path) -> None:
+    """The other ranks of its worker, too, which would have it again and again otherwise."""
+    writer = make(tmp_path)
+    for step in (5, 10):
+        keep(writer, step, state(step))
+    path = tmp_path / "replica.1"
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    reader, other = make(tmp_path), make(tmp_path)
+    assert reader.read(Version(10, 1)) is None
+    assert versions(reader) == versions(other) == [Version(5, 1), NOTHING]
+    reader.room(len(good)).copy_(torch.frombuffer(bytearray(good), dtype=torch.uint8))
+    for each in (reader, other):
+        assert_same(unpack(read(each, Version(10, 1)), None)[0], state(10))
+        assert_same(unpack(read(each, Version(5, 1)), None)[0], state(5))
+
+
 def test_parts_that_have_changed_places_are_found(tmp_path: Path) -> None:
     writer, mib = make(tmp_path), 1 << 20
     keep(writer, 5, {"weight": torch.arange(3 * mib // 4, dtype=torch.int32)})
@@ -288,6 +305,41 @@ def test_a_guest_leaves_what_the_worker_needs_itself(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="a slot takes 32 MiB"):  # with the reserve, more than nine tenths
         shelf.guest_room(32 << 20)
     assert len(shelf.guest_room(16 << 20, spared=8 << 20)) == 16 << 20
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new memory", "memory that is there"])
+def test_a_process_that_is_forked_in_mid_delivery_does_not_keep_a_guests_memory(again: bool, tmp_path: Path) -> None:
+    shelf = make(tmp_path)
+    if again:
+        shelf.guest_room(1 << 20)
+    room = shelf.guest_room(1 << 20)
+    assert "replica.0" in Path("/proc/self/maps").read_text()
+    assert in_a_fork(lambda: "replica.0" not in Path("/proc/self/maps").read_text())
+    assert len(room) == 1 << 20
+
+
+def test_a_process_that_is_forked_in_a_turn_does_not_keep_it(tmp_path: Path) -> None:
+    turn, over = tmp_path / "turn", os.pipe()
+    with taking_turns(turn):
+        child = os.fork()
+        if child == 0:
+            os.close(over[1])
+            os.read(over[0], 1)  # until the test is over
+            os._exit(0)
+    try:
+        with taking_turns(turn, patience=0.0):
+            pass
+    finally:
+        for end in over:
+            os.close(end)
+        os.waitpid(child, 0)
+
+
+def in_a_fork(holds: Callable[[], bool]) -> bool:
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if holds() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_slot_of_ones_own_comes_before_what_gives_way(tmp_path: Path) -> None:
