@@ -74,6 +74,16 @@ class Device(IntEnum):
     STARTED = 4  # it has begun: it waits for its peers
 
 
+class Origin(IntEnum):
+    """Where a rank's state came from at the start of its round, the nearest first."""
+
+    UNKNOWN = 0  # it is not there yet, or the script does not tell
+    NOTHING = 1  # there was none: the job begins
+    MEMORY = 2  # of its own worker: a snapshot
+    NEIGHBOUR = 3  # another worker's memory
+    CHECKPOINT = 4  # the volume
+
+
 SYMMETRIC = frozenset(
     {Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.BARRIER}
 )
@@ -149,6 +159,12 @@ STATE = np.dtype(
         # How far it has come in each group: so a peer knows whether it has ever entered what others wait in.
         ("entered", [("group", "<u8"), ("sequence", "<i8")], (ENTERED_PLACES,)),
         ("total_steps", "<i8"),  # optimizer steps that the script wants of the job; 0: without end, or not known
+        # When the rank, in this round, … 0: it has not yet, or its script does not tell.
+        ("device_ns", "<i8"),  # … had its device
+        ("joined_ns", "<i8"),  # … was in its process group, and in those that the library makes at once
+        ("restoring_ns", "<i8"),  # … began to bring its state back
+        ("restored_ns", "<i8"),  # … had it
+        ("origin", "<i8"),  # an Origin
     ]
 )
 """The rank's present state, at the beginning of the ring's header page."""

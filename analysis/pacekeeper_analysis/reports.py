@@ -17,7 +17,7 @@ from .errors import InputError
 from .operations import MOST_CHARACTERS, decode
 from .plan import MOST_PATHS_OF_WORKER, SyncMode
 from .reading import Cut, Longest, OneOf, Within, read, read_tuple
-from .records import Collective, Device, Phase
+from .records import Collective, Device, Origin, Phase
 
 LONGEST_WINDOW = 4096
 """Steps of a rank's window that are taken."""
@@ -110,6 +110,25 @@ class PathReport:
     fault: PathFault = PathFault.NONE
 
 
+class StartStage(StrEnum):
+    """What a rank comes to at the start of a round, in this order."""
+
+    DEVICE = "Device"  # its process runs, has imported what it needs, and has its device
+    COMMUNICATORS = "Communicators"  # it is in its process groups
+    SCRIPT = "Script"  # its script has made model, optimizer and data, and asks for their state
+    LOAD = "Load"  # it has its state back
+    FIRST_STEP = "FirstStep"  # it has made a step
+
+
+@dataclass(frozen=True)
+class StageReached:
+    """When the last of a worker's ranks had come so far in this round."""
+
+    stage: StartStage
+    seconds: Seconds  # since the worker's launcher began the round
+    rank: Count  # that was the last
+
+
 @dataclass(frozen=True)
 class Heartbeat:
     """A worker's present state; the launcher writes it, the sidecar sends it with each poll of the plan."""
@@ -130,6 +149,11 @@ class Heartbeat:
     global_batch: Annotated[int, Within(0, 2**40)] = 0
     round_started_at: Seconds = 0.0
     first_step_at: Seconds = 0.0  # end of the first optimizer step of the round; 0: none yet
+    # How the round started; told with its first step.
+    teardown_seconds: Seconds = 0.0  # from when the round before was seen to end here until its ranks were gone
+    start: Annotated[tuple[StageReached, ...], Longest(len(StartStage))] = ()  # (): not yet, or nobody tells
+    origin: Annotated[str, OneOf(frozenset(origin.name for origin in Origin))] = Origin.UNKNOWN.name
+    """Where the ranks' state came from: the farthest of their origins."""
     steered: bool = False  # the script uses the library (it can follow shares and modes), not only pacekeeper.auto
     sync_mode: Mode = ""  # a plan.SyncMode, the one in force on this worker's ranks; "": not steered, or not known yet
     refused: Words = ""  # why the ranks do not follow the newest plan, in words for people; "": they do

@@ -592,6 +592,34 @@ class IncidentSpec:
         return to_json(self, {"evidence": _shortened})
 
 
+class RestartPartName(StrEnum):
+    """What the time of a recovery by a new round goes to, in this order."""
+
+    TEARDOWN = "Teardown"  # until the ranks of the round before are gone
+    WAIT = "Wait"  # to notice, to decide, and for everybody who is to take part
+    PROCESS = "Process"  # start, imports, the device
+    COMMUNICATORS = "Communicators"
+    SCRIPT = "Script"  # its own: model, optimizer, data
+    LOAD = "Load"  # of the state
+    FIRST_STEP = "FirstStep"
+
+
+@dataclass(frozen=True)
+class RestartPart:
+    name: RestartPartName
+    seconds: float
+    rank: int | None = None  # that all waited for; None: no single one
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The parts of a recovery, which add up to it."""
+
+    parts: tuple[RestartPart, ...] = ()
+    restored_from: str | None = None  # Memory, Neighbour, Checkpoint, or Nothing, where the farthest rank's state was
+    longest: str | None = None  # the longest part and its rank, for people
+
+
 @dataclass(frozen=True)
 class IncidentStatus:
     """How the incident goes on. Times are seconds since the epoch; durations count from `first_sign`."""
@@ -607,6 +635,7 @@ class IncidentStatus:
     detected_seconds: float | None = None
     recovered_seconds: float | None = None
     steps_lost: int | None = None
+    restart: Restart | None = None  # None: no new round, or nobody tells of it
     slowdown_before: float | None = None
     slowdown_after: float | None = None
     predicted_gain: float | None = None  # seconds of training
@@ -943,6 +972,7 @@ _FIGURES_OUT: Converters = {
     **dict.fromkeys(("memory_bytes_per_second", "up", "down"), round),
 }
 _INCIDENT_FIGURES = (
+    "seconds",
     "gain_seconds",
     "cost_seconds",
     "detected_seconds",

@@ -16,6 +16,7 @@ from .api import (
     QuarantineCondition,
     QuarantineStatus,
     Remedy,
+    RestartPartName,
 )
 
 _JOB = ("namespace", "trainingjob")
@@ -29,6 +30,12 @@ RECOVERY_SECONDS = Histogram(
     "From first sign to proven recovery.",
     ("cause",),
     buckets=(0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300, 600),
+)
+RESTART_PART_SECONDS = Histogram(
+    "pacekeeper_restart_part_seconds",
+    "What recoveries by a new round went to; the parts add up to the recovery.",
+    ("part",),
+    buckets=(0.1, 0.3, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300, 600),
 )
 RECONCILE_SECONDS = Histogram(
     "pacekeeper_reconcile_seconds",
@@ -181,6 +188,8 @@ def _begin_at_nought() -> None:
                 INCIDENTS.labels(cause, class_, mode)
     for remedy in Remedy:
         REMEDIES.labels(remedy)
+    for part in RestartPartName:
+        RESTART_PART_SECONDS.labels(part)
 
 
 _begin_at_nought()

@@ -18,7 +18,7 @@ from pacekeeper_analysis.diagnose.links import SpotKind
 from pacekeeper_analysis.plan import Plan, SyncMode
 from pacekeeper_analysis.price import Loss
 
-from .api import Cause, Class, Mode, Outcome, RemedyPrice, Verdict, Witness
+from .api import Cause, Class, Mode, Outcome, RemedyPrice, Restart, Verdict, Witness
 
 MAX_SETTLED, MAX_SETTLED_OF_WORKER = 4000, 2
 """So many in all, or for each worker where that is more: all that one event brings about, and what came before. A name
@@ -332,6 +332,7 @@ class Incident:
     recovered: float | None = None
     last_step: int = -1  # completed when it happened
     steps_lost: int | None = None
+    restart: Restart | None = None
     slowdown_before: float | None = None
     slowdown_after: float | None = None
     reference_seconds: float | None = None  # a step without this trouble, as the evidence says

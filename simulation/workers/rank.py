@@ -223,6 +223,7 @@ class Rank:
             "bad_loss_step": self.bad_loss_step,
             "longest_load_ns": _LOAD_NS if self.steps_in_round else 0,
             "share_grain": 1,
+            **run.stamps,
         }
         state: np.void = np.array([tuple(told.get(name, 0) for name in _FIELDS)], STATE)[0]
         return state

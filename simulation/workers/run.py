@@ -21,7 +21,7 @@ from pacekeeper.observe.windows import StepTimes
 from pacekeeper_analysis import shares
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import MODES, Stop, SyncMode
-from pacekeeper_analysis.records import RECORD, Kind, Phase
+from pacekeeper_analysis.records import RECORD, Kind, Origin, Phase
 
 from .rank import LEFT, LOST_PEER, Leg, Rank, Stand
 from .volume import Kept
@@ -62,6 +62,8 @@ class Run:
         """In force."""
         self.ordinals = 0
         self.restored_step = -1
+        self.stamps: dict[str, int] = {}
+        """How it started, as its ranks' rings say (`records.STATE`)."""
         self.began_at = -1.0
         """When its first step began; below 0: it has not."""
         self.stepped_at = -1.0
@@ -113,6 +115,9 @@ class Run:
     def _nothing(self) -> None:
         pass
 
+    def _stamp(self, *names: str) -> None:
+        self.stamps |= dict.fromkeys(names, int(1e9 * self._world.now()))
+
     # Ranks come, stand still and go.
 
     def join(self, rank: Rank) -> None:
@@ -125,6 +130,7 @@ class Run:
             self.training.runs.append(self)
             nodes = list(dict.fromkeys(each.worker.node for each in self.seated))
             self._links = list(combinations_with_replacement(nodes, 2))
+            self._stamp("device_ns")
             self._go(Phase.START, self._random.uniform(*_MEETS), self._restore)
 
     def rank_ended(self, rank: Rank) -> None:
@@ -233,12 +239,16 @@ class Run:
         if restored is not None:
             self.checkpoint_step = found
         self._found(found)
+        self._stamp("joined_ns", "restoring_ns")
+        near = Origin.MEMORY if restored is snapshot else Origin.CHECKPOINT
+        self.stamps["origin"] = Origin.NOTHING if restored is None else near
         self._go(Phase.RESTORE, self._random.uniform(*_RESTORES), self._open)
 
     def _open(self) -> None:
         training, progress = self.training, self.progress
         if not training.global_batch:
             training.global_batch = training.samples * self._world_size
+        self._stamp("restored_ns")
         self.restored_step = progress.step
         progress.begin(training.global_batch)
         self._even = shares.equal(training.global_batch, self._world_size, 1)

@@ -44,6 +44,11 @@ def test_a_killed_rank_is_back_in_the_same_pods_and_one_that_stops_in_its_first_
     status = status_of(incident)
     assert incident["spec"]["rank"] == 0
     assert status["remedy"] == "RestartRanks"
+    restart = status["restart"]
+    names = ["Teardown", "Wait", "Process", "Communicators", "Script", "Load", "FirstStep"]
+    assert [part["name"] for part in restart["parts"]] == names
+    assert sum(part["seconds"] for part in restart["parts"]) == pytest.approx(status["recoveredSeconds"], abs=0.01)
+    assert restart["restoredFrom"] in ("Memory", "Neighbour"), "no pod has gone"
     assert {option["name"] for option in status["considered"]} == {"RestartRanks", "ReplaceWorker"}
     assert uids(calm) == pods
     calm.hang(1)

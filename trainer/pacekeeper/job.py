@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -112,6 +113,7 @@ def init(
             f'backend={backend!r}: NCCL needs a GPU, this rank trains on the CPU; leave it out, or say "gloo"'
         )
     recorder = watch()
+    recorder.ring.state.device_ns = time.monotonic_ns()
     if not dist.is_initialized():
         backend = backend or ("gloo" if selected.type == "cpu" else "cuda:nccl,cpu:gloo")
         alone = "RANK" not in os.environ
@@ -156,6 +158,7 @@ class Job:
         self._ordinals: Ordinals | None = None
         self._told_to_leave = False
         signal.signal(signal.SIGTERM, self._leave_soon)
+        recorder.ring.state.joined_ns = time.monotonic_ns()
 
     @property
     def step(self) -> int:

@@ -11,7 +11,7 @@ from .. import modes
 from ..api import Cause, Class, Mode, Outcome, Remedy
 from ..observation import Observation, Policy
 from ..state import MAX_PAST, Draft, Incident, Past, WayTrial
-from . import gpu_warning, node_leaving, verify_ways
+from . import gpu_warning, node_leaving, restart, verify_ways
 from .straggler import steady, window_steps
 
 MEASURE_SECONDS = 120.0
@@ -91,7 +91,10 @@ def _judge_round(observation: Observation, incident: Incident) -> Incident:
         (view.heartbeat.restored_step for view in observation.members if view.heartbeat is not None), default=-1
     )
     lost = max(0, incident.last_step - max(restored, 0)) if incident.last_step >= 0 else 0
-    return replace(incident, recovered=max(since, incident.decided), steps_lost=lost, outcome=Outcome.RECOVERED)
+    recovered = max(since, incident.decided)
+    beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
+    parts = restart.fold(recovered - incident.first_sign, beats, observation.plan.world_size)
+    return replace(incident, recovered=recovered, steps_lost=lost, restart=parts, outcome=Outcome.RECOVERED)
 
 
 def _judge_live(observation: Observation, incident: Incident) -> Incident:

@@ -45,7 +45,7 @@ def story(incident: SeenIncident) -> str:
     parts = [title, paragraph(spec.message, "  "), entries(list(_timeline(incident)))]
     parts.append(_section("diagnosis", verdict(incident)))
     parts.append(_section("considered", [price(one) for one in status.considered]))
-    parts.append(_section("outcome", [outcome(incident)]))
+    parts.append(_section("outcome", [outcome(incident), *recovery(incident)]))
     parts.append(_section("evidence", spec.evidence))
     return "\n\n".join(part for part in parts if part)
 
@@ -85,6 +85,19 @@ def outcome(incident: SeenIncident) -> str:
     if status.outcome is None:
         return f"still open; {doing(incident)}"
     return f"{status.outcome}: {'; '.join([OUTCOMES[status.outcome], *_measured(incident)])}"
+
+
+def recovery(incident: SeenIncident) -> list[str]:
+    """What its time went to: `Teardown 0.1 s, Wait 2.0 s, … Load 3.0 s (rank 3); the state came from: Memory`."""
+    restart = incident.status.restart
+    if restart is None or not restart.parts:
+        return []
+    told = (
+        f"{one.name} {duration(one.seconds)}" + ("" if one.rank is None else f" (rank {one.rank})")
+        for one in restart.parts
+    )
+    origin = f"; the state came from: {restart.restored_from}" if restart.restored_from else ""
+    return [f"its time: {', '.join(told)}{origin}"]
 
 
 def doing(incident: SeenIncident) -> str:

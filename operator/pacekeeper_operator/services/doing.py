@@ -216,6 +216,8 @@ async def _announce_end(operator: Operator, desk: Desk, incident: Incident) -> N
         seconds = incident.recovered - incident.first_sign
         metrics.RECOVERY_SECONDS.labels(incident.cause).observe(seconds)
         after = f" {seconds:.1f} s after the first sign"
+    for part in incident.restart.parts if incident.restart is not None else ():
+        metrics.RESTART_PART_SECONDS.labels(part.name).observe(part.seconds)
     warning = incident.outcome in (Outcome.FAILED, Outcome.NOT_HELPED)
     note = f"{incident.name}: {incident.outcome}{after}; {incident.message}"
     await events.tell(operator, desk.job, "IncidentClosed", note, str(incident.outcome), warning=warning)

@@ -106,6 +106,7 @@ def status(incident: Incident) -> IncidentStatus:
         detected_seconds=incident.detected - incident.first_sign,
         recovered_seconds=None if incident.recovered is None else incident.recovered - incident.first_sign,
         steps_lost=incident.steps_lost,
+        restart=incident.restart,
         slowdown_before=incident.slowdown_before,
         slowdown_after=incident.slowdown_after,
         predicted_gain=incident.predicted_gain,

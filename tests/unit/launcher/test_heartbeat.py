@@ -52,6 +52,35 @@ def test_how_many_steps_the_script_wants_is_told_as_it_says() -> None:
     assert Heartbeat.from_json(beat.to_json()).total_steps == 300
 
 
+def test_how_a_round_started_is_told_with_its_first_step() -> None:
+    def started(**fields: int) -> np.void:
+        stamps = {"device_ns": 6, "joined_ns": 7, "restoring_ns": 7, "restored_ns": 8}
+        seconds = {name: int(1e9 * at) for name, at in (stamps | fields).items() if name.endswith("_ns")}
+        others = {name: value for name, value in fields.items() if not name.endswith("_ns")}
+        return rank(1, **seconds, **({"step_end_ns": 9_000_000_000, "origin": 2} | others))
+
+    running = RoundState(stage=LauncherState.RUNNING, round=2, started=5.0, teardown_seconds=0.25)
+
+    def told(*ranks: np.void) -> Heartbeat:
+        return next_beat(Heartbeat("w", round=1), running, None, ranks, wall=100.0, monotonic=9.0)
+
+    beat = told(started(rank=4), started(rank=5, joined_ns=8, origin=3))
+    assert [(one.stage, one.seconds, one.rank) for one in beat.start] == [
+        *(("Device", 1.0, 5), ("Communicators", 3.0, 5), ("Script", 2.0, 5), ("Load", 3.0, 5)),
+        ("FirstStep", 4.0, 4),
+    ]
+    assert (beat.teardown_seconds, beat.origin) == (0.25, "NEIGHBOUR")
+    later = replace(running, teardown_seconds=9.0)
+    assert next_beat(beat, later, None, [started(rank=4)], 101.0, 10.0).start == beat.start, "once a round"
+    unfinished = next_beat(beat, replace(running, round=3), None, [rank(0, rank=4)], 101.0, 10.0)
+    assert (unfinished.start, unfinished.teardown_seconds, unfinished.origin) == ((), 0.0, "UNKNOWN")
+    for nonsense in ({"joined_ns": 0}, {"joined_ns": -(2**62) // 10**9}, {"joined_ns": 2**62 // 10**9}):
+        beat = told(started(rank=4), started(rank=5, **nonsense))
+        assert [one.stage for one in beat.start] == ["Device", "Script", "Load", "FirstStep"]
+    for origin in (0, 99, -(2**62)):
+        assert told(started(rank=4), started(rank=5, origin=origin)).origin == "UNKNOWN"
+
+
 def test_the_mode_and_what_is_wrong_are_told() -> None:
     running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
     ranks = [

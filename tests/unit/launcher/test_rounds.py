@@ -164,6 +164,7 @@ def test_no_round_before_the_killed_ranks_are_gone_and_a_fault_when_they_stay(ru
     assert FaultKind.ROUND_FAILED not in notified(running.see(after=60))
     assert list(running.state.unkillable) == [1]
     running.see(ranks=GONE)
+    assert running.state.teardown_seconds == 1 + SETTINGS.kill_timeout + 60
     assert (list(running.state.unkillable), running.stage()) == ([], LauncherState.RUNNING), (
         "the kernel has let go of it"
     )
@@ -327,7 +328,8 @@ def test_a_round_without_a_step_is_barren_and_without_records_a_short_one(
 
 def test_a_member_that_becomes_a_spare_ends_its_ranks_and_stays(running: Machine) -> None:
     assert running.see(plan=replace(PLAN, version=2, role=Role.SPARE)) == [Kill()]
-    running.see(ranks=GONE)
+    running.see(ranks=GONE, after=3)
+    assert running.state.teardown_seconds == 0, "the next round that it takes part in follows from none of its own"
     assert running.stage() is LauncherState.WARM
     assert running.see(after=600) == []
 

@@ -161,6 +161,7 @@ INCIDENT_STATUS = IncidentStatus(
     detected_seconds=1.0,
     recovered_seconds=4.0,
     steps_lost=0,
+    restart=api.Restart((api.RestartPart(api.RestartPartName.LOAD, 3.5, 2),), "Memory", "Load (rank 2)"),
     slowdown_before=1.5,
     slowdown_after=1.0,
     predicted_gain=100.0,

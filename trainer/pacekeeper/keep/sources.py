@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pacekeeper.exchange import broadcast
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.records import Origin
 
 from .checkpoints import CheckpointFolder
 from .distributed_checkpoint import Torn, load
@@ -28,6 +29,10 @@ _log = logging.getLogger(__name__)
 
 class Source(Protocol):
     """One rank's access to it."""
+
+    @property
+    def origin(self) -> Origin:
+        """Of what was loaded last."""
 
     def newest(self) -> Version:
         """The newest state that all ranks can have from here, the same on all of them; NOTHING: none. Collective.
@@ -48,6 +53,8 @@ class Source(Protocol):
 
 class SnapshotSource:
     """The snapshots in shared memory."""
+
+    origin = Origin.MEMORY
 
     def __init__(
         self, snapshots: Snapshots | None, state: TrainingState, peers: CpuGroup, keeps: bool, kept: KeptShards
@@ -127,6 +134,7 @@ class SnapshotSource:
     def _load(self, version: Version, copies: _Copies) -> int | None:
         """None: this rank cannot, or another one. All ranks come here, and take the same part in what is collective."""
         slot = copies.own
+        self.origin = Origin.NEIGHBOUR if slot is None else Origin.MEMORY
         if copies.parcels:
             if not self._distribute(version, copies):
                 return None
@@ -233,6 +241,8 @@ class _Copies:
 
 class CheckpointSource:
     """The checkpoints on the volume: the newest of them that is not torn."""
+
+    origin = Origin.CHECKPOINT
 
     def __init__(self, folder: CheckpointFolder | None, state: TrainingState, peers: CpuGroup) -> None:
         """`folder`: None: there is no volume."""

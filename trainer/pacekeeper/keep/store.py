@@ -13,6 +13,7 @@ from pacekeeper.environment import Environment
 from pacekeeper.exchange import broadcast
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.records import Origin
 
 from .checkpoint_writer import CheckpointWriter, WriteOutcome
 from .checkpoints import ONE_VOLUME, CheckpointFolder
@@ -41,6 +42,8 @@ class Restored:
     """This rank's, since the job's beginning."""
     checkpoint_step: int
     """Of the newest checkpoint on the volume, by its manifest; -1: none."""
+    origin: Origin
+    """Where this rank's state came from."""
 
 
 class Store:
@@ -105,7 +108,7 @@ class Store:
                 one.check_unchanged()
         checkpoint_step = newest[self._volume].step
         self._news.found(checkpoint_step)
-        return None if samples is None else Restored(version.step, samples, checkpoint_step)
+        return None if samples is None else Restored(version.step, samples, checkpoint_step, source.origin)
 
     def _check_shared(self) -> None:
         """Raises InputError, on all ranks, where some do not see what rank 0 writes. Collective."""

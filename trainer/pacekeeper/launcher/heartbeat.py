@@ -11,7 +11,8 @@ import numpy as np
 from pacekeeper.keep.news import NO_NEWS, CheckpointNews
 from pacekeeper.runtime import write_json
 from pacekeeper_analysis.plan import MODES, WorkerPlan
-from pacekeeper_analysis.reports import Heartbeat, LauncherState
+from pacekeeper_analysis.records import Origin
+from pacekeeper_analysis.reports import Heartbeat, LauncherState, StageReached, StartStage
 
 from .rounds import RoundState
 
@@ -94,7 +95,8 @@ def next_beat(
     )
     if state.round != before.round:
         beat = replace(beat, steps_in_round=0, restored_step=-1, first_step_at=0.0, round_started_at=0.0)
-        beat = replace(beat, bad_loss_rank=-1, bad_loss_step=-1)
+        beat = replace(beat, bad_loss_rank=-1, bad_loss_step=-1, teardown_seconds=0.0, start=())
+        beat = replace(beat, origin=Origin.UNKNOWN.name)
     if state.stage is LauncherState.RUNNING and beat.round_started_at == 0.0:
         beat = replace(beat, round_started_at=wall - (monotonic - state.started))
     if not ranks:
@@ -102,7 +104,14 @@ def next_beat(
     slowest = min(ranks, key=lambda rank: int(rank["step"]))
     if beat.first_step_at == 0.0 and slowest["steps_in_round"] > 0:
         # Exact for the round's first step, which is seen within a tick; a later one is seen only after a long tick.
-        beat = replace(beat, first_step_at=wall - (monotonic - int(slowest["step_end_ns"]) * 1e-9))
+        first_step = int(slowest["step_end_ns"]) * 1e-9
+        beat = replace(
+            beat,
+            first_step_at=wall - (monotonic - first_step),
+            teardown_seconds=state.teardown_seconds,
+            start=stages(ranks, state.started, first_step, int(slowest["rank"])),
+            origin=_origin(ranks),
+        )
     step = int(slowest["step"])
     rank_0_is_here = any(rank["rank"] == 0 for rank in ranks)
     told = checkpoints if rank_0_is_here else NO_NEWS
@@ -128,6 +137,36 @@ def next_beat(
         bad_loss_rank=-1 if first_bad is None else int(first_bad["rank"]),
         bad_loss_step=-1 if first_bad is None else int(first_bad["bad_loss_step"]),
     )
+
+
+_STAMPS = {
+    StartStage.DEVICE: "device_ns",
+    StartStage.COMMUNICATORS: "joined_ns",
+    StartStage.SCRIPT: "restoring_ns",
+    StartStage.LOAD: "restored_ns",
+}
+
+
+def stages(ranks: Collection[np.void], began: float, first_step: float, last: int) -> tuple[StageReached, ...]:
+    """How the round started here. `ranks`: their `records.STATE`.
+
+    began, first_step: of the round, and the end of its first step on rank `last`; seconds, monotonic.
+    A stage is left out where a rank does not tell it, or tells what cannot be: ranks write what they like.
+    """
+    found = []
+    for stage, stamp in _STAMPS.items():
+        moments = [(int(rank[stamp]) * 1e-9, int(rank["rank"])) for rank in ranks]
+        if all(began <= moment <= first_step for moment, _ in moments):
+            moment, rank = max(moments)
+            found.append(StageReached(stage, moment - began, rank))
+    return (*found, StageReached(StartStage.FIRST_STEP, max(0.0, first_step - began), last))
+
+
+def _origin(ranks: Collection[np.void]) -> str:
+    """The farthest; a rank that does not tell, or tells nonsense, leaves it unknown."""
+    told = [int(rank["origin"]) for rank in ranks]
+    known = all(Origin.UNKNOWN < origin <= max(Origin) for origin in told)
+    return Origin(max(told)).name if known else Origin.UNKNOWN.name
 
 
 def _mode(position: int) -> str:

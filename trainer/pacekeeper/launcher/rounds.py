@@ -97,6 +97,7 @@ class RoundState:
     started: float = 0.0
     leaving_since: float | None = None  # when the ranks were told to leave (SIGTERM, suspension)
     ending_since: float | None = None  # when the round's end was noticed; None: the ranks run
+    teardown_seconds: float = 0.0  # that the ranks of the last round took to be gone from then on
     kill_at: float = 0.0  # when ranks that are still there are killed; meaningful while they end
     killed_at: float | None = None
     ending: Ending = Ending.ENDED  # how the ranks of `round` ended
@@ -213,6 +214,7 @@ def _look_at_ranks(turn: _Turn) -> None:
             _end_ranks(turn)
     elif all(rank.gone for rank in ranks):
         stays = state.stage in {LauncherState.FINISHED, LauncherState.LOST}
+        turn.set(teardown_seconds=turn.now - state.ending_since)
         turn.set(running=0, ending_since=None, killed_at=None, unkillable=(), gathering_since=turn.now)
         turn.set(stage=state.stage if stays else LauncherState.GATHERING)
 
@@ -331,7 +333,7 @@ def _suspend(turn: _Turn) -> None:
     if turn.state.running:
         _let_ranks_leave(turn)
     elif turn.state.stage is not LauncherState.FINISHED:
-        turn.set(stage=LauncherState.WARM, membership=-1)
+        turn.set(stage=LauncherState.WARM, membership=-1, teardown_seconds=0.0)
 
 
 def _rest(turn: _Turn) -> None:
@@ -339,7 +341,7 @@ def _rest(turn: _Turn) -> None:
     _end_ranks(turn)
     turn.set(membership=-1)
     if not turn.state.running:
-        turn.set(stage=LauncherState.WARM)
+        turn.set(stage=LauncherState.WARM, teardown_seconds=0.0)
 
 
 def _take_part(turn: _Turn, plan: WorkerPlan) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 
 from pacekeeper.data.loader import Loader
 from pacekeeper.keep.checkpoint_writer import WriteOutcome
 from pacekeeper.keep.store import Store
 from pacekeeper.observe.recorder import Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper_analysis.records import Phase
+from pacekeeper_analysis.records import Origin, Phase
 
 from .course import crossed
 from .progress import Progress
@@ -47,8 +48,11 @@ class Retention:
     def restore(self) -> int:
         """Goes back to the newest state that all ranks can have; returns its step, 0 without one."""
         progress = self._progress
+        self._state.restoring_ns = time.monotonic_ns()
         with self._recorder.during(Phase.RESTORE):
             restored = self._store.restore()
+        self._state.restored_ns = time.monotonic_ns()
+        self._state.origin = Origin.NOTHING if restored is None else restored.origin
         if restored is not None:
             assert progress.step == restored.step, "the job's own counters are part of its state"
             self._checkpointed = self._kept = self._state.checkpoint_step = restored.checkpoint_step

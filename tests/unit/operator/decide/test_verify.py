@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.reports import StageReached, StartStage
 from pacekeeper_operator.api import Cause, Class, Mode, Outcome, Remedy
 from pacekeeper_operator.decide import verify
 from pacekeeper_operator.decide.verify import HELPED, MEASURE_SECONDS
@@ -71,6 +72,17 @@ class TestRound:
         assert judged(incident(), second_round(first_step_at=0.0)).outcome is None
         over = judged(incident(last_step=500), second_round())
         assert (over.outcome, over.recovered, over.steps_lost) == (Outcome.RECOVERED, NOW - 4, 10)
+
+    def test_what_its_time_went_to_adds_up_to_it(self) -> None:
+        start = (StageReached(StartStage.LOAD, 2.0, 0), StageReached(StartStage.FIRST_STEP, 3.0, 0))
+        over = judged(incident(), second_round(start=start, teardown_seconds=1.0, origin="CHECKPOINT"))
+        assert over.recovered is not None
+        assert over.restart is not None
+        assert over.restart.restored_from == "Checkpoint"
+        seconds = {part.name: part.seconds for part in over.restart.parts}
+        assert seconds == {"Teardown": 1.0, "Wait": 12.0, "Load": 2.0, "FirstStep": 1.0}
+        assert sum(seconds.values()) == over.recovered - over.first_sign
+        assert judged(incident(), second_round()).restart is None, "older workers"
 
     def test_a_first_step_before_the_decision_recovers_nothing_earlier(self) -> None:
         assert judged(incident(), second_round(first_step_at=NOW - 60)).recovered == NOW - 17

@@ -9,7 +9,16 @@ import pytest
 
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator.api import API_VERSION, Mode, Object, Outcome, RemedyPrice
+from pacekeeper_operator.api import (
+    API_VERSION,
+    Mode,
+    Object,
+    Outcome,
+    RemedyPrice,
+    Restart,
+    RestartPart,
+    RestartPartName,
+)
 from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.observation import Hindrance, Metrics, Observation
 from pacekeeper_operator.oncall import incidents, jobs, nodes
@@ -130,6 +139,9 @@ class TestAnIncident:
             recovered=NOW + 3.2,
             outcome=Outcome.MITIGATED,
             steps_lost=1,
+            restart=Restart(
+                (RestartPart(RestartPartName.WAIT, 2.0), RestartPart(RestartPartName.LOAD, 4.3, 1)), "Neighbour"
+            ),
             slowdown_before=1.6,
             slowdown_after=1.05,
             predicted_gain=50.0,
@@ -146,6 +158,7 @@ class TestAnIncident:
             "Probe: slow to do: look at the path",
             "Mitigated: better than before the remedy",
             "1 step lost",
+            "its time: Wait 2.0 s, Load 4.3 s (rank 1); the state came from: Neighbour",
             "from 1.60 to 1.05",
             "it has won 40 s of training, 50 s were expected",
             "a probe has passed",

@@ -1,0 +1,59 @@
+"""What a recovery's time went to: the parts of a restart, as the job's workers tell them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pacekeeper_analysis.records import Origin
+from pacekeeper_analysis.reports import Heartbeat, StartStage
+
+from ..api import Restart, RestartPart, RestartPartName
+
+_NAMES = {
+    StartStage.DEVICE: RestartPartName.PROCESS,
+    StartStage.COMMUNICATORS: RestartPartName.COMMUNICATORS,
+    StartStage.SCRIPT: RestartPartName.SCRIPT,
+    StartStage.LOAD: RestartPartName.LOAD,
+    StartStage.FIRST_STEP: RestartPartName.FIRST_STEP,
+}
+
+
+def fold(seconds: float, beats: Sequence[Heartbeat], ranks: int) -> Restart | None:
+    """What `seconds` of recovery went to, by the members' heartbeats after the first step; None: nobody tells.
+
+    A stage is reached when the last rank of all has reached it, and a part lasts from stage to stage, so that the parts
+    add up to the recovery whatever workers claim: nobody's word makes it longer. Each worker counts from its own
+    launcher's start of the round, which all hear of at once; their clocks are not compared.
+
+    ranks: of the job; who is none of them is not named.
+    """
+    reached: dict[StartStage, tuple[float, int]] = {}
+    for told in (one for beat in beats for one in beat.start):
+        reached[told.stage] = max(reached.get(told.stage, (0.0, told.rank)), (told.seconds, told.rank))
+    if StartStage.FIRST_STEP not in reached:
+        return None
+    seconds = max(0.0, seconds)
+    started = min(seconds, reached[StartStage.FIRST_STEP][0])
+    teardown = min(seconds - started, max(beat.teardown_seconds for beat in beats))
+    moments = [(stage, min(started, reached[stage][0]), reached[stage][1]) for stage in StartStage if stage in reached]
+    ends = [0.0]
+    for _, at, _ in moments:
+        ends.append(max(ends[-1], at))
+    parts = (
+        RestartPart(RestartPartName.TEARDOWN, teardown),
+        RestartPart(RestartPartName.WAIT, seconds - started - teardown),
+        *(
+            RestartPart(_NAMES[stage], after - before, rank if rank < ranks else None)
+            for (stage, _, rank), (before, after) in zip(moments, pairwise(ends), strict=True)
+        ),
+    )
+    longest = max(parts, key=lambda part: part.seconds)
+    who = "" if longest.rank is None else f" (rank {longest.rank})"
+    return Restart(parts, _origin(beats), f"{longest.name}{who}")
+
+
+def _origin(beats: Sequence[Heartbeat]) -> str | None:
+    """The farthest that any member tells of, in a word for people; None: none does."""
+    found = max((Origin[beat.origin] for beat in beats), default=Origin.UNKNOWN)
+    return None if found is Origin.UNKNOWN else found.name.capitalize()
