@@ -17,7 +17,7 @@ from tests.support.launchers import Team, team
 
 TRAIN_SCRIPT = Path(__file__).parents[1] / "support/scripts/train.py"
 PORT = 29441
-CRASH = json.dumps([{"rank": 1, "round": 1, "step": 7, "kind": "sigkill"}])
+CRASH = json.dumps([{"rank": 1, "round": 1, "step": 60, "kind": "sigkill"}])
 
 
 @contextmanager
