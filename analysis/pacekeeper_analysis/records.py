@@ -74,7 +74,7 @@ class Device(IntEnum):
     STARTED = 4  # it has begun: it waits for its peers
 
 
-class Origin(IntEnum):
+class StateOrigin(IntEnum):
     """Where a rank's state came from at the start of its round, the nearest first."""
 
     UNKNOWN = 0  # it is not there yet, or the script does not tell
@@ -164,7 +164,7 @@ STATE = np.dtype(
         ("joined_ns", "<i8"),  # … was in its process group, and in those that the library makes at once
         ("restoring_ns", "<i8"),  # … began to bring its state back
         ("restored_ns", "<i8"),  # … had it
-        ("origin", "<i8"),  # an Origin
+        ("origin", "<i8"),  # an StateOrigin
     ]
 )
 """The rank's present state, at the beginning of the ring's header page."""

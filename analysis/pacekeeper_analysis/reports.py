@@ -17,7 +17,7 @@ from .errors import InputError
 from .operations import MOST_CHARACTERS, decode
 from .plan import MOST_PATHS_OF_WORKER, SyncMode
 from .reading import Cut, Longest, OneOf, Within, read, read_tuple
-from .records import Collective, Device, Origin, Phase
+from .records import Collective, Device, Phase, StateOrigin
 
 LONGEST_WINDOW = 4096
 """Steps of a rank's window that are taken."""
@@ -152,7 +152,7 @@ class Heartbeat:
     # How the round started; told with its first step.
     teardown_seconds: Seconds = 0.0  # from when the round before was seen to end here until its ranks were gone
     start: Annotated[tuple[StageReached, ...], Longest(len(StartStage))] = ()  # (): not yet, or nobody tells
-    origin: Annotated[str, OneOf(frozenset(origin.name for origin in Origin))] = Origin.UNKNOWN.name
+    origin: Annotated[str, OneOf(frozenset(origin.name for origin in StateOrigin))] = StateOrigin.UNKNOWN.name
     """Where the ranks' state came from: the farthest of their origins."""
     steered: bool = False  # the script uses the library (it can follow shares and modes), not only pacekeeper.auto
     sync_mode: Mode = ""  # a plan.SyncMode, the one in force on this worker's ranks; "": not steered, or not known yet

@@ -21,7 +21,7 @@ from pacekeeper.observe.windows import StepTimes
 from pacekeeper_analysis import shares
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import MODES, Stop, SyncMode
-from pacekeeper_analysis.records import RECORD, Kind, Origin, Phase
+from pacekeeper_analysis.records import RECORD, Kind, Phase, StateOrigin
 
 from .rank import LEFT, LOST_PEER, Leg, Rank, Stand
 from .volume import Kept
@@ -240,8 +240,8 @@ class Run:
             self.checkpoint_step = found
         self._found(found)
         self._stamp("joined_ns", "restoring_ns")
-        near = Origin.MEMORY if restored is snapshot else Origin.CHECKPOINT
-        self.stamps["origin"] = Origin.NOTHING if restored is None else near
+        near = StateOrigin.MEMORY if restored is snapshot else StateOrigin.CHECKPOINT
+        self.stamps["origin"] = StateOrigin.NOTHING if restored is None else near
         self._go(Phase.RESTORE, self._random.uniform(*_RESTORES), self._open)
 
     def _open(self) -> None:

@@ -29,7 +29,7 @@ from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import Origin
+from pacekeeper_analysis.records import StateOrigin
 from tests.support.mounts import leave_the_others_mounts, may_mount, mount_memory
 from tests.support.ranks import run_ranks
 
@@ -145,7 +145,7 @@ def test_another_number_of_ranks_goes_on_bit_for_bit(
 
     kept = in_ranks(ranks, write)[0]
     for restored, values in in_ranks(after, restore):
-        assert restored == Restored(3, 30, 3, Origin.CHECKPOINT)
+        assert restored == Restored(3, 30, 3, StateOrigin.CHECKPOINT)
         # By numpy: ranks of later tests are forked from this process, and would miss the threads that torch makes here.
         assert all(np.array_equal(one, other) for one, other in zip(kept, values, strict=True))
 
@@ -157,7 +157,7 @@ def test_a_state_that_grows_is_shared_anew(tmp_path: Path) -> None:
         its.train(2)
         assert its.checkpoint(2) is WriteOutcome.KEPT
         fresh = a_rank(rank, tmp_path, seed=1)
-        assert fresh.store.restore() == Restored(2, 20, 2, Origin.CHECKPOINT)
+        assert fresh.store.restore() == Restored(2, 20, 2, StateOrigin.CHECKPOINT)
         return equal(its.values(), fresh.values())
 
     assert in_ranks(2, main) == [True] * 2

@@ -21,7 +21,7 @@ from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import Origin
+from pacekeeper_analysis.records import StateOrigin
 from tests.support.ranks import run_ranks
 
 RANKS = 2
@@ -135,7 +135,7 @@ def test_the_newest_that_all_ranks_can_have_comes_back(
         fresh = a_rank(rank, tmp_path)
         return fresh.store.restore(), float(fresh.weight)
 
-    origin = Origin.MEMORY if weight == IN_MEMORY else Origin.CHECKPOINT
+    origin = StateOrigin.MEMORY if weight == IN_MEMORY else StateOrigin.CHECKPOINT
     assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [
         (Restored(step, 100 * step + rank, checkpoint_step, origin), weight) for rank in range(RANKS)
     ]

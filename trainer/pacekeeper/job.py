@@ -158,6 +158,7 @@ class Job:
         self._ordinals: Ordinals | None = None
         self._told_to_leave = False
         signal.signal(signal.SIGTERM, self._leave_soon)
+        self._replication.join()
         recorder.ring.state.joined_ns = time.monotonic_ns()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pacekeeper_analysis.records import Origin
+from pacekeeper_analysis.records import StateOrigin
 from pacekeeper_analysis.reports import Heartbeat, StartStage
 
 from ..api import Restart, RestartPart, RestartPartName
@@ -55,5 +55,5 @@ def fold(seconds: float, beats: Sequence[Heartbeat], ranks: int) -> Restart | No
 
 def _origin(beats: Sequence[Heartbeat]) -> str | None:
     """The farthest that any member tells of, in a word for people; None: none does."""
-    found = max((Origin[beat.origin] for beat in beats), default=Origin.UNKNOWN)
-    return None if found is Origin.UNKNOWN else found.name.capitalize()
+    found = max((StateOrigin[beat.origin] for beat in beats), default=StateOrigin.UNKNOWN)
+    return None if found is StateOrigin.UNKNOWN else found.name.capitalize()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pacekeeper.exchange import broadcast
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import Origin
+from pacekeeper_analysis.records import StateOrigin
 
 from .checkpoints import CheckpointFolder
 from .distributed_checkpoint import Torn, load
@@ -31,7 +31,7 @@ class Source(Protocol):
     """One rank's access to it."""
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> StateOrigin:
         """Of what was loaded last."""
 
     def newest(self) -> Version:
@@ -54,7 +54,7 @@ class Source(Protocol):
 class SnapshotSource:
     """The snapshots in shared memory."""
 
-    origin = Origin.MEMORY
+    origin = StateOrigin.MEMORY
 
     def __init__(
         self, snapshots: Snapshots | None, state: TrainingState, peers: CpuGroup, keeps: bool, kept: KeptShards
@@ -134,7 +134,7 @@ class SnapshotSource:
     def _load(self, version: Version, copies: _Copies) -> int | None:
         """None: this rank cannot, or another one. All ranks come here, and take the same part in what is collective."""
         slot = copies.own
-        self.origin = Origin.NEIGHBOUR if slot is None else Origin.MEMORY
+        self.origin = StateOrigin.NEIGHBOUR if slot is None else StateOrigin.MEMORY
         if copies.parcels:
             if not self._distribute(version, copies):
                 return None
@@ -242,7 +242,7 @@ class _Copies:
 class CheckpointSource:
     """The checkpoints on the volume: the newest of them that is not torn."""
 
-    origin = Origin.CHECKPOINT
+    origin = StateOrigin.CHECKPOINT
 
     def __init__(self, folder: CheckpointFolder | None, state: TrainingState, peers: CpuGroup) -> None:
         """`folder`: None: there is no volume."""

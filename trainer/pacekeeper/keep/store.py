@@ -13,7 +13,7 @@ from pacekeeper.environment import Environment
 from pacekeeper.exchange import broadcast
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import Origin
+from pacekeeper_analysis.records import StateOrigin
 
 from .checkpoint_writer import CheckpointWriter, WriteOutcome
 from .checkpoints import ONE_VOLUME, CheckpointFolder
@@ -42,7 +42,7 @@ class Restored:
     """This rank's, since the job's beginning."""
     checkpoint_step: int
     """Of the newest checkpoint on the volume, by its manifest; -1: none."""
-    origin: Origin
+    origin: StateOrigin
     """Where this rank's state came from."""
 
 

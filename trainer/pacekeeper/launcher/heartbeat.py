@@ -11,7 +11,7 @@ import numpy as np
 from pacekeeper.keep.news import NO_NEWS, CheckpointNews
 from pacekeeper.runtime import write_json
 from pacekeeper_analysis.plan import MODES, WorkerPlan
-from pacekeeper_analysis.records import Origin
+from pacekeeper_analysis.records import StateOrigin
 from pacekeeper_analysis.reports import Heartbeat, LauncherState, StageReached, StartStage
 
 from .rounds import RoundState
@@ -96,7 +96,7 @@ def next_beat(
     if state.round != before.round:
         beat = replace(beat, steps_in_round=0, restored_step=-1, first_step_at=0.0, round_started_at=0.0)
         beat = replace(beat, bad_loss_rank=-1, bad_loss_step=-1, teardown_seconds=0.0, start=())
-        beat = replace(beat, origin=Origin.UNKNOWN.name)
+        beat = replace(beat, origin=StateOrigin.UNKNOWN.name)
     if state.stage is LauncherState.RUNNING and beat.round_started_at == 0.0:
         beat = replace(beat, round_started_at=wall - (monotonic - state.started))
     if not ranks:
@@ -165,8 +165,8 @@ def stages(ranks: Collection[np.void], began: float, first_step: float, last: in
 def _origin(ranks: Collection[np.void]) -> str:
     """The farthest; a rank that does not tell, or tells nonsense, leaves it unknown."""
     told = [int(rank["origin"]) for rank in ranks]
-    known = all(Origin.UNKNOWN < origin <= max(Origin) for origin in told)
-    return Origin(max(told)).name if known else Origin.UNKNOWN.name
+    known = all(StateOrigin.UNKNOWN < origin <= max(StateOrigin) for origin in told)
+    return StateOrigin(max(told)).name if known else StateOrigin.UNKNOWN.name
 
 
 def _mode(position: int) -> str:

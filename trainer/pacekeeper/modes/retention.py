@@ -11,7 +11,7 @@ from pacekeeper.keep.checkpoint_writer import WriteOutcome
 from pacekeeper.keep.store import Store
 from pacekeeper.observe.recorder import Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper_analysis.records import Origin, Phase
+from pacekeeper_analysis.records import Phase, StateOrigin
 
 from .course import crossed
 from .progress import Progress
@@ -52,7 +52,7 @@ class Retention:
         with self._recorder.during(Phase.RESTORE):
             restored = self._store.restore()
         self._state.restored_ns = time.monotonic_ns()
-        self._state.origin = Origin.NOTHING if restored is None else restored.origin
+        self._state.origin = StateOrigin.NOTHING if restored is None else restored.origin
         if restored is not None:
             assert progress.step == restored.step, "the job's own counters are part of its state"
             self._checkpointed = self._kept = self._state.checkpoint_step = restored.checkpoint_step

@@ -58,6 +58,12 @@ class Replication:
         first = self._rank - self._rank % self.shape[_SHARD]
         return _group(range(first, first + self.shape[_SHARD]), _SHARD)
 
+    def join(self) -> None:
+        """Makes the groups of a mesh that shards: every such job needs them, and so they are made when all ranks come
+        together, and split off NCCL's communicator, not in the midst of the first model. Collective."""
+        if self.shape[_SHARD] > 1:
+            _ = self.mesh
+
     # What the script gives
 
     def replicate(self, model: nn.Module, units: parallel.Units, options: Mapping[str, Any]) -> nn.Module:
