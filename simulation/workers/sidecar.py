@@ -138,6 +138,7 @@ class Sidecar(Process):
         return {
             **vars(self._folder.heartbeat),
             "gpus": [vars(health) for health in self._folder.heartbeat.gpus],
+            "start": [vars(stage) for stage in self._folder.heartbeat.start],
             "figures": [asdict(each) for each in self._as_told(self._figures.tell())],
             "launcher_silent_seconds": round(seconds, 1) if seconds >= SILENT_FROM else 0.0,
             "sent_at": self._world.wall(self._worker.node),
