@@ -42,7 +42,7 @@ MAX_HEARTBEAT_MARKS = 4_096
 MAX_FAULT_MARKS = 24_000
 MAX_EVIDENCE_MARKS = 200_000
 """Brackets that open and commas outside of strings. What JSON becomes in memory, and how long that takes, goes by them:
-a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 70, 11 a rank and 38 a GPU, the fullest
+a MiB of `{}` holds up the event loop for 0.1 s. The fullest heartbeat has 93, 11 a rank and 38 a GPU, the fullest
 fault 21,700.
 """
 RANK_BYTES, RANK_MARKS = 264, 11
