@@ -6,7 +6,7 @@ import pytest
 
 from pacekeeper_analysis.diagnose.hang import HangKind, verdict
 from pacekeeper_analysis.plan import Stop, SyncMode
-from pacekeeper_analysis.reports import FaultKind, LauncherState
+from pacekeeper_analysis.reports import FaultKind, LauncherState, StartStage
 from simulation.workers.worker import LAUNCHER, POD
 from tests.support.simulated_workers import Team
 
@@ -37,6 +37,17 @@ def test_a_crash_restarts_by_the_launchers_alone_and_only_the_culprit_is_told_of
     assert (team.letter(fault.worker), fault.exit_code, fault.completed_step, fault.round) == ("b", 3, True, 1)
     assert (team.desk.plan.version, team.beat("a").restarts) == (version, 1)
     assert before - team.run.training.snapshot_every <= team.run.restored_step <= before, "from the snapshot in memory"
+
+
+def test_how_a_round_started_is_told_with_its_first_step() -> None:
+    team = Team()
+    team.train("a", "b")
+    team["b"].crash()
+    team.until(lambda: team.beat("a").round == 2 and team.beat("a").first_step_at > 0)
+    beat = team.beat("a")
+    assert [one.stage for one in beat.start] == list(StartStage)
+    assert beat.start[-1].seconds == pytest.approx(beat.first_step_at - beat.round_started_at)
+    assert beat.origin in ("NOTHING", "MEMORY", "CHECKPOINT")
 
 
 def test_two_rounds_without_a_step_end_the_launchers_permission() -> None:
