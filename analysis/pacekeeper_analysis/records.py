@@ -165,6 +165,7 @@ STATE = np.dtype(
         ("restoring_ns", "<i8"),  # … began to bring its state back
         ("restored_ns", "<i8"),  # … had it
         ("origin", "<i8"),  # an StateOrigin
+        ("replica_ranks", "<i8"),  # the number of ranks may be any multiple of it; 0: unknown
     ]
 )
 """The rank's present state, at the beginning of the ring's header page."""

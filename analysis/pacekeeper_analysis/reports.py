@@ -147,6 +147,7 @@ class Heartbeat:
     restored_step: Position = -1  # that the round started from
     checkpoint_request: Count = 0  # last one answered
     global_batch: Annotated[int, Within(0, 2**40)] = 0
+    replica_ranks: Count = 0  # the script trains as exactly with any multiple of so many ranks; 0: it does not say
     round_started_at: Seconds = 0.0
     first_step_at: Seconds = 0.0  # end of the first optimizer step of the round; 0: none yet
     # How the round started; told with its first step.

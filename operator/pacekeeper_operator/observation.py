@@ -436,6 +436,11 @@ class Observation:
         return max((beat.global_batch for beat in self._beats), default=0)
 
     @property
+    def replica_ranks(self) -> int:
+        """The job trains as exactly with any multiple of so many ranks; 0: the script does not say."""
+        return max((beat.replica_ranks for beat in self._beats), default=0)
+
+    @property
     def refused(self) -> str:
         """Why ranks do not follow the newest plan, in their words; "": they do."""
         return next((beat.refused for beat in self._beats if beat.refused), "")
@@ -463,6 +468,11 @@ class Observation:
     def restart_seconds(self) -> float:
         """What a new round costs this job beside the lost steps; before the first was measured, a guess."""
         return self.state.budget.restart_seconds or 5.0
+
+    @property
+    def start_seconds(self) -> float:
+        """What a new pod takes until it is warm: placing, images, imports; before the first was measured, a guess."""
+        return self.state.placement.start_seconds or 30.0
 
     @property
     def step_seconds(self) -> float:

@@ -33,7 +33,9 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
             secret=secret,
         )
         .with_life(finished=())
-        .with_placement(placing_since=0.0, attempts=0, vacant_since=0.0, checkpoint_asked_at=0.0)
+        .with_placement(
+            placing_since=0.0, attempts=0, vacant_since=0.0, checkpoint_asked_at=0.0, begun_at=observation.now
+        )
         .with_budget(in_membership=0)
         .with_adaptation(
             suspicion=None,

@@ -30,7 +30,9 @@ where Incidents cannot be written for long, the bookkeeping must not grow with t
 MAX_LINK_VERDICTS = 16
 MAX_WAYS_SEEN, MAX_WAY_CHANGES, MAX_WAYS_TRIED = 128, 128, 128
 HOLD_SECONDS = 15.0
-"""So long a mode stays at least; longer where changes follow each other."""
+"""So long a mode, or a smaller number of workers, stays at least; longer where changes follow each other."""
+LONGEST_GROWTH_HOLD_SECONDS = 120.0
+"""So long a job trains with fewer at most, beside workers that are warm."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ class Placement:
     refused: int = 0  # pods in a row that their kubelets have not begun
     refused_until: float = 0.0  # until then no more are made
     gated: bool = False  # some pod is not to be scheduled yet: the time for placing does not run
+    start_seconds: float = 0.0  # from a pod's creation until its worker was warm, as measured last; 0: not yet
+    begun_at: float = 0.0  # when the present membership was decided; 0: not known
+    # When workers may be taken in again after the job has gone on with fewer.
+    growth: Hysteresis = field(default_factory=lambda: Hysteresis(HOLD_SECONDS, LONGEST_GROWTH_HOLD_SECONDS))
 
     def worker(self, name: str) -> Worker | None:
         return self._by_name.get(name)

@@ -217,6 +217,7 @@ class Rank:
             "samples": self.samples,
             "global_batch": run.global_batch,
             "total_steps": run.training.until or 0,
+            "replica_ranks": run.training.replica_ranks if run.global_batch else 0,
             "checkpoint_request": run.answered,
             "share": leg.share,
             "sync_mode": MODES.index(run.mode) if run.global_batch else -1,

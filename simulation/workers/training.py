@@ -27,6 +27,8 @@ class Training:
         self.checkpoint_every = int(environment.get("PACEKEEPER_CHECKPOINT_EVERY") or 0)
         self.snapshot_every = random.randint(5, 20)
         self.warmup_steps = 20
+        self.replica_ranks = int(environment.get("REPLICA_RANKS") or 1)
+        """It trains with any multiple of so many ranks; 0: it does not say."""
         self.samples = 8
         """Of each rank in a step of its first round."""
         self.global_batch = 0

@@ -31,7 +31,7 @@ from .data.lengths import Lengths
 from .data.loader import BatchSizes, Loader, Place, Weight
 from .device import select_device
 from .environment import Environment
-from .job_settings import Checkpoints, JobSettings, checked_course, mesh_shape
+from .job_settings import Checkpoints, JobSettings, checked_course, mesh_shape, replica_ranks
 from .keep.checkpoints import CheckpointFolder
 from .keep.state import TrainingState
 from .keep.store import Store
@@ -96,7 +96,8 @@ def init(
     Raises InputError that names the argument and the remedy.
     """
     environment = Environment.read()
-    shape = mesh_shape(mesh or {"sync": -1}, environment.world_size)
+    mesh = mesh or {"sync": -1}
+    shape = mesh_shape(mesh, environment.world_size)
     if checkpoints is None and environment.checkpoint_path is not None:
         checkpoints = Checkpoints(
             environment.checkpoint_path, environment.checkpoint_every, environment.checkpoint_keep
@@ -128,7 +129,8 @@ def init(
     if folder and environment.rank == 0:
         folder.own()
     checkpoint_every = checkpoints.every if checkpoints else 0
-    settings = JobSettings(selected, shape, seed, folder, checkpoint_every, snapshot_every, course)
+    least = replica_ranks(mesh, environment.world_size)
+    settings = JobSettings(selected, shape, least, seed, folder, checkpoint_every, snapshot_every, course)
     return Job(environment, recorder, settings)
 
 
@@ -346,6 +348,7 @@ class Job:
         self.recorder.ring.state.global_batch = loader.global_batch_size
         self.recorder.ring.state.share_grain = loader.share_grain
         self.recorder.ring.state.total_steps = until or 0
+        self.recorder.ring.state.replica_ranks = self._settings.replica_ranks
         self.recorder.restart_clock(progress.step + 1)
 
         def check(course: Course) -> None:

@@ -33,6 +33,8 @@ class JobSettings:
     device: torch.device
     mesh: dict[str, int]
     """Both dimensions' sizes."""
+    replica_ranks: int
+    """The job trains as exactly with any multiple of so many ranks."""
     seed: int
     folder: CheckpointFolder | None
     """None: there are no checkpoints."""
@@ -70,3 +72,9 @@ def mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     if rest:
         shape[rest[0]] = world_size // fixed
     return shape
+
+
+def replica_ranks(mesh: Mapping[str, int], world_size: int) -> int:
+    """Ranks of one replica where `mesh` takes any number of replicas; else all ranks of the job: with fewer there would
+    be no such mesh, or no whole replica would be left."""
+    return mesh.get("shard", 1) if mesh.get("sync") == -1 else world_size

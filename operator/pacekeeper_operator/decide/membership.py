@@ -12,14 +12,15 @@ from .. import rounds
 from ..api import Job, Remedy
 from ..observation import Observation, Policy, WorkerView
 from ..state import Draft
-from . import preflight, seating
+from . import preflight, seating, survivors
 
 CHECKPOINT_SECONDS = 30.0
 """So long a change that nothing forces waits for the checkpoint it has asked for."""
 GATHER_SECONDS = 3.0
 """A launcher that wants to meet the others for so long has not just been overtaken by their news."""
 SHRINK_SECONDS = 10.0
-"""A seat that cannot be filled for so long is given up where spec.minReplicas allows."""
+"""A seat that cannot be filled for so long is given up where spec.minReplicas allows, and nothing speaks for its being
+filled: also by a script that does not say whether it trains as exactly with fewer (`survivors`)."""
 
 
 def step(observation: Observation, policy: Policy) -> Draft:
@@ -34,7 +35,7 @@ def step(observation: Observation, policy: Policy) -> Draft:
         if not _cannot_end(observation, policy):
             return draft
         observation = observation.with_draft(_call_back(observation))
-    return _change(observation) if draft.plan.members else _found(observation)
+    return _change(observation, policy) if draft.plan.members else _found(observation)
 
 
 def _cannot_end(observation: Observation, policy: Policy) -> bool:
@@ -75,7 +76,7 @@ def _found(observation: Observation) -> Draft:
     return rounds.begin(observation, _numbered(observation.job, seating.founded(observation, map(_member, seats))))
 
 
-def _change(observation: Observation) -> Draft:
+def _change(observation: Observation, policy: Policy) -> Draft:
     draft, plan = observation.draft, observation.plan
     wanted = observation.job.spec.replicas
     warm = (view for view in observation.spares if view.warm)
@@ -93,21 +94,33 @@ def _change(observation: Observation) -> Draft:
         elif view is not None and view.trains:
             seats.append(member)
     if len(seats) < min(wanted, len(plan.members)):
-        return _wait_or_shrink(observation, seats)
-    seats += seating.founded(observation, spares[: wanted - len(seats)])
+        return _wait_or_shrink(observation, policy, seats)
+    newcomers = spares[: max(0, survivors.most(observation, min(wanted, len(seats) + len(spares))) - len(seats))]
+    seats += seating.founded(observation, newcomers)
     if [member.worker for member in seats] == [member.worker for member in plan.members]:
-        calm = draft.state.placement.vacant_since or draft.state.placement.checkpoint_asked_at
-        return draft.with_placement(vacant_since=0.0, checkpoint_asked_at=0.0) if calm else draft
+        return _calm(draft)
     if all(view.trains for view in observation.members) and len(observation.members) == len(plan.members):
+        if not survivors.may_grow(observation, seats):
+            return _calm(draft)
         waiting = _await_checkpoint(observation)
         if waiting is not None:
             return waiting
     return rounds.begin(observation, _numbered(observation.job, seats))
 
 
-def _wait_or_shrink(observation: Observation, seats: Sequence[Member]) -> Draft:
+def _calm(draft: Draft) -> Draft:
+    """Nothing is waited for."""
+    waited = draft.state.placement.vacant_since or draft.state.placement.checkpoint_asked_at
+    return draft.with_placement(vacant_since=0.0, checkpoint_asked_at=0.0) if waited else draft
+
+
+def _wait_or_shrink(observation: Observation, policy: Policy, seats: Sequence[Member]) -> Draft:
     """Some rank has no worker. The others wait for it, or go on without where that is allowed."""
     state, job = observation.state, observation.job
+    replicas = survivors.of_whole_replicas(observation, seats)
+    if survivors.can_go_on(observation, policy, replicas):
+        return _shrink(observation, replicas)
+    seats = replicas or seats
     if not state.placement.vacant_since:
         return observation.draft.with_placement(vacant_since=observation.now)
     enough = len(seats) >= max(1, job.spec.fewest_replicas)
@@ -117,7 +130,11 @@ def _wait_or_shrink(observation: Observation, seats: Sequence[Member]) -> Draft:
     coming = any(_comes(view) for view in observation.workers if view.name not in seated)
     if coming and observation.now - state.placement.vacant_since < job.spec.scheduling_timeout:
         return observation.draft
-    return rounds.begin(observation, _numbered(job, seats))
+    return _shrink(observation, seats)
+
+
+def _shrink(observation: Observation, seats: Sequence[Member]) -> Draft:
+    return survivors.gone_on(rounds.begin(observation, _numbered(observation.job, seats)), observation)
 
 
 def _comes(view: WorkerView) -> bool:

@@ -44,7 +44,7 @@ def replace_option(observation: Observation, policy: Policy, *, refused: str = "
 def replace_lost_option(observation: Observation, policy: Policy) -> Option:
     """The same for a worker that is gone, and what it held in memory with it: without a spare its ranks wait for the
     worker that is made in its place."""
-    wait = SPARE_SECONDS if _spare_is_warm(observation) else NEW_WORKER_SECONDS
+    wait = SPARE_SECONDS if _spare_is_warm(observation) else observation.start_seconds
     cost = observation.restart_cost(snapshots=False) + wait
     return Option(Remedy.REPLACE_WORKER, cost, 1.0, policy.refusal(Remedy.REPLACE_WORKER))
 
@@ -73,8 +73,6 @@ def _spare_is_warm(observation: Observation) -> bool:
 NO_SPARE = "no spare is warm"
 SPARE_SECONDS = 1.0
 """What a round with a spare takes longer than one with the same workers: its first steps are cold."""
-NEW_WORKER_SECONDS = 30.0
-"""A guess at what a new pod takes until it is warm: placing, images, imports."""
 
 
 def written(prices: Sequence[Price], chosen: Price | None) -> tuple[RemedyPrice, ...]:

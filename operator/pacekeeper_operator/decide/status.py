@@ -327,7 +327,9 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
     if grave is not None:
         return grave
     if len(plan.members) < spec.replicas:
-        words = f"{len(plan.members)} of {spec.replicas} workers train, for want of nodes"
+        roomless = any(view.pod is not None and view.pod.unschedulable for view in observation.workers)
+        why = "for want of nodes" if roomless else "until others have started"
+        words = f"{len(plan.members)} of {spec.replicas} workers train, {why}"
         return _Found(Condition.DEGRADED, True, Reason.FEWER_REPLICAS, words)
     if state.adaptation.local_sgd is not None:
         since = format_time(state.adaptation.local_sgd.since)

@@ -195,10 +195,13 @@ def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draf
     if not standstill:
         return draft
     lost = state.budget.lost_seconds + seconds
-    return draft.with_budget(lost_seconds=lost, restart_seconds=_restart_seconds(incident))
+    return draft.with_budget(lost_seconds=lost, restart_seconds=_restart_seconds(incident, state.placement.begun_at))
 
 
-def _restart_seconds(incident: Incident) -> float:
-    """What the remedy took. Crashed ranks are restarted by their launchers, before anything is decided here."""
+def _restart_seconds(incident: Incident, begun_at: float) -> float:
+    """What the remedy took, without the wait for a worker that was not there yet when it was decided. Crashed ranks are
+    restarted by their launchers, before anything is decided here."""
     assert incident.recovered is not None
-    return incident.recovered - (incident.first_sign if incident.cause is Cause.CRASH else incident.decided)
+    if incident.cause is Cause.CRASH:
+        return incident.recovered - incident.first_sign
+    return max(0.0, incident.recovered - max(incident.decided, begun_at))

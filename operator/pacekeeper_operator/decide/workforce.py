@@ -102,18 +102,24 @@ def _going(view: WorkerView) -> bool:
 
 
 def _learn(observation: Observation, policy: Policy) -> Draft:
-    """What the pods say of the workers; those whose pods are gone, and who hold no ranks, are struck off."""
+    """What the pods say of the workers; those whose pods are gone, and who hold no ranks, are struck off. And how
+    long the last of them took to be warm."""
     draft = observation.draft
     seated = {member.worker for member in draft.plan.members}
-    kept = []
+    kept, took = list[Worker](), draft.state.placement.start_seconds
+    knows = observation.operator_age > policy.grace_after_start  # a young operator may hear of it late
     for view in observation.workers:
         record = view.record
         if view.pod is not None:
             record = _learned(observation, policy, view, view.pod)
+            if record.starting_since < view.record.starting_since and view.warm and knows:
+                took = observation.now - view.pod.created_at
         elif (record.uid or record.leaving) and record.name not in seated:
             continue
         kept.append(record)
-    return draft if tuple(kept) == draft.state.placement.workers else draft.with_placement(workers=tuple(kept))
+    if tuple(kept) == draft.state.placement.workers:
+        return draft
+    return draft.with_placement(workers=tuple(kept), start_seconds=took)
 
 
 def _learned(observation: Observation, policy: Policy, view: WorkerView, pod: PodView) -> Worker:

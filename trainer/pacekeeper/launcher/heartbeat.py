@@ -128,6 +128,7 @@ def next_beat(
         restored_step=int(slowest["restored_step"]),
         checkpoint_request=min(int(rank["checkpoint_request"]) for rank in ranks),
         global_batch=int(slowest["global_batch"]),
+        replica_ranks=max(0, int(slowest["replica_ranks"])),
         steered=bool(slowest["global_batch"] > 0),
         refused=refused if rank_0_is_here else "",
         checkpoint_failed_rank=told.failed_rank,
