@@ -12,6 +12,7 @@ from .faults import machines, operators, people, ranks
 from .faults.fault import Fault, Role
 from .faults.moments import AfterWrite, At, BeforeWrite
 from .generator import OPERATOR
+from .kubernetes.kubelet import Images
 from .schedule import JobSettings, Schedule, Stroke
 from .world import WorldSettings
 
@@ -42,6 +43,13 @@ SCENARIOS: dict[str, Schedule] = {
     "pod-lost": _one(machines.PodDeleted(force=True)),
     "evicted": _one(machines.PodEvicted(index=1)),
     "node-lost": _one(machines.PowerFails(), 90.0),
+    "survivors": _scenario(
+        *[Stroke(AT, machines.ImagesDoNotCome(index=index, images=Images.HANG), 60.0) for index in range(2)],
+        *[Stroke(AT, machines.ImagesDoNotCome(index=index, free=True, images=Images.HANG), 60.0) for index in range(4)],
+        Stroke(At(40.1), machines.PodDeleted(force=True)),
+        spares=0,
+        minReplicas=1,
+    ),
     "spare-lost": _one(machines.PodDeleted(role=Role.SPARE)),
     "quarantine": _one(people.QuarantineMade(), 60.0),
     "sick": _scenario(

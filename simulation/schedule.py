@@ -12,6 +12,7 @@ from pacekeeper_operator.api import API_VERSION, TRAINER, Mode
 from .faults.fault import Cost, Fault
 from .faults.moments import Moment
 from .faults.values import from_json, kind, to_json
+from .workers.training import REPLICA_RANKS
 from .world import NAMESPACE, WorldSettings
 
 SECONDS = 600.0
@@ -36,14 +37,24 @@ class JobSettings:
     spares: int = 1
     min_replicas: int | None = None
     ranks: int = 1  # of each worker
+    replica_ranks: int = 1  # any multiple of so many can train
     begins: float = 0.0  # virtual seconds at which it is made
     spec: Mapping[str, Any] = field(default_factory=dict)  # what else it says
 
     def manifest(self) -> dict[str, Any]:
+        variable = {"name": REPLICA_RANKS, "value": str(self.replica_ranks)}
+        environment = {"env": [variable]} if self.replica_ranks > 1 else {}
         template = {
             "spec": {
                 "terminationGracePeriodSeconds": 20,
-                "containers": [{"name": TRAINER, "image": "trainer", "resources": {"requests": {"cpu": "900m"}}}],
+                "containers": [
+                    {
+                        "name": TRAINER,
+                        "image": "trainer",
+                        "resources": {"requests": {"cpu": "900m"}},
+                        **environment,
+                    }
+                ],
             }
         }
         smallest = {} if self.min_replicas is None else {"minReplicas": self.min_replicas}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..faults import control_plane, machines, operators, people, ranks
@@ -14,6 +14,7 @@ from ..faults.fault import Fault, Role
 from ..faults.moments import AfterFault, At, IncidentOpens, Moment, RankExits, WorkerExits
 from ..generator import OPERATOR
 from ..kubernetes.faults import Fate
+from ..kubernetes.kubelet import Images
 from ..schedule import Aim, JobSettings, Schedule, Stroke
 from ..world import WorldSettings
 
@@ -55,6 +56,17 @@ def _scenario(
 
 def _at(when: float | Moment, what: Fault, seconds: float | None = 0.0) -> Stroke:
     return Stroke(At(when) if isinstance(when, float) else when, what, seconds)
+
+
+_SHRINKS = JobSettings(replicas=3, spares=0, min_replicas=1, spec={"remediation": {"maxRestarts": 100}})
+
+
+def _no_images(workers: int) -> tuple[Stroke, ...]:
+    """For 80 s on any node: of the workers, and one more."""
+    hang = [machines.ImagesDoNotCome(index=index, images=Images.HANG) for index in range(workers)]
+    return tuple(
+        _at(CALM - 1.0, fault, 80.0) for fault in (*hang, machines.ImagesDoNotCome(free=True, images=Images.HANG))
+    )
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -262,6 +274,24 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM + 0.2, operators.OperatorReplaced()),
         seed=3,
         nodes=4,
+    ),
+    # Fewer workers.
+    "survivors-stand-still": _scenario(
+        "a worker is lost, and while its successor's image is pulled the others stand still, which might train",
+        *_no_images(3),
+        _at(CALM, machines.PodDeleted(force=True, index=1)),
+        jobs=(_SHRINKS,),
+        nodes=4,
+        patience=20.0,
+    ),
+    "whole-replicas": _scenario(
+        "workers go on that cannot make whole replicas, and their script fails",
+        *_no_images(4),
+        _at(CALM, machines.PodDeleted(force=True, index=1)),
+        jobs=(replace(_SHRINKS, replicas=4, replica_ranks=2),),
+        nodes=5,
+        patience=20.0,
+        restarts=0,
     ),
     # Clocks and leadership.
     "clocks-differ": _scenario(

@@ -274,7 +274,7 @@ class Launcher(Process):
         host = world.trainings.hosts.get(plan.store)
         if rank.still:
             world.after(_COMES_AGAIN, self._come, rank, command, until)
-        elif self._worker.script_fails:
+        elif self._worker.script_fails or plan.world_size % self._worker.training.replica_ranks:
             self._worker.training.failed_on[self._worker.name] = None
             rank.end(1, "ValueError: the script has a mistake")
         elif host is not None and not host.process.paused and world.network.reaches(self._worker.node, host.node):

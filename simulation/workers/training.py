@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .worker import Worker
 
 
+REPLICA_RANKS = "REPLICA_RANKS"
+
+
 class Training:
     """Of one job, that is of one uid. Times are seconds."""
 
@@ -27,8 +30,8 @@ class Training:
         self.checkpoint_every = int(environment.get("PACEKEEPER_CHECKPOINT_EVERY") or 0)
         self.snapshot_every = random.randint(5, 20)
         self.warmup_steps = 20
-        self.replica_ranks = int(environment.get("REPLICA_RANKS") or 1)
-        """It trains with any multiple of so many ranks; 0: it does not say."""
+        self.replica_ranks = int(environment.get(REPLICA_RANKS) or 1)
+        """It trains with any multiple of so many ranks, and with no other number."""
         self.samples = 8
         """Of each rank in a step of its first round."""
         self.global_batch = 0

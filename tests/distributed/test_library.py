@@ -105,6 +105,7 @@ def test_shares_change_live_on_one_step_and_no_sample_is_lost(workers: int, tmp_
     assert {int(state(tmp_path, rank)["global_batch"]) for rank in range(RANKS)} == {BATCH}
     assert {int(state(tmp_path, rank)["share_grain"]) for rank in range(RANKS)} == {1}
     assert {int(state(tmp_path, rank)["total_steps"]) for rank in range(RANKS)} == {16}
+    assert {int(state(tmp_path, rank)["replica_ranks"]) for rank in range(RANKS)} == {1}
 
 
 @pytest.mark.parametrize("bad", [(5, 5, 5, 5), (4, 4, 8), (16, 0, 0, 0), "not a plan"])

@@ -81,6 +81,14 @@ def test_how_a_round_started_is_told_with_its_first_step() -> None:
         assert told(started(rank=4), started(rank=5, origin=origin)).origin == "UNKNOWN"
 
 
+def test_with_how_many_ranks_the_script_can_train_is_told_as_it_says_and_known_while_none_runs() -> None:
+    running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
+    beat = next_beat(Heartbeat("w", round=1), running, None, [rank(9, replica_ranks=4)], wall=100.0, monotonic=9.0)
+    gathering = replace(running, stage=LauncherState.GATHERING)
+    beat = next_beat(Heartbeat.from_json(beat.to_json()), gathering, None, [], wall=101.0, monotonic=10.0)
+    assert beat.replica_ranks == 4
+
+
 def test_the_mode_and_what_is_wrong_are_told() -> None:
     running = RoundState(stage=LauncherState.RUNNING, round=1, started=5.0)
     ranks = [

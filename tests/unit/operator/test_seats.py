@@ -334,6 +334,19 @@ class TestNeverReady:
         warm = change_worker(world, "j-w0-0", heartbeat={"state": LauncherState.WARM})
         assert think(warm, policy()).draft.state.placement.workers[0].starting_since == 0
 
+    def test_how_long_the_last_one_took_is_known(self) -> None:
+        world = self.starting()
+        later = replace(world, now=NOW + 25.0)
+        warm = change_worker(later, "j-w0-0", heartbeat={"state": LauncherState.WARM})
+        draft = think(warm, policy()).draft
+        assert draft.state.placement.start_seconds == 25.0
+        assert ledger.read(ledger.write(draft, "j"), "j").draft.state.placement.start_seconds == 25.0
+        assert warm.with_draft(draft).start_seconds == 25.0
+        young = replace(warm, operator_age=9.0)
+        assert think(young, policy()).draft.state.placement.start_seconds == 0.0, "it may have been warm for long"
+        ended = change_worker(later, "j-w0-0", pod={"exit_code": 1})
+        assert think(ended, policy()).draft.state.placement.start_seconds == 0.0, "it was never warm"
+
     def test_a_young_operator_that_has_not_heard_of_a_warm_spare_writes_nothing_of_it(self) -> None:
         world = change_worker(training(), "j-w4-0", pod={"started": True})
         world = replace(world, workers=tuple(replace(view, heartbeat=None) for view in world.workers), operator_age=5.0)

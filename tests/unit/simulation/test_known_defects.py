@@ -23,6 +23,7 @@ from pacekeeper_operator.decide import (
     stale,
     start_failed,
     straggler,
+    survivors,
     treat,
     workforce,
 )
@@ -236,6 +237,16 @@ def _(patch: Patch) -> None:
 
     patch.setitem(cast(Any, remedies.ACTS), decisions.CountRestart, apply)
     patch.setattr(sidecars, "_by_our_clock", lambda at, *_: at)
+
+
+@undoes("survivors-stand-still")
+def _(patch: Patch) -> None:
+    patch.setattr(survivors, "can_go_on", lambda *_: False)
+
+
+@undoes("whole-replicas")
+def _(patch: Patch) -> None:
+    patch.setattr(survivors, "_workers_of_replicas", lambda _: 1)
 
 
 @undoes("clock-set-back")

@@ -253,6 +253,11 @@ class TestDegraded:
     def why(self, world: Observation, **of_policy: Any) -> ConditionStatus:
         return condition(said(world, **of_policy), Condition.DEGRADED)
 
+    def test_why_fewer_train(self) -> None:
+        assert self.why(fewer()).message == "4 of 5 workers train, until others have started"
+        roomless = change_worker(fewer(), "j-w4-0", pod={"unschedulable": "0/6 nodes"})
+        assert self.why(roomless).message == "4 of 5 workers train, for want of nodes"
+
     @pytest.mark.parametrize(
         ("world", "reason"),
         [

@@ -194,6 +194,15 @@ class TestRemembered:
         assert world.state.budget.restart_seconds == seconds
         assert world.state.incidents.closed == ("i",)
 
+    def test_the_wait_for_a_worker_is_no_part_of_what_a_round_takes(self) -> None:
+        lost, world = incident(cause=Cause.WORKER_LOST), second_round()
+        begun = world.with_draft(world.draft.with_placement(begun_at=lost.decided + 9.0))
+        assert self.closed(lost, begun).state.budget.restart_seconds == 4.0
+        crash = incident(cause=Cause.CRASH)
+        assert self.closed(crash, begun).state.budget.restart_seconds == 16.0, "no round was decided here"
+        ahead = world.with_draft(world.draft.with_placement(begun_at=lost.decided + 99.0))
+        assert self.closed(lost, ahead).state.budget.restart_seconds == 0.0, "by a worker's clock it began before"
+
     @pytest.mark.parametrize(
         "open_",
         [

@@ -1,0 +1,30 @@
+"""What a mesh says of the number of ranks that a job can train with."""
+
+from __future__ import annotations
+
+import pytest
+
+from pacekeeper.job_settings import mesh_shape, replica_ranks
+from pacekeeper_analysis.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("mesh", "least"),
+    [
+        ({"sync": -1}, 1),
+        ({"sync": -1, "shard": 4}, 4),
+        ({"shard": -1}, 8),  # one replica: a part of it is lost with any rank
+        ({"sync": 2, "shard": -1}, 8),  # whose parts would be others with fewer ranks
+        ({"sync": 2, "shard": 4}, 8),  # with fewer ranks there is no such mesh
+    ],
+)
+def test_with_which_numbers_of_ranks_it_can_train(mesh: dict[str, int], least: int) -> None:
+    assert replica_ranks(mesh, 8) == least
+    mesh_shape(mesh, least)
+    if least < 8:
+        mesh_shape(mesh, 3 * least)
+
+
+def test_others_are_refused() -> None:
+    with pytest.raises(InputError, match="does not fit 6 ranks"):
+        mesh_shape({"sync": -1, "shard": 4}, 6)
