@@ -260,14 +260,15 @@ def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:
 
 
 def _reserve(observation: Observation, draft: Draft) -> Draft:
-    """Names for the workers that are missing. While no attempt to place the job is under way, none is; spares that
-    do not start, and pods that kubelets refuse, wait before they are tried again."""
+    """Names for the workers that are missing. While no attempt to place the job is under way, none is; workers that
+    do not start, and pods that kubelets refuse, wait before they are tried again. (While a seat is empty, none waits
+    that does not start: nobody trains.)"""
     placing = draft.plan.members or draft.state.placement.placing_since
     if not placing or observation.now < draft.state.placement.refused_until:
         return draft
     spec, state = observation.job.spec, draft.state
-    spares_wait = draft.plan.members and not state.placement.vacant_since and observation.now < state.placement.retry_at
-    wanted = spec.replicas + (0 if spares_wait else spec.spares)
+    waits = draft.plan.members and not state.placement.vacant_since and observation.now < state.placement.retry_at
+    wanted = min(spec.replicas, len(draft.plan.members)) if waits else spec.replicas + spec.spares
     staying = [worker for worker in draft.state.placement.workers if not worker.leaving]
     taken = {worker.ordinal for worker in staying}
     free = (ordinal for ordinal in count() if ordinal not in taken)

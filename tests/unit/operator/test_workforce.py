@@ -204,6 +204,13 @@ class TestSpares:
         assert names(missing(stepped(needed))) == ["j-w4-1"]
         assert names(missing(stepped(replace(waiting, now=NOW + 5)))) == ["j-w4-1"]
 
+    def test_nor_does_one_that_does_not_start_come_again_at_once_where_the_others_train_without(self) -> None:
+        world = training(3, 0, job=job(4, 0, min_replicas=2))
+        assert names(missing(stepped(world))) == ["j-w3-0"]
+        waiting = world.with_draft(world.draft.with_placement(retry_at=NOW + 5))
+        assert not missing(stepped(waiting))
+        assert names(missing(stepped(replace(waiting, now=NOW + 5)))) == ["j-w3-0"]
+
 
 class TestGivenUp:
     def test_who_still_trains_keeps_its_pod_until_its_seat_is_filled(self) -> None:
