@@ -42,8 +42,8 @@ def replace_option(observation: Observation, policy: Policy, *, refused: str = "
 
 
 def replace_lost_option(observation: Observation, policy: Policy) -> Option:
-    """The same for a worker that is gone, and what it held in memory with it: without a spare its ranks wait for the
-    worker that is made in its place."""
+    """The same for a worker that is gone, and what it held in memory with it: without a spare its seat waits for the
+    worker that is made in its place. It costs less where the others go on meanwhile (`survivors`)."""
     wait = SPARE_SECONDS if _spare_is_warm(observation) else observation.start_seconds
     cost = observation.restart_cost(snapshots=False) + wait
     return Option(Remedy.REPLACE_WORKER, cost, 1.0, policy.refusal(Remedy.REPLACE_WORKER))

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from pacekeeper_analysis.plan import Member
 
-from ..observation import Observation, Policy, WorkerView
+from ..observation import Observation, PodView, Policy, WorkerView
 from ..state import Draft
 
 
@@ -86,7 +86,7 @@ def _is_better(observation: Observation, now: int, then: int, redone: float = 0.
 def _wait(observation: Observation) -> float:
     """Seconds until the next worker that has no ranks is expected to be warm."""
     coming = [view for view in observation.workers if _is_coming(observation, view)]
-    return min((_left(observation, view) for view in coming), default=observation.start_seconds)
+    return min((_left(observation, view.pod) for view in coming), default=_left(observation, None))
 
 
 def _is_coming(observation: Observation, view: WorkerView) -> bool:
@@ -94,13 +94,14 @@ def _is_coming(observation: Observation, view: WorkerView) -> bool:
     return not seated and not view.warm and not view.record.leaving and (view.pod is None or view.alive)
 
 
-def _left(observation: Observation, view: WorkerView) -> float:
+def _left(observation: Observation, pod: PodView | None) -> float:
+    """Seconds until the worker of this pod is warm; None: there is none yet, and a seat may wait for it already."""
+    vacant_since = observation.state.placement.vacant_since or observation.now
+    since = vacant_since if pod is None else pod.created_at
     expected = observation.start_seconds
-    if view.pod is None:
-        return expected
-    if view.pod.unschedulable:  # it may take for ever: as long as a whole job may wait for its place is a guess
+    if pod is not None and pod.unschedulable:  # it may take for ever: so long may a whole job wait for its place
         expected = observation.job.spec.scheduling_timeout
-    age = max(0.0, observation.now - view.pod.created_at)
+    age = max(0.0, observation.now - since)
     return expected - age if age < expected else age
 
 

@@ -110,6 +110,16 @@ class TestGoingOn:
         seen = with_successor(without(world(), "j-w1-0"), age=age)
         assert (len(step(seen).plan.members) == 3) is goes_on
 
+    def test_nor_is_one_whose_pod_cannot_be_made(self) -> None:
+        seen = without(world(), "j-w1-0")
+        quick = seen.with_draft(seen.draft.with_placement(start_seconds=RESTART - 1))
+        waits = step(quick)
+        assert (len(waits.plan.members), waits.state.placement.vacant_since) == (4, NOW), "it is expected soon"
+        promised = waits.with_placement(workers=(*waits.state.placement.workers, Worker("j-w1-1", 1, 1)))
+        for draft in (waits, promised):
+            assert len(step(replace(quick.with_draft(draft), now=NOW + RESTART - 0.5)).plan.members) == 4
+            assert len(step(replace(quick.with_draft(draft), now=NOW + RESTART + 0.5)).plan.members) == 3
+
     def test_one_that_has_no_node_is_not_expected_soon(self) -> None:
         seen = with_successor(without(world(), "j-w1-0"), age=START - RESTART + 1)
         roomless = change_worker(seen, "j-w1-1", pod={"unschedulable": "0/4 nodes", "node": ""})
