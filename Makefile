@@ -113,6 +113,11 @@ test: $(VENV)/.frameworks native $(OLDEST)/.ready ## Everything: lint, types, co
 	$(OLDEST)/bin/pytest -m oldest_torch tests/distributed $(WITHOUT_OPERATOR)
 	$(BIN)/pytest tests/distributed tests/cluster
 
+SECONDS ?= 600
+SEED ?= 0
+fuzz: $(VENV)/.frameworks native ## Odd input at every border for SECONDS=600, from SEED=0 on (NAME=rings: at one); says which seed finds what
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) $(if $(NAME),--border "$(NAME)")
+
 demo: venv ## The main job: a training job that heals itself (build/demo/report.html; STORY=traffic: jobs that share links)
 	$(BIN)/python -m demo $(if $(STORY),--story $(STORY))
 
@@ -134,4 +139,4 @@ bench: venv native
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help python venv lock compiler native cluster cluster-down lint format test-unit test-simulation test-distributed test-cluster test-torch has-torch test-gpu test demo bench
+.PHONY: help python venv lock compiler native cluster cluster-down lint format test-unit test-simulation test-distributed test-cluster test-torch has-torch test-gpu test fuzz demo bench

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from ipaddress import ip_address
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from .errors import InputError
 from .lengths import SequenceCost
-from .reading import Longest, Within, read
+from .reading import Longest, Within, brief, read
 
 SECRET_BYTES = 32
 """Of a membership's secret; in the plan they are hexadecimal digits."""
@@ -24,14 +24,24 @@ MOST_PATHS = 1 << 16
 """Of a job."""
 MOST_PATHS_OF_WORKER = 32
 """That begin or end there: those of a ring on each of its GPUs, in both directions."""
+MOST_WORKERS = 1 << 17
+"""Of a job."""
+MOST_RANKS = 1 << 20
+"""Of a job."""
 MOST_HOPS = 1 << 14
 """Addresses of a fabric's spines: each has one towards each leaf."""
 LEAST_PORTS = 256
 """Of a job: half of them to listen at, half to connect from."""
 
 _Rank = Annotated[int, Within(0, 2**31)]
+_Count = Annotated[int, Within(0)]
+_Seconds = Annotated[float, Within(0, 1e12)]
+_Text = Annotated[str, Longest(253)]  # a name, or an address
+_Terms = Annotated[tuple[float, float, float], Longest(3)]
+_OfRanks = Annotated[tuple[_Rank, ...], Longest(MOST_RANKS)]
 _Port = Annotated[int, Within(1024, 65535)]
 _Name = Annotated[str, Longest(253)]
+_StorePort = Annotated[int, Within(0, 65535)]
 _Address = Annotated[str, Longest(45)]
 
 
@@ -76,26 +86,34 @@ class ProbeTarget:
     """Somebody to whom a launcher measures its link. `slot`: its turn; turns take a second, those of one turn run at
     once."""
 
-    worker: str
-    address: str  # host:port
-    slot: int = 0
+    worker: _Text
+    address: _Text  # host:port
+    slot: _Count = 0
+
+
+_Targets = Annotated[tuple[ProbeTarget, ...], Longest(MOST_WORKERS)]
 
 
 @dataclass(frozen=True)
 class Probe:
     """Links to be measured between launchers: by each of the `sources`, to each of its targets."""
 
-    name: str
-    sources: tuple[str, ...] = ()  # workers
-    targets: tuple[tuple[ProbeTarget, ...], ...] = ()  # of each source
+    name: _Text
+    sources: Annotated[tuple[_Text, ...], Longest(MOST_WORKERS)] = ()  # workers
+    targets: Annotated[tuple[_Targets, ...], Longest(MOST_WORKERS)] = ()  # of each source
+
+    def __post_init__(self) -> None:
+        """Raises InputError where a source has no targets of its own."""
+        if len(self.sources) != len(self.targets):
+            raise InputError(f"plan.probe: targets of {len(self.targets)} sources, and there are {len(self.sources)}")
 
 
 @dataclass(frozen=True)
 class ProbeTask:
     """One launcher's part of it."""
 
-    name: str
-    targets: tuple[ProbeTarget, ...]
+    name: _Text
+    targets: _Targets
 
 
 class Sources(StrEnum):
@@ -110,10 +128,10 @@ class Profile:
     """A window in which all ranks profile the same steps: from `first_step` on, for so many steps or seconds at most,
     whichever is over first."""
 
-    name: str
-    first_step: int
-    steps: int = 32
-    seconds: float = 20.0
+    name: _Text
+    first_step: _Count
+    steps: _Count = 32
+    seconds: _Seconds = 20.0
     sources: Sources = Sources.HASH
 
 
@@ -196,9 +214,12 @@ class WorkerPaths:
 class Member:
     """A worker that holds ranks."""
 
-    worker: str  # name of its pod
-    address: str  # of its pod
-    ranks: tuple[int, ...]
+    worker: _Text  # name of its pod
+    address: _Text  # of its pod
+    ranks: _OfRanks
+
+
+_Members = Annotated[tuple[Member, ...], Longest(MOST_WORKERS)]
 
 
 @dataclass(frozen=True)
@@ -211,26 +232,26 @@ class Plan:
     them has seen.
     """
 
-    version: int = 0
-    membership: int = 0
-    round: int = 1
-    members: tuple[Member, ...] = ()  # in rank order; empty: nobody trains
-    store_port: int = 29400  # members[0] serves the launchers' meeting there; the port that its heartbeat announces
-    restarts: int = 0
+    version: _Count = 0
+    membership: _Count = 0
+    round: _Count = 1
+    members: _Members = ()  # in rank order; empty: nobody trains
+    store_port: _StorePort = 29400  # members[0] serves the launchers' meeting there; as its heartbeat announces
+    restarts: _Count = 0
     sync_mode: SyncMode = SyncMode.SYNC
-    sync_every: int = 16  # EDiT: steps of each rank between two synchronisations
-    sync_seconds: float = 2.0  # AsyncEDiT: between two synchronisations
-    shares: tuple[int, ...] | None = None  # samples of each rank in a step; None: as equal as integers allow
-    garbage_every: int = 0  # steps between two garbage collections, on all ranks in the same step; 0: as Python likes
-    sequence_cost: tuple[float, float, float] | None = None  # terms of lengths.SequenceCost; None: the script's own
-    checkpoint_request: int = 0  # grows with each request: checkpoint at the next step
-    evidence_request: str = ""  # name of the request that is out; "": none
-    evidence_parts: tuple[EvidencePart, ...] = (EvidencePart.WINDOWS,)  # what it asks for
+    sync_every: _Count = 16  # EDiT: steps of each rank between two synchronisations
+    sync_seconds: _Seconds = 2.0  # AsyncEDiT: between two synchronisations
+    shares: _OfRanks | None = None  # samples of each rank in a step; None: as equal as integers allow
+    garbage_every: _Count = 0  # steps between garbage collections, on all ranks in the same step; 0: as Python likes
+    sequence_cost: _Terms | None = None  # of lengths.SequenceCost; None: the script's own
+    checkpoint_request: _Count = 0  # grows with each request: checkpoint at the next step
+    evidence_request: _Text = ""  # name of the request that is out; "": none
+    evidence_parts: Annotated[tuple[EvidencePart, ...], Longest(16)] = (EvidencePart.WINDOWS,)  # what it asks for
     probe: Probe | None = None  # of links, that is out
     profile: Profile | None = None  # that is out
     paths: Paths | None = None  # through the fabric; None: the network chooses
-    figures_band: float = 0.05  # a rank's figures are told at once when they leave what was told last by this part
-    step_seconds: float = 0.0  # of the slowest rank, when this membership began; 0: not known
+    figures_band: _Seconds = 0.05  # a rank's figures are told at once when they leave what was told last by this part
+    step_seconds: _Seconds = 0.0  # of the slowest rank, when this membership began; 0: not known
     stop: Stop = Stop.NO
     secret: str = field(default="", repr=False)  # of the membership, hex; "": an older operator gave none
 
@@ -238,12 +259,12 @@ class Plan:
         _check_secret(self.secret)
         ranks = [rank for member in self.members for rank in member.ranks]
         if sorted(ranks) != list(range(len(ranks))):
-            raise InputError(f"plan.members: ranks {ranks} must be 0 … {len(ranks) - 1}, each exactly once")
+            raise InputError(f"plan.members: ranks {brief(ranks)} must be 0 … {len(ranks) - 1}, each exactly once")
         if self.shares is not None:
             if len(self.shares) != len(ranks):
                 raise InputError(f"plan.shares: {len(self.shares)} shares for {len(ranks)} ranks; give one a rank")
             if min(self.shares, default=1) < 1:
-                raise InputError(f"plan.shares: {list(self.shares)} must all be at least 1")
+                raise InputError(f"plan.shares: {brief(list(self.shares))} must all be at least 1")
         if self.sync_every < 1 or not self.sync_seconds > 0 or self.garbage_every < 0:
             raise InputError(
                 f"plan: sync_every={self.sync_every} must be 1 step or more, "
@@ -318,55 +339,39 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Raises InputError where `data` is not a plan."""
-        try:
-            members = tuple(Member(m["worker"], m["address"], tuple(m["ranks"])) for m in data.get("members", ()))
-            known = {name: data[name] for name in data if name in cls.__dataclass_fields__}
-            known |= {
-                "members": members,
-                "shares": None if data.get("shares") is None else tuple(data["shares"]),
-                "sequence_cost": _terms(data.get("sequence_cost")),
-                "sync_mode": SyncMode(data.get("sync_mode", SyncMode.SYNC)),
-                "stop": Stop(data.get("stop", Stop.NO)),
-                "evidence_parts": _parts(data),
-                "probe": None if data.get("probe") is None else _probe(data["probe"]),
-                "profile": None if data.get("profile") is None else _profile(data["profile"]),
-                "paths": None if data.get("paths") is None else read(Paths, data["paths"], "paths"),
-            }
-            return cls(**known)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"not a plan: {error!r}; the operator writes it, do not edit it by hand") from error
+        """Raises InputError that names the field."""
+        return _read(cls, data, "plan", "the operator writes it, do not edit it by hand")
 
 
 @dataclass(frozen=True)
 class WorkerPlan:
     """One worker's part of the plan: what its sidecar fetches and its launcher follows."""
 
-    version: int = 0
-    membership: int = 0
-    round: int = 1
+    version: _Count = 0
+    membership: _Count = 0
+    round: _Count = 1
     role: Role = Role.SPARE
-    ranks: tuple[int, ...] = ()
-    world_size: int = 0
-    workers: int = 0  # how many launchers meet in the store
-    store: str = ""  # host:port
+    ranks: _OfRanks = ()
+    world_size: _Count = 0
+    workers: _Count = 0  # how many launchers meet in the store
+    store: _Text = ""  # host:port
     serves_store: bool = False
-    neighbours: tuple[str, ...] = field(default=())  # addresses to probe when the ranks stall
-    restarts: int = 0
+    neighbours: Annotated[tuple[_Text, ...], Longest(64)] = ()  # addresses to probe when the ranks stall
+    restarts: _Count = 0
     sync_mode: SyncMode = SyncMode.SYNC
-    sync_every: int = 16
-    sync_seconds: float = 2.0
-    garbage_every: int = 0
-    shares: tuple[int, ...] | None = None  # of all ranks; only the worker of rank 0 is told
-    sequence_cost: tuple[float, float, float] | None = None  # only the worker of rank 0 is told
-    checkpoint_request: int = 0
-    evidence_request: str = ""
-    evidence_parts: tuple[EvidencePart, ...] = (EvidencePart.WINDOWS,)
+    sync_every: _Count = 16
+    sync_seconds: _Seconds = 2.0
+    garbage_every: _Count = 0
+    shares: _OfRanks | None = None  # of all ranks; only the worker of rank 0 is told
+    sequence_cost: _Terms | None = None  # only the worker of rank 0 is told
+    checkpoint_request: _Count = 0
+    evidence_request: _Text = ""
+    evidence_parts: Annotated[tuple[EvidencePart, ...], Longest(16)] = (EvidencePart.WINDOWS,)
     probe: ProbeTask | None = None
     profile: Profile | None = None
     paths: WorkerPaths | None = None
-    figures_band: float = 0.05
-    step_seconds: float = 0.0  # of the job's slowest rank, as the operator knows it; 0: not known
+    figures_band: _Seconds = 0.05
+    step_seconds: _Seconds = 0.0  # of the job's slowest rank, as the operator knows it; 0: not known
     stop: Stop = Stop.NO
     secret: str = field(default="", repr=False)  # that members prove themselves by to each other, hex; spares get none
 
@@ -379,27 +384,10 @@ class WorkerPlan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Raises InputError where `data` is not a worker's plan."""
-        try:
-            known = {name: data[name] for name in data if name in cls.__dataclass_fields__}
-            known |= {
-                "role": Role(data["role"]),
-                "ranks": tuple(data.get("ranks", ())),
-                "neighbours": tuple(data.get("neighbours", ())),
-                "shares": None if data.get("shares") is None else tuple(data["shares"]),
-                "sequence_cost": _terms(data.get("sequence_cost")),
-                "sync_mode": SyncMode(data.get("sync_mode", SyncMode.SYNC)),
-                "stop": Stop(data.get("stop", Stop.NO)),
-                "evidence_parts": _parts(data),
-                "probe": None if data.get("probe") is None else _probe_task(data["probe"]),
-                "profile": None if data.get("profile") is None else _profile(data["profile"]),
-                "paths": None if data.get("paths") is None else read(WorkerPaths, data["paths"], "paths"),
-            }
-            return cls(**known)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"not a worker's plan: {error!r}; is the sidecar of another version than the operator?"
-            ) from error
+        """Raises InputError that names the field."""
+        if isinstance(data, Mapping) and "role" not in data:
+            raise InputError("plan.role: must be given; is the sidecar of another version than the operator?")
+        return _read(cls, data, "plan", "is the sidecar of another version than the operator?")
 
 
 _COMMON = (
@@ -440,6 +428,9 @@ def _by_position(paths: Paths, members: Sequence[Member]) -> Mapping[int, Worker
     }
 
 
+_Record = TypeVar("_Record")
+
+
 def _check_address(field: str, address: str) -> None:
     """Raises InputError where it is none, or not written as the kernel's answers are."""
     try:
@@ -456,23 +447,22 @@ def _check_ports(first: int, last: int) -> None:
         raise InputError(f"plan.paths: ports {first} to {last} are too few; give {LEAST_PORTS} at least")
 
 
-def _parts(data: Mapping[str, Any]) -> tuple[EvidencePart, ...]:
+def _read(cls: type[_Record], data: Mapping[str, Any], path: str, remedy: str) -> _Record:
+    """`remedy`: what whoever reads the error is to do."""
+    if not isinstance(data, Mapping):
+        return read(cls, data, path)
+    _check_secret(data.get("secret", ""))  # whatever it is, no error shows it
+    given = {**data, "evidence_parts": _parts(data), "sequence_cost": _terms(data.get("sequence_cost"))}
+    try:
+        return read(cls, given, path)
+    except InputError as error:
+        raise InputError(f"{error}; {remedy}") from error
+
+
+def _parts(data: Mapping[str, Any]) -> object:
     """Those of another version that are not known here are left out."""
     given = data.get("evidence_parts", (EvidencePart.WINDOWS,))
-    return tuple(EvidencePart(part) for part in given if part in frozenset(EvidencePart))
-
-
-def _probe(data: Mapping[str, Any]) -> Probe:
-    targets = tuple(tuple(ProbeTarget(**target) for target in of_source) for of_source in data["targets"])
-    return Probe(data["name"], tuple(data["sources"]), targets)
-
-
-def _profile(data: Mapping[str, Any]) -> Profile:
-    return Profile(**{**data, "sources": Sources(data.get("sources", Sources.HASH))})
-
-
-def _probe_task(data: Mapping[str, Any]) -> ProbeTask:
-    return ProbeTask(data["name"], tuple(ProbeTarget(**target) for target in data["targets"]))
+    return [part for part in given if part in tuple(EvidencePart)] if isinstance(given, (list, tuple)) else given
 
 
 def _terms(given: Any) -> tuple[float, float, float] | None:
@@ -481,9 +471,9 @@ def _terms(given: Any) -> tuple[float, float, float] | None:
         return None
     try:
         fixed, per_token, per_token_squared = (float(term) for term in given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
-            f"plan.sequence_cost: {given!r} must be three numbers: fixed, per token, per token squared"
+            f"plan.sequence_cost: {brief(given)} must be three numbers: fixed, per token, per token squared"
         ) from error
     return fixed, per_token, per_token_squared
 

@@ -6,13 +6,14 @@ hostile, so nothing but InputError comes out of here.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import InputError
 
@@ -58,7 +59,7 @@ def read(cls: type[Record], data: object, path: str = "") -> Record:
     """
     path = path or cls.__name__
     if not isinstance(data, Mapping):
-        raise InputError(f"{path}: must be an object, not {_brief(data)}")
+        raise InputError(f"{path}: must be an object, not {brief(data)}")
     readers = _readers(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
     missing = [name for name in _required(cls) if name not in data]  # type: ignore[arg-type]  # as above
     if missing:
@@ -66,15 +67,34 @@ def read(cls: type[Record], data: object, path: str = "") -> Record:
     return cls(**{name: reader(data[name], f"{path}.{name}") for name, reader in readers.items() if name in data})
 
 
+def parse_json(text: str | bytes, what: str = "this", *, finite: bool = False) -> Any:
+    """What JSON says in UTF-8. `what` it is, for messages. `finite`: NaN and infinities, which Python writes and JSON
+    does not have, are refused.
+
+    Raises InputError where it is none, is nested too deeply, or has a number of thousands of digits.
+    """
+    try:
+        words = text.decode() if isinstance(text, bytes) else text
+        return json.loads(words, parse_constant=_no_number if finite else None)
+    except RecursionError as error:
+        raise InputError(f"{what}: is nested too deeply") from error
+    except ValueError as error:
+        raise InputError(f"{what}: is not JSON: {str(error)[:80]}") from error
+
+
 def read_tuple(
     item: Callable[[object, str], Record], data: object, path: str, longest: int = 2**31
 ) -> tuple[Record, ...]:
     """A list, each of whose items `item` reads. Raises InputError."""
     if not isinstance(data, (list, tuple)):
-        raise InputError(f"{path}: must be a list, not {_brief(data)}")
+        raise InputError(f"{path}: must be a list, not {brief(data)}")
     if len(data) > longest:
         raise InputError(f"{path}: {len(data)} items are more than the {longest} that are taken")
     return tuple(item(element, f"{path}[{position}]") for position, element in enumerate(data))
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
 
 
 @cache
@@ -93,18 +113,24 @@ def _reader(hint: Any, bounds: _Bounds = ()) -> _Reader:
     if get_origin(hint) is Annotated:
         inner, *more = get_args(hint)
         return _reader(inner, (*bounds, *more))
-    if get_origin(hint) is UnionType:  # a value, or null
+    if get_origin(hint) in (Union, UnionType):  # a value, or null
         (given,) = (_reader(each, bounds) for each in get_args(hint) if each is not NoneType)
         return lambda value, path: None if value is None else given(value, path)
     if get_origin(hint) is tuple:
         longest = next((bound.count for bound in bounds if isinstance(bound, Longest)), 0)
         item = _reader(get_args(hint)[0])
         return lambda value, path: read_tuple(item, value, path, longest)
+    if get_origin(hint) is dict:
+        value_of = _reader(get_args(hint)[1])
+        return lambda value, path: _mapping(value_of, value, path)
     if is_dataclass(hint):
         return lambda value, path: read(hint, value, path)  # type: ignore[arg-type]  # it is a class: hints are
     if issubclass(hint, StrEnum):
         words = frozenset(hint)
         return lambda value, path: hint(_word(value, path, words))
+    if issubclass(hint, IntEnum):
+        numbers = frozenset(hint)
+        return lambda value, path: hint(_number_of(value, path, numbers))
     if hint is bool:
         return _truth
     if hint is str:
@@ -114,22 +140,28 @@ def _reader(hint: Any, bounds: _Bounds = ()) -> _Reader:
     return lambda value, path: number(value, path, within)
 
 
+def _mapping(item: _Reader, data: object, path: str) -> dict[str, Any]:
+    if not isinstance(data, Mapping):
+        raise InputError(f"{path}: must be an object, not {brief(data)}")
+    return {key: item(value, f"{path}.{brief(key)}") for key, value in data.items()}
+
+
 def _truth(value: object, path: str) -> bool:
     if not isinstance(value, bool):
-        raise InputError(f"{path}: {_brief(value)} must be true or false")
+        raise InputError(f"{path}: {brief(value)} must be true or false")
     return value
 
 
 def _whole(value: object, path: str, within: Within) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InputError(f"{path}: {_brief(value)} must be a whole number")
+        raise InputError(f"{path}: {brief(value)} must be a whole number")
     _check(value, path, within)
     return value
 
 
 def _number(value: object, path: str, within: Within) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise InputError(f"{path}: {_brief(value)} must be a number")
+        raise InputError(f"{path}: {brief(value)} must be a number")
     _check(value, path, within)
     return float(value)
 
@@ -138,12 +170,12 @@ def _check(value: float, path: str, within: Within) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"{path}: {value} must be finite")
     if not within.low <= value <= within.high:
-        raise InputError(f"{path}: {_brief(value)} must be from {within.low:g} to {within.high:g}")
+        raise InputError(f"{path}: {brief(value)} must be from {within.low:g} to {within.high:g}")
 
 
 def _text(value: object, path: str, bounds: _Bounds) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{path}: {_brief(value)} must be a string")
+        raise InputError(f"{path}: {brief(value)} must be a string")
     for bound in bounds:
         match bound:
             case OneOf():
@@ -151,7 +183,13 @@ def _text(value: object, path: str, bounds: _Bounds) -> str:
             case Cut():
                 return value[-bound.count :].encode(errors="replace").decode()  # half a surrogate pair is no text
             case Longest() if len(value) > bound.count or not (value.isprintable() and _is_text(value)):
-                raise InputError(f"{path}: must be {bound.count} printable characters at most, not {_brief(value)}")
+                raise InputError(f"{path}: must be {bound.count} printable characters at most, not {brief(value)}")
+    return value
+
+
+def _number_of(value: object, path: str, numbers: frozenset[int]) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value not in numbers:
+        raise InputError(f"{path}: {brief(value)} is not one of {', '.join(map(str, sorted(numbers)))}")
     return value
 
 
@@ -167,12 +205,12 @@ def _word(value: object, path: str, words: frozenset[str]) -> str:
     if not isinstance(value, str) or value not in words:
         known = ", ".join(sorted(word or '""' for word in words))
         raise InputError(
-            f"{path}: {_brief(value)} is not one of {known}; do sidecar and operator have the same version?"
+            f"{path}: {brief(value)} is not one of {known}; do sidecar and operator have the same version?"
         )
     return str(value)
 
 
-def _brief(value: object) -> str:
+def brief(value: object) -> str:
     """For messages, whatever it is: some integers are too long to be written down."""
     try:
         text = ascii(value)

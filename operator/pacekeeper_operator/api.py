@@ -20,7 +20,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.fabric.view import FabricLink as FabricLink
 from pacekeeper_analysis.fabric.view import LinkState as LinkState
 from pacekeeper_analysis.plan import Sources, SyncMode
-from pacekeeper_analysis.reading import Longest, Within
+from pacekeeper_analysis.reading import Longest, Within, brief
 
 from .codec import Converters, from_json, to_json, to_patch
 
@@ -877,7 +877,7 @@ def parse_rate(text: str) -> float:
     """Bits a second of `400G`. Raises InputError."""
     match = _RATE_TEXT.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise InputError(f"{text!r} is no rate: write bits a second in M, G or T, like 400G")
+        raise InputError(f"{brief(text)} is no rate: write bits a second in M, G or T, like 400G")
     return float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 
@@ -889,7 +889,7 @@ def parse_ports(text: str) -> tuple[int, int]:
     match = _PORTS.fullmatch(text) if isinstance(text, str) else None
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1024 <= first < last <= 65535:
-        raise InputError(f"{text!r} must be two ports between 1024 and 65535, the lower one first, like 20000-29999")
+        raise InputError(f"{brief(text)} must be two ports from 1024 to 65535, the lower one first, like 20000-29999")
     return first, last
 
 
@@ -900,7 +900,7 @@ def parse_duration(text: str) -> float:
     """Seconds of `1h30m`, `5m`, `90s`. Raises InputError."""
     match = _DURATION.fullmatch(text) if isinstance(text, str) and text else None
     if match is None:
-        raise InputError(f"{text!r} is not a duration: write whole hours, minutes and seconds like 1h30m, 5m or 90s")
+        raise InputError(f"{brief(text)} is not a duration: write whole hours, minutes, seconds like 1h30m, 5m or 90s")
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(3600 * hours + 60 * minutes + seconds)
 
@@ -918,7 +918,7 @@ def parse_time(text: str) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError as error:
-        raise InputError(f"{text!r} is not a time in RFC 3339, like 2026-01-31T12:00:00Z") from error
+        raise InputError(f"{brief(text)} is not a time in RFC 3339, like 2026-01-31T12:00:00Z") from error
 
 
 def format_time(seconds: float) -> str:

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import brief
 
 Converters = Mapping[str, Callable[[Any], Any]]
 Record = TypeVar("Record")
@@ -64,6 +65,7 @@ class _Shape(Enum):
     """What values of an annotation look like."""
 
     TUPLE = auto()
+    MAPPING = auto()
     RECORD = auto()
     WORD = auto()
     OTHER = auto()
@@ -71,11 +73,13 @@ class _Shape(Enum):
 
 @cache
 def _shape(hint: Any) -> tuple[_Shape, Any]:
-    """With what the annotation comes down to: of a tuple, that of its items."""
+    """With what the annotation comes down to: of a tuple or an object, that of its items."""
     if isinstance(hint, types.UnionType):
         hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
     if typing.get_origin(hint) is tuple:
         return _Shape.TUPLE, typing.get_args(hint)[0]
+    if typing.get_origin(hint) is Mapping:
+        return _Shape.MAPPING, typing.get_args(hint)[1]
     if is_dataclass(hint):
         return _Shape.RECORD, hint
     if isinstance(hint, type) and issubclass(hint, StrEnum):
@@ -97,21 +101,25 @@ def _read(hint: Any, value: Any, path: str, converters: Converters, convert: Cal
     shape, hint = _shape(hint)
     if shape is _Shape.TUPLE:
         if not isinstance(value, list):
-            raise InputError(f"{path}: must be a list, not {value!r}")
+            raise InputError(f"{path}: must be a list, not {brief(value)}")
         return tuple(_read(hint, element, f"{path}[{i}]", converters, None) for i, element in enumerate(value))
+    if shape is _Shape.MAPPING:
+        if not isinstance(value, Mapping):
+            raise InputError(f"{path}: must be an object, not {brief(value)}")
+        return {key: _read(hint, item, f"{path}.{brief(key)}", converters, None) for key, item in value.items()}
     if shape is _Shape.RECORD:
         if not isinstance(value, Mapping):
-            raise InputError(f"{path}: must be an object, not {value!r}")
+            raise InputError(f"{path}: must be an object, not {brief(value)}")
         return from_json(hint, value, path, converters)
     if shape is _Shape.WORD:
         try:
             return hint(value)
         except ValueError as error:
-            raise InputError(f"{path}: {value!r} is not one of {', '.join(hint)}") from error
+            raise InputError(f"{path}: {brief(value)} is not one of {', '.join(hint)}") from error
     if hint is float and type(value) is int:
         return float(value)
-    if isinstance(hint, type) and type(value) is not hint:
-        raise InputError(f"{path}: {value!r} must be of type {hint.__name__}")
+    if hint in _PLAIN and type(value) is not hint:
+        raise InputError(f"{path}: {brief(value)} must be of type {hint.__name__}")
     return value
 
 

@@ -27,6 +27,8 @@ MOST_BYTES = int(1.1 * 2**20)
 """Of 1.5 MiB, which etcd takes: the rest is for incidents, their evidence, and what one event says of all workers."""
 SURE_WORKERS, SURE_RANKS = 2000, 20_000
 """Fewer fit in any case."""
+MOST_NUMBERS = 1 << 22
+"""Of what is written in runs: a few characters make as many as they please."""
 MOST_IN_A_LIST = 32
 """More nodes that one event has cost are written as a table."""
 Json = dict[str, Any]
@@ -390,17 +392,16 @@ def _runs(numbers: Sequence[int]) -> Iterator[str]:
 
 
 def read_runs(text: str) -> list[int]:
-    """What `write_runs` has written."""
+    """What `write_runs` has written. Raises ValueError for more than MOST_NUMBERS, which no job has."""
     numbers: list[int] = []
     for run in filter(None, text.split(",")):
         first, dash, last = run.partition("-")
         value, star, times = run.partition("*")
-        if dash:
-            numbers += range(int(first), int(last) + 1)
-        elif star:
-            numbers += [int(value)] * int(times)
-        else:
-            numbers.append(int(run))
+        more = range(int(first), int(last) + 1) if dash else range(int(value), int(value) + 1)
+        count = int(times) if star else 1
+        if len(numbers) + count * len(more) > MOST_NUMBERS:
+            raise ValueError(f"{run[:40]!r} makes more than {MOST_NUMBERS} numbers")
+        numbers += [*more] * count
     return numbers
 
 

@@ -6,7 +6,6 @@ about nodes are not.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -14,6 +13,7 @@ from typing import Any
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.reading import parse_json
 
 from .codec import camel_case, from_json
 from .state import Adaptation, Budget, Draft, Life, Placement, State
@@ -27,8 +27,8 @@ LEFT_BEHIND = frozenset({"template_rejected", "rejection", "suspicion", "vain", 
 def adopted(data: Mapping[str, str], job: str, now: float) -> Draft:
     """Raises InputError where the ConfigMap cannot be read."""
     try:
-        plan = Plan.from_json(json.loads(data["plan.json"]))
-        old = json.loads(data["state.json"])
+        plan = Plan.from_json(parse_json(data["plan.json"], "plan.json", finite=True))
+        old = parse_json(data["state.json"], "state.json", finite=True)
         state = State(
             life=from_json(Life, _chosen(Life, old), "state.json", {}),
             placement=from_json(Placement, _chosen(Placement, old), "state.json", {}),

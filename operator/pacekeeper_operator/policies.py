@@ -13,12 +13,12 @@ What it covers, and what not:
 from __future__ import annotations
 
 import ipaddress
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import brief, parse_json
 
 from .api import LABEL_JOB, METRICS_PORT, Job, Object
 from .manifests import owned_by
@@ -95,13 +95,13 @@ def peers_of_url(url: str) -> tuple[Peer, ...]:
 def parse_peers(text: str) -> tuple[Peer, ...]:
     """Peers from JSON, as the chart hands them on. Raises InputError."""
     try:
-        peers = json.loads(text)
+        peers = parse_json(text)
     except ValueError as error:
-        raise InputError(f"{text!r} is not JSON: write a list of NetworkPolicy peers") from error
+        raise InputError(f"{brief(text)} is not JSON: write a list of NetworkPolicy peers") from error
     if not isinstance(peers, list) or not all(isinstance(peer, dict) and peer for peer in peers):
-        raise InputError(f"{text!r} is not a list of NetworkPolicy peers; one that is empty admits nobody")
+        raise InputError(f"{brief(text)} is not a list of NetworkPolicy peers; one that is empty admits nobody")
     if unknown := {field for peer in peers for field in peer} - _PEER_FIELDS:
-        raise InputError(f"{', '.join(sorted(unknown))}: a peer has only {', '.join(sorted(_PEER_FIELDS))}")
+        raise InputError(f"{brief(', '.join(sorted(unknown)))}: a peer has only {', '.join(sorted(_PEER_FIELDS))}")
     return tuple(peers)
 
 

@@ -6,11 +6,11 @@ operator's own queries, where one Prometheus holds the series of several cluster
 
 from __future__ import annotations
 
-import json
 import re
 from urllib.parse import urlsplit
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import brief, parse_json
 
 Headers = tuple[tuple[str, str], ...]
 """(name, value)"""
@@ -25,37 +25,37 @@ _RESERVED = {"__name__": "the queries' own", "figure": "by which the queries' an
 def parse_headers(text: str) -> Headers:
     """From a JSON object of names and values. Raises InputError, which shows no value."""
     try:
-        headers = json.loads(text)
+        headers = parse_json(text)
     except ValueError as error:
         raise InputError('this is not JSON: write an object like {"X-Scope-OrgID": "training"}') from error
     if not isinstance(headers, dict):
         raise InputError('write an object like {"X-Scope-OrgID": "training"}')
     for name, value in headers.items():
         if not _HEADER_NAME.fullmatch(name):
-            raise InputError(f"{name!r} is no header's name: write one like X-Scope-OrgID")
+            raise InputError(f"{brief(name)} is no header's name: write one like X-Scope-OrgID")
         if name.lower() == "authorization":
             raise InputError(f"{name} is a secret: put it into the Secret that prometheus.secretName names")
         if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
-            raise InputError(f"the value of {name} is none of a header: write one line of visible ASCII characters")
+            raise InputError(f"the value of {name[:80]} is none of a header: write a line of visible ASCII characters")
     return tuple(headers.items())
 
 
 def parse_matchers(text: str) -> Matchers:
     """From a JSON list of PromQL matchers. Raises InputError."""
     try:
-        matchers = json.loads(text)
+        matchers = parse_json(text)
     except ValueError as error:
-        raise InputError(f'{text!r} is not JSON: write a list like ["cluster=\\"a\\""]') from error
+        raise InputError(f'{brief(text)} is not JSON: write a list like ["cluster=\\"a\\""]') from error
     if not isinstance(matchers, list):
-        raise InputError(f'{text!r} is no list: write one like ["cluster=\\"a\\""]')
+        raise InputError(f'{brief(text)} is no list: write one like ["cluster=\\"a\\""]')
     for matcher in matchers:
         found = _MATCHER.fullmatch(matcher) if isinstance(matcher, str) else None
         if found is None:
             raise InputError(
-                f'{matcher!r} is no matcher: write a label, =, !=, =~ or !~, and a value, like cluster="a"'
+                f'{brief(matcher)} is no matcher: write a label, =, !=, =~ or !~, and a value, like cluster="a"'
             )
         if found[1] in _RESERVED:
-            raise InputError(f"{matcher!r}: the label {found[1]} is {_RESERVED[found[1]]}")
+            raise InputError(f"{brief(matcher)}: the label {found[1]} is {_RESERVED[found[1]]}")
     return tuple(matchers)
 
 

@@ -8,20 +8,20 @@ with the call.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import kopf
 from aiohttp import web
 
 from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from . import metrics
@@ -302,12 +302,7 @@ def _uncrowded(data: bytes, most_marks: int) -> bytes:
 
 def _parse(data: bytes, most_marks: int) -> dict[str, Any]:
     _uncrowded(data, most_marks)
-    try:
-        body = json.loads(data.decode(), parse_constant=_no_number)
-    except RecursionError as error:
-        raise InputError("the body is nested too deeply") from error
-    except ValueError as error:  # not UTF-8, not JSON, or a number of thousands of digits
-        raise InputError(f"the body is not JSON: {error}") from error
+    body = parse_json(data, "the body", finite=True)
     if not isinstance(body, dict):
         raise InputError("the body must be a JSON object")
     return body
@@ -320,10 +315,6 @@ def _crowded(data: bytes, most: int) -> bool:
         return True
     outside = b"".join(bare.split(b'"')[::2])
     return sum(outside.count(mark) for mark in (b"{", b"[", b",")) > most
-
-
-def _no_number(name: str) -> NoReturn:
-    raise InputError(f"{name} is not a number")
 
 
 def _version(request: web.Request) -> int:

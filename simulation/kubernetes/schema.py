@@ -5,6 +5,7 @@ Parts that are the same as before are not looked at again: they were valid once,
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -199,12 +200,15 @@ def _duplicates(items: list[Any], keys: list[str] | None, path: str) -> list[Cau
     if keys is None:
         return []
     found = []
-    seen: list[Any] = []
+    seen = set[str]()
     for i, item in enumerate(items):
+        if keys and type(item) is not dict:
+            continue  # which is said where it is looked at
         key = {name: item.get(name) for name in keys} if keys else item
-        if key in seen:
+        known = json.dumps(key, sort_keys=True)
+        if known in seen:
             found.append(Cause(f"{path}[{i}]", f"Duplicate value: {_shown(key)}", "FieldValueDuplicate"))
-        seen.append(key)
+        seen.add(known)
     return found
 
 

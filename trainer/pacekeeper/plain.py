@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import parse_json
 
 _MAGIC = b"PKPLAIN1"
 _HEAD_BYTES = len(_MAGIC) + 8
@@ -92,7 +93,7 @@ def unpack(content: bytes | bytearray | memoryview) -> Any:
         raise InputError("not what Pacekeeper writes: another format")
     end = _HEAD_BYTES + int.from_bytes(own[len(_MAGIC) : _HEAD_BYTES], "little")
     try:
-        skeleton, description = json.loads(own[_HEAD_BYTES:end].decode())
+        skeleton, description = parse_json(own[_HEAD_BYTES:end].decode())
         lying = views(torch.frombuffer(own, dtype=torch.uint8), aligned(end), read_layout(description))
         tensors = [tensor.clone() for tensor in lying]  # each with a storage of its own, as some of torch asks for
     except (LookupError, TypeError, ValueError, RuntimeError, RecursionError) as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pacekeeper_analysis.plan import WorkerPlan
+from pacekeeper_analysis.reading import parse_json
 
 DEFAULT_ROOT = "/run/pacekeeper"
 
@@ -169,7 +170,7 @@ def _json(data: Mapping[str, Any]) -> str:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The content of `path`; None where nothing has been written yet."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text())
+        content: dict[str, Any] = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     return content

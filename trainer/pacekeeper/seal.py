@@ -22,6 +22,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from pacekeeper_analysis.reading import parse_json
+
 LONGEST_LINE = 1 << 13
 """Bytes; a report or a view takes a few hundred."""
 _NONCE_BYTES = 16
@@ -54,7 +56,7 @@ class Channel:
         proof, _, content = line.rstrip(b"\n").partition(b" ")
         if not hmac.compare_digest(proof, self._reading.next(content).hex().encode()):
             raise Forged("a message without proof of the membership's secret")
-        message = json.loads(content)
+        message = parse_json(content)
         if not isinstance(message, dict):
             raise ValueError(f"a message that is a {type(message).__name__}")
         return message

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from pacekeeper_analysis.reading import parse_json
 
 from ..errors import InputError
 from .localise import sentences
@@ -36,10 +37,7 @@ def load(data: bytes) -> tuple[Page, str]:
 
     Raises InputError.
     """
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"this is not JSON: {str(error)[:80]}") from error
+    content = parse_json(data)
     if not isinstance(content, Mapping) or "spec" not in content:
         return Page.from_json(data), "Behaviour window"
     kept, name = _inside(content, "spec", "content"), _inside(content, "metadata", "name")

@@ -3,13 +3,12 @@ suspects and of usual ranks beside them. `report` makes an HTML page of it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Self
 
 from ..errors import InputError
-from ..reading import Longest, Within, read, read_tuple
+from ..reading import Longest, Within, parse_json, read, read_tuple
 from .localise import Localisation
 from .pattern import LONGEST_NAME, Answer, Owner, compact
 from .table import Table
@@ -56,10 +55,7 @@ class Page:
         """What `page` has written. Raises InputError that names the field."""
         if len(data) > MOST_BYTES:
             raise InputError(f"page: {len(data)} bytes are more than the {MOST_BYTES} that are kept")
-        try:
-            content = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"page: is not JSON: {str(error)[:80]}") from error
+        content = parse_json(data, "page")
         if not isinstance(content, Mapping):
             raise InputError("page: must be an object")
         return cls(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ..plan import Sources
-from ..reading import Longest, Within, read, read_tuple
+from ..reading import Longest, Within, parse_json, read, read_tuple
 from ..reports import Mode
 
 MOST_BYTES = 8 * 2**10
@@ -164,7 +164,7 @@ class RankPattern(_Head):
         names = _names(data.get("names", ()), f"{path}.names")
         owners = _owners(data.get("owners", ""), f"{path}.owners")
         functions = _column(data.get("functions", ()), f"{path}.functions", len(owners))
-        if functions.size and (functions.min() < 0 or functions.max() >= len(names)):
+        if not ((functions >= 0) & (functions < len(names)) & (functions % 1 == 0)).all():  # NaN neither
             raise InputError(f"{path}.functions: must be positions in the {len(names)} names")
         figures = [_column(data.get(name, ()), f"{path}.{name}", len(owners)) for name in _COLUMNS]
         for name, column, low in zip(_COLUMNS, figures, _LOWEST, strict=True):
@@ -212,10 +212,7 @@ class Answer:
         """Raises InputError that names the field."""
         if len(data) > MOST_ANSWER_BYTES:
             raise InputError(f"answer: {len(data)} bytes are more than the {MOST_ANSWER_BYTES} that are taken")
-        try:
-            content = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"answer: is not JSON: {str(error)[:80]}") from error
+        content = parse_json(data, "answer")
         if not isinstance(content, Mapping):
             raise InputError("answer: must be an object")
         pattern = RankPattern.from_json(content.get("pattern"), "pattern", stacks=stacks)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from pacekeeper_analysis.reading import parse_json
 
 from ..errors import InputError
 from .drawing import svg
@@ -44,10 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load(data: bytes) -> list[FabricView]:
     """One Fabric or a list of them, as `kubectl get -o json` writes them. Raises InputError."""
-    try:
-        content = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"this is not JSON: {str(error)[:80]}") from error
+    content = parse_json(data)
     listed = content.get("items") if isinstance(content, Mapping) else None
     return [FabricView.from_json(body) for body in (listed if isinstance(listed, list) else [content])]
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import brief
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 FORWARD_SEND, FORWARD_RECV = "forward-send", "forward-recv"
@@ -46,6 +47,9 @@ COLUMNS = ("step", "dp_rank", "stage", "rank", "optype", "seq_id", "mc", "mb_id"
 
 LONGEST_S = 86_400.0
 """No operation and no step takes longer than a day; such a value is a broken record."""
+
+MOST_SIZE = 1 << 24
+"""Of ranks, in one dimension or in all."""
 
 
 class TraceError(InputError):
@@ -94,7 +98,9 @@ class Metadata:
             if field.name in values and field.name.endswith("_size"):
                 value = values[field.name]
                 if isinstance(value, bool) or not isinstance(value, int):
-                    raise TraceError(f"metadata: {field.name} is {value!r}; it has to be a whole number")
+                    raise TraceError(f"metadata: {field.name} is {brief(value)}; it has to be a whole number")
+                if value > MOST_SIZE:
+                    raise TraceError(f"metadata: {field.name} is {brief(value)}; no job has more than {MOST_SIZE}")
                 sizes[field.name] = value
         if "dp_size" not in sizes:
             raise TraceError("metadata: dp_size is missing; say how many data-parallel ranks the job has")

@@ -5,12 +5,11 @@ Only ratios count: what is fast on one kind of machine is slow on another, and a
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import read
+from pacekeeper_analysis.reading import parse_json, read
 
 from ..api import ProbeFigures
 
@@ -43,8 +42,8 @@ def read_figures(message: str) -> tuple[ProbeFigures | None, str]:
     """The figures in a probe pod's termination message, and why it finds the node unfit; nothing, where the message
     holds none. Whatever it says, it is somebody else's word: raises InputError that names the field."""
     try:
-        data = json.loads(message) if len(message) <= MAX_CHARACTERS else None
-    except (ValueError, RecursionError):
+        data = parse_json(message) if len(message) <= MAX_CHARACTERS else None
+    except InputError:
         data = None
     if not isinstance(data, dict):
         return None, ""

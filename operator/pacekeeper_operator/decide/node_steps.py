@@ -127,9 +127,10 @@ class Quarantine:
 
     @property
     def verdict(self) -> Verdict:
-        """As it was written last."""
-        known = next((c for c in self.status.conditions if c.type == QuarantineCondition.QUARANTINED), None)
-        return Verdict.SUSPECTED if known is None else Verdict(known.reason)
+        """As it was written last; what another version of the operator has written in another word counts for none."""
+        conditions = self.status.conditions
+        word = next((c.reason for c in conditions if c.type == QuarantineCondition.QUARANTINED), None)
+        return Verdict(word) if word in frozenset(Verdict) else Verdict.SUSPECTED
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from ..prometheus_options import Matchers
 from ..words import shortened
 from .prometheus_access import LEAST_SECONDS, MOST_SECONDS, Ask, NotAdmitted, Rows, Slow, TooMuch, over_http
 
-MAX_UUID = 96
+MAX_UUID, MAX_LABEL = 96, 128
 MAX_LINK_ROWS = 65536
 MAX_LEAF, MAX_SPINE, MAX_WORDS = 512, 5, 500
 """Characters."""
@@ -336,7 +336,10 @@ class _Answer:
         node = series.get("node", "")
         known = _name(node or series[self._node_label])
         uuid = series.get("UUID", "")[:MAX_UUID]
-        return GpuValue(known, series.get("gpu", ""), metric, value, vouched=bool(node), uuid=uuid)
+        gpu = series.get("gpu", "")
+        if not all(isinstance(word, str) and len(word) <= MAX_LABEL for word in (gpu, metric, uuid)):
+            raise ValueError("no name of a GPU or a metric")  # jobs' bookkeeping would be full of it
+        return GpuValue(known, gpu, metric, value, vouched=bool(node), uuid=uuid)
 
 
 def _measured(row: Mapping[str, Any]) -> tuple[Mapping[str, str], float]:

@@ -80,7 +80,7 @@ class _Access:
         client, limit = self._client(), {"timeout": f"{seconds:g}s"}  # it stops working on what nobody waits for
         times: Any = LEAST_SECONDS, seconds  # to connect, and to answer
         try:
-            return client.custom_query(query, limit, timeout=times)  # type: ignore[no-any-return]  # it has no types
+            return _rows(client.custom_query(query, limit, timeout=times))
         except ReadTimeout as error:
             raise Slow(f"does not answer within {seconds:g} s") from error
         except SSLError as error:
@@ -91,6 +91,8 @@ class _Access:
             raise TooMuch(self._hidden(str(error))) from None
         except RequestException:
             raise
+        except (KeyError, TypeError, RecursionError) as error:
+            raise PrometheusApiClientException(f"its answer is none of Prometheus': {type(error).__name__}") from error
         except OSError as error:  # the files have gone since they were looked at
             raise NotAdmitted(f"is not asked: {SECRET} cannot be read") from error
 
@@ -128,6 +130,13 @@ class _Bearer(AuthBase):
     def __call__(self, request: PreparedRequest) -> PreparedRequest:
         request.headers["Authorization"] = f"Bearer {self._token}"
         return request
+
+
+def _rows(found: Any) -> Rows:
+    """Raises TypeError where the answer has none."""
+    if not isinstance(found, list):
+        raise TypeError("the result is no list")
+    return found
 
 
 def _read(folder: Path) -> Mapping[str, bytes]:

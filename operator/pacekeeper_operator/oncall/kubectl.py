@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import parse_json
 
 from ..api import GROUP, Object
 
@@ -38,13 +39,13 @@ class Kubectl:
 
     def get(self, kind: str, name: str) -> Object:
         """Raises Missing."""
-        found: Object = json.loads(self.run("get", _full(kind), name, *self.place, "-o", "json"))
+        found: Object = parse_json(self.run("get", _full(kind), name, *self.place, "-o", "json"))
         return found
 
     def list(self, kind: str, labels: str = "", fields: str = "") -> list[Object]:
         place = ("--all-namespaces",) if self.all_namespaces else self.place
         chosen = [f"--selector={labels}"] * bool(labels) + [f"--field-selector={fields}"] * bool(fields)
-        items: list[Object] = json.loads(self.run("get", _full(kind), *place, *chosen, "-o", "json"))["items"]
+        items: list[Object] = parse_json(self.run("get", _full(kind), *place, *chosen, "-o", "json"))["items"]
         return items
 
     def patch(self, kind: str, name: str, body: Object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from uuid import uuid4
 
 from pacekeeper_analysis.diagnose.links import Cell, by_ratio, describe, join, judge
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.reports import Evidence
 
 from ..api import LABEL_JOB, TRAINER, Object
@@ -55,7 +55,7 @@ def _ask(kubectl: Kubectl, pod: str, name: str) -> Evidence | None:
         while not (content := run("cat", path)) and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
         run("rm", path)
-        return Evidence.from_json(json.loads(content)) if content else None
+        return Evidence.from_json(parse_json(content)) if content else None
     except KubectlError as error:
         if "forbidden" in str(error).lower():
             raise

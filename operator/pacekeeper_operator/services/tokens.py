@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import kopf
+
+from pacekeeper_analysis.reading import parse_json
 
 from ..api import TOKEN_AUDIENCE
 from ..cluster import TOKEN_REVIEWS, Cluster
@@ -163,8 +164,8 @@ def _claims(token: str) -> dict[str, Any] | None:
     if len(parts) != 3:
         return None
     try:
-        claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
-    except (ValueError, RecursionError):
+        claims = parse_json(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+    except ValueError:
         return None
     return claims if isinstance(claims, dict) else None
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import pytest
+
 from pacekeeper.launcher.meeting import Ending, Meeting, MeetingStage, Report, Status, View, advance
+from pacekeeper_analysis.errors import InputError
 
 
 def report(worker: str, status: Status = Status.READY, round_: int = 0, **fields: object) -> Report:
@@ -124,3 +127,12 @@ def test_reports_and_views_survive_the_wire() -> None:
     assert Report.from_json(sent.to_json()) == sent
     view = View(1, MeetingStage.RUNNING, 4, 29500, 2, True, "b", Ending.SIGNAL, "why", ("c",))
     assert View.from_json(json.loads(json.dumps(view.to_json()))) == view
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("round", "3"), ("round", float("nan")), ("worker", []), ("workers", -1), ("ending", "0")]
+)
+def test_a_report_that_is_none_names_its_field(field: str, value: object) -> None:
+    report = Report("a", "first", 1, Status.READY, 0).to_json()
+    with pytest.raises(InputError, match=f"Report.{field}"):
+        Report.from_json(report | {field: value})

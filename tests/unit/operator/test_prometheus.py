@@ -328,3 +328,11 @@ class TestScrapes:
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         names = [item["name"] for item in container["env"]]
         assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("words", ["[" * 100_000, "[]", '{"data": {"result": 7}}', '{"data": []}', "7"])
+async def test_what_is_no_answer_of_prometheus_is_none(url: str, words: str) -> None:
+    FakePrometheus.words = words
+    prometheus = Prometheus(url, "gpus", "Hostname")
+    assert "does not answer" in (await prometheus.sample(NOW)).unavailable
+    assert "does not answer" in (await prometheus.link_rates("up")).trouble

@@ -111,3 +111,12 @@ def test_a_trace_without_ranks_steps_or_peers_is_refused(tmp_path: Path) -> None
         paths[0].write_text(json.dumps(content | change))
         with pytest.raises(TraceError, match=message):
             load(paths)
+
+
+@pytest.mark.parametrize(("key", "value"), [("dur", [0]), ("ts", "now"), ("dur", -1.0), ("ts", 1e300), ("ts", None)])
+def test_an_event_without_times_names_its_trace(tmp_path: Path, key: str, value: object) -> None:
+    events = [one | {key: value} if one["name"] == "aten::mm" else one for one in cpu_events(5.0, 0.0, 0.0)]
+    path = tmp_path / "0.json"
+    path.write_text(json.dumps({"distributedInfo": {"rank": 0, "world_size": 1}, "traceEvents": events}))
+    with pytest.raises(TraceError, match=r"0\.json: ts and dur of event 'aten::mm' must be microseconds"):
+        load([path])

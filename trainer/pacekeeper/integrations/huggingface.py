@@ -11,7 +11,6 @@ operator's requests make Trainer write a checkpoint between two steps. Data, bat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.records import Phase
 
 from .training import of_this_process
@@ -124,7 +124,7 @@ def _has_mark(folder: Path) -> bool:
 
 def _has_state(folder: Path) -> bool:
     try:
-        json.loads((folder / _STATE).read_text())
+        parse_json((folder / _STATE).read_bytes())
     except (OSError, ValueError):
         return False
     return True

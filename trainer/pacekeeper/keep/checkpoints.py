@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import parse_json
 
 from .manifests import Manifest
 
@@ -143,18 +144,21 @@ class CheckpointFolder:
             partial.rmdir()
 
     def published(self) -> list[Manifest]:
-        """All checkpoints whose manifest can be read and whose files have the right sizes, newest first."""
-        manifests = [self._manifest(folder) for folder in self.path.iterdir() if _STEP.fullmatch(folder.name)]
-        return sorted((manifest for manifest in manifests if manifest), key=lambda found: found.step, reverse=True)
+        """All checkpoints whose manifest can be read, is of their step, and whose files have the right sizes, newest
+        first."""
+        folders = [folder for folder in self.path.iterdir() if _STEP.fullmatch(folder.name)]
+        manifests = [(folder, self._manifest(folder)) for folder in folders]
+        own = [manifest for folder, manifest in manifests if manifest and self.folder(manifest) == folder]
+        return sorted(own, key=lambda found: found.step, reverse=True)
 
     def folder(self, manifest: Manifest) -> Path:
         return self.path / f"step-{manifest.step:08d}"
 
     def _manifest(self, folder: Path) -> Manifest | None:
         try:
-            manifest = Manifest.from_json(json.loads((folder / _MANIFEST).read_text()))
+            manifest = Manifest.from_json(parse_json((folder / _MANIFEST).read_bytes()))
             sizes = {name: (folder / name).stat().st_size for name in manifest.files}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError):  # InputError among them
             return None
         return manifest if all(sizes[name] == entry.nbytes for name, entry in manifest.files.items()) else None
 
@@ -186,7 +190,7 @@ class CheckpointFolder:
     def _owner_there(self) -> str:
         """ "": nobody. Raises OSError where the volume cannot be read, which says nothing of rounds."""
         try:
-            return str(json.loads((self.path / _OWNER).read_text())["owner"])
+            return str(parse_json((self.path / _OWNER).read_text())["owner"])
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return ""
 

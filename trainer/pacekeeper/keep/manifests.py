@@ -5,9 +5,10 @@ from __future__ import annotations
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pacekeeper.plain import allow
+from pacekeeper_analysis.reading import Longest, Within, read
 
 _CHUNK = 1 << 22
 
@@ -16,20 +17,20 @@ _CHUNK = 1 << 22
 class FileSum:
     """What a file must be like to be trusted."""
 
-    nbytes: int
-    crc32: int
+    nbytes: Annotated[int, Within(0)]
+    crc32: Annotated[int, Within(0, 2**32 - 1)]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a published checkpoint holds."""
 
-    step: int
-    round: int
-    world_size: int
+    step: Annotated[int, Within(0)]
+    round: Annotated[int, Within(0)]
+    world_size: Annotated[int, Within(1)]
     model: dict[str, str]
     """Name → shape and type (`rank_state.describe`)."""
-    objects: tuple[str, ...]
+    objects: Annotated[tuple[str, ...], Longest(1 << 16)]
     """Names that were registered."""
     files: dict[str, FileSum] = field(default_factory=dict)
 
@@ -37,9 +38,9 @@ class Manifest:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        files = {name: FileSum(**entry) for name, entry in data["files"].items()}
-        return cls(**{**data, "files": files, "objects": tuple(data["objects"])})
+    def from_json(cls, data: object) -> Self:
+        """Raises InputError that names the field."""
+        return read(cls, data, "manifest")
 
 
 allow(FileSum, Manifest)

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from pacekeeper.seal import Forged, Seal, keys_of, nonce
+from pacekeeper_analysis.reading import parse_json
 
 PATIENCE_SECONDS = 10.0
 """For a message, from its first wait to its last byte, either way."""
@@ -69,7 +70,7 @@ class Link:
 
         work_seconds: that it may take before it says anything, beside the usual patience.
         """
-        words = json.loads(self.receive(work_seconds))
+        words = parse_json(self.receive(work_seconds))
         if not isinstance(words, dict):
             raise ValueError(f"a message that is a {type(words).__name__}")
         return words

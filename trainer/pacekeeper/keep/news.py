@@ -5,7 +5,6 @@ The job trains on when a checkpoint fails, so that somebody else has to hear of 
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -16,7 +15,7 @@ from typing import Annotated, Protocol
 from pacekeeper.environment import Environment
 from pacekeeper.runtime import write_json
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import Cut, Within, read
+from pacekeeper_analysis.reading import Cut, Within, parse_json, read
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ NO_NEWS = CheckpointNews()
 def read_news(path: Path) -> CheckpointNews:
     """Nothing new where nobody has written there, or nothing that makes sense."""
     try:
-        return read(CheckpointNews, json.loads(path.read_text()))
+        return read(CheckpointNews, parse_json(path.read_bytes()))
     except (OSError, InputError, ValueError):
         return NO_NEWS
 

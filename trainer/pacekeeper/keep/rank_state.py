@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pacekeeper.plain import pack, unpack
+from pacekeeper_analysis.errors import InputError
 
 RANK_STATE_BYTES = 16_384
 """Room for what each rank has of its own: random states (about 11 KiB) and its count of samples."""
@@ -59,13 +60,22 @@ def capture_rank_state(samples: int) -> bytes:
 
 
 def restore_rank_state(packed: bytes) -> int:
-    """Sets the random states; returns the rank's samples."""
+    """Sets the random states; returns the rank's samples. Raises InputError where they are none: some may be set."""
     state = unpack(packed)
+    try:
+        return _set(state)
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise InputError(f"not a rank's random states and samples: {error!r}") from error
+
+
+def _set(state: Any) -> int:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    samples: int = state["samples"]
+    samples = state["samples"]
+    if type(samples) is not int or samples < 0:
+        raise ValueError(f"{samples!r} samples")
     return samples

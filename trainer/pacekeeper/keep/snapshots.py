@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pacekeeper.cgroup import memory_left
 from pacekeeper.plain import aligned, describe_layout, layout_of, put_together, read_layout, size, take_apart, views
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import parse_json
 
 from .copies import HostCopies, SlotCopies, TornCopyError
 from .rank_state import RANK_STATE_BYTES
@@ -370,7 +371,7 @@ def unpack(slot: torch.Tensor, mesh: DeviceMesh | None, copying: Container[str] 
     try:
         _, _, _, _, world_size, skeleton_bytes, offset, _, _ = _HEADER.unpack_from(content)
         ranks_end = HEADER_BYTES + world_size * RANK_STATE_BYTES
-        skeleton, layout = json.loads(bytes(content[ranks_end : ranks_end + skeleton_bytes]))
+        skeleton, layout = parse_json(bytes(content[ranks_end : ranks_end + skeleton_bytes]))
         if world_size < 1 or offset < 0 or ranks_end + skeleton_bytes > len(content):
             raise ValueError("parts that lie outside of it")
         tensors = views(slot, offset, read_layout(layout))

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum, StrEnum
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pacekeeper_analysis.reading import Cut, Longest, Within, read
+from pacekeeper_analysis.reports import Count, Name
 
 MOST_MISSING = 8
 """So many of the workers that have not come are named."""
@@ -40,26 +43,26 @@ class Ending(IntEnum):
 class Report:
     """What a launcher says of itself."""
 
-    worker: str
-    incarnation: str  # of the launcher's process: a restarted launcher is another one
-    membership: int
+    worker: Name
+    incarnation: Name  # of the launcher's process: a restarted launcher is another one
+    membership: Count
     status: Status
-    round: int  # the last one it has seen, by itself or in a view
+    round: Count  # the last one it has seen, by itself or in a view
     ending: Ending = Ending.ENDED  # of its ranks of `round`; meaningful when ENDING or READY
     ran: bool = False  # it has run a round of this membership
-    restarts: int = 0  # rounds of this membership after the first
-    barren: int = 0  # rounds in a row, up to `round`, without a completed step
-    workers: int = 1  # launchers of the membership, by its plan
-    first_round: int = 1  # the plan's: no round of the membership is below it
-    restart_limit: int = 0  # the plan's
+    restarts: Count = 0  # rounds of this membership after the first
+    barren: Count = 0  # rounds in a row, up to `round`, without a completed step
+    workers: Count = 1  # launchers of the membership, by its plan
+    first_round: Count = 1  # the plan's: no round of the membership is below it
+    restart_limit: Count = 0  # the plan's
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        return cls(**{**known, "status": Status(data["status"]), "ending": Ending(data["ending"])})
+        """Raises InputError that names the field."""
+        return read(cls, data)
 
 
 class MeetingStage(StrEnum):
@@ -73,25 +76,25 @@ class MeetingStage(StrEnum):
 class View:
     """What the meeting tells one launcher."""
 
-    membership: int
+    membership: Count
     phase: MeetingStage = MeetingStage.GATHERING
-    round: int = 0  # that runs; while gathering, the last that ran or was seen
-    port: int = 0  # of the round's store, on the host
-    restarts: int = 0
+    round: Count = 0  # that runs; while gathering, the last that ran or was seen
+    port: Annotated[int, Within(0, 65535)] = 0  # of the round's store, on the host
+    restarts: Count = 0
     included: bool = False  # this launcher (this incarnation of it) takes part in the round
-    ended_by: str = ""  # worker whose ranks ended the round before, as far as is known
+    ended_by: Name = ""  # worker whose ranks ended the round before, as far as is known
     ending: Ending = Ending.ENDED  # how they ended it
-    reason: str = ""  # of HALTED
-    missing: tuple[str, ...] = ()  # while gathering: the first workers of the round before that are not ready again
+    reason: Annotated[str, Cut(2_000)] = ""  # of HALTED
+    # While gathering: the first workers of the round before that are not ready again.
+    missing: Annotated[tuple[Name, ...], Longest(64)] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        known |= {"phase": MeetingStage(data["phase"]), "ending": Ending(data["ending"])}
-        return cls(**{**known, "missing": tuple(data.get("missing", ()))})
+        """Raises InputError that names the field."""
+        return read(cls, data)
 
 
 @dataclass(frozen=True)

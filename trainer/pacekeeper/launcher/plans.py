@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import WorkerPlan
+from pacekeeper_analysis.reading import parse_json
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class PlanFile:
         if identity != self._identity:
             self._identity = identity
             try:
-                self._plan = WorkerPlan.from_json(json.loads(self._path.read_text()))
-            except (InputError, json.JSONDecodeError) as error:
+                self._plan = WorkerPlan.from_json(parse_json(self._path.read_bytes()))
+            except InputError as error:
                 log.error("%s: %s", self._path, error)
         return self._plan

@@ -9,12 +9,12 @@ meet another one.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import parse_json
 
 DEFAULT_ADDRESS = "localhost:28028"
 PATIENCE = 8.0
@@ -41,7 +41,7 @@ async def ask(environment: Mapping[str, str], patience: float = PATIENCE) -> str
         async with asyncio.timeout(patience):
             answer = await _question(host, port, as_json=True)
             if answer is not None:
-                return await asyncio.to_thread(lambda: shortened(summary(json.loads(answer))))
+                return await asyncio.to_thread(lambda: shortened(summary(parse_json(answer))))
             text = await _question(host, port, as_json=False)
         if text is None:
             raise InputError(f"status: more than {MOST_BYTES} bytes")
@@ -50,7 +50,7 @@ async def ask(environment: Mapping[str, str], patience: float = PATIENCE) -> str
         return f"NCCL's RAS has not answered within {patience:g} s"
     except OSError:
         return ""
-    except (InputError, ValueError, RecursionError) as error:
+    except (InputError, ValueError) as error:
         return shortened(f"NCCL's RAS answers what cannot be read: {error}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from pacekeeper.runtime import Runtime, write_text
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import MODES, Stop, WorkerPlan
+from pacekeeper_analysis.reading import brief, parse_json
 
 from .agreement import Orders
 from .course import Course
@@ -101,10 +101,10 @@ class PlanReader:
 def parse_plan(content: str) -> WorkerPlan:
     """Raises InputError that names the field and the remedy."""
     try:
-        fields = json.loads(content)
+        fields = parse_json(content)
     except ValueError as error:
         raise InputError(f"plan.json: not JSON ({error}); its writer replaces it as a whole") from error
     mode = fields.get("sync_mode", MODES[0]) if isinstance(fields, dict) else MODES[0]
     if mode not in MODES:
-        raise InputError(f"sync_mode: {mode!r} is unknown; take one of {', '.join(MODES)}")
+        raise InputError(f"sync_mode: {brief(mode)} is unknown; take one of {', '.join(MODES)}")
     return WorkerPlan.from_json(fields)

@@ -12,7 +12,6 @@ state; whether somebody hangs, and who, is judged by others (`launcher.watch`, `
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from pacekeeper import torch_internals
+from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.records import Collective, Device, Phase
 
 from .communicators import identity_of
@@ -84,7 +84,7 @@ def leave_captures_alone(driver: str = "libcuda.so.1") -> None:
 def oldest(record: bytes) -> Flight:
     """The oldest collective in what the flight recorder has written of those that are not complete (its JSON, 2.x)."""
     try:
-        content = json.loads(record)
+        content = parse_json(record)
         entries = [entry for entry in content.get("entries", ()) if _is_active(entry)]
         if not entries:
             return Flight(Device.IDLE if content.get("pg_config") else Device.RUNNING)  # without groups, it is off
@@ -97,10 +97,10 @@ def oldest(record: bytes) -> Flight:
         if entry.get("is_p2p"):
             return Flight(device, collective)
         name, description = entry["process_group"]
-        ranks = json.loads(content.get("pg_config", {}).get(name, {}).get("ranks", "[]"))
+        ranks = parse_json(content.get("pg_config", {}).get(name, {}).get("ranks", "[]"))
         group = identity_of(name, description, map(int, ranks))
         return Flight(device, collective, group, int(entry["collective_seq_id"]) & 0xFFFF_FFFF)
-    except (AttributeError, KeyError, TypeError, ValueError):  # another version of the recorder
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):  # another version of the recorder
         return Flight(Device.RUNNING)
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from pacekeeper_analysis.plan import WorkerPlan
+from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from .leader import Leader, named_leader
@@ -114,7 +115,7 @@ class OperatorClient:
 def _parsed(words: str) -> Any:
     """As JSON, where it is."""
     try:
-        return json.loads(words)
+        return parse_json(words, finite=True)
     except ValueError:
         return words
 

@@ -5,13 +5,13 @@ A launcher that is stopped, or stuck in the kernel, cannot say so itself.
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.reports import Heartbeat
 
 LONGEST_PAUSE = 1.0
@@ -48,7 +48,7 @@ class LauncherSeen:
 
     def _read(self) -> None:
         try:
-            self._heartbeat = Heartbeat.from_json(json.loads(self._runtime.heartbeat.read_text()))
+            self._heartbeat = Heartbeat.from_json(parse_json(self._runtime.heartbeat.read_bytes()))
         except (InputError, ValueError) as error:
             log.error("%s: %s", self._runtime.heartbeat, error)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import random
@@ -19,6 +18,7 @@ from pacekeeper.runtime import read_json, write_plan
 from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import EvidencePart, Role, WorkerPlan
+from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.reports import Evidence, Fault
 
 from . import connections
@@ -290,7 +290,7 @@ def _silence_to_tell(seconds: float) -> int:
 
 def _read_fault(path: Path) -> Fault | None:
     try:
-        return Fault.from_json(json.loads(path.read_text()))
+        return Fault.from_json(parse_json(path.read_bytes()))
     except (InputError, ValueError) as error:
         log.error("fault %s is dropped: %s", path.stem, error)
         return None

@@ -96,11 +96,11 @@ def stage_imbalance(whatif: WhatIf, parts: Parts | None) -> Finding | None:
     """One stage is slow on every data-parallel rank: usually the last one, where the loss is computed."""
     if parts is None or len(set(parts.forward.stages)) < 2:
         return None
-    balanced = [(part, (part.usual.mean() / part.usual)[:, None, None, None]) for part in _both(parts)]
+    balanced = [(part, (part.usual.mean() / _above_zero(part.usual))[:, None, None, None]) for part in _both(parts)]
     total = np.sum([part.usual for part in _both(parts)], axis=0)
     slowest = int(np.argmax(total))
     stage = parts.forward.stages[slowest]
-    times = float(total[slowest] / np.median(np.delete(total, slowest)))
+    times = float(total[slowest] / max(np.median(np.delete(total, slowest)), 1e-12))
     return _finding(
         whatif,
         _without(whatif, balanced),
@@ -130,7 +130,7 @@ def slow_worker(whatif: WhatIf, parts: Parts | None) -> Finding | None:
     worst = ", ".join(_worker_name(whatif, worker) for worker in workers[:3])
     return _finding(
         whatif,
-        _without(whatif, [(part, np.where(hot, 1 / part.worker, 1.0)[:, None, :, None]) for part in both]),
+        _without(whatif, [(part, np.where(hot, 1 / _above_zero(part.worker), 1.0)[:, None, :, None]) for part in both]),
         Cause.SLOW_WORKER,
         f"worker {worst} computes {float(factor.max()):.2f} times as long as its peers, throughout"
         if len(workers) == 1
@@ -244,6 +244,11 @@ def _worker_name(whatif: WhatIf, worker: tuple[int, int]) -> str:
     replica, stage = worker
     several = len({operation.stage for operation in whatif.window.operations}) > 1
     return f"(dp {replica}, stage {stage})" if several else f"dp {replica}"
+
+
+def _above_zero(values: Array) -> Array:
+    """Of what may take no time at all, in a trace that is damaged."""
+    return np.maximum(values, 1e-12)
 
 
 def _without(whatif: WhatIf, changes: list[tuple[Computations, Array]]) -> Array:

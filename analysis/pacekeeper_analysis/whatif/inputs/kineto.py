@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 import gzip
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.whatif.trace import (
     ALL_GATHER,
     BACKWARD,
@@ -38,10 +38,13 @@ from pacekeeper_analysis.whatif.trace import (
     trace_from_columns,
 )
 
-STEP = re.compile(r"ProfilerStep#(\d+)")
+STEP = re.compile(r"ProfilerStep#(\d{1,15})")
 BACKWARD_OPERATION = "autograd::engine::evaluate_function"
 OPTIMIZER_STEP = "Optimizer.step#"
 COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl):", re.IGNORECASE)
+
+LATEST = 1e18
+"""Microseconds since the epoch, or since the host was started: thousands of years."""
 
 Spans = NDArray[np.float64]
 """Begin and end of spans of time, [span, 2], in seconds."""
@@ -82,7 +85,7 @@ def read_kineto(paths: Sequence[Path]) -> Trace:
     """
     ranks = sorted((read_rank(path) for path in paths), key=lambda trace: trace.rank)
     world = ranks[0].world_size
-    if [trace.rank for trace in ranks] != list(range(world)):
+    if world != len(ranks) or [trace.rank for trace in ranks] != list(range(world)):
         found = ", ".join(str(trace.rank) for trace in ranks)
         raise TraceError(f"the job has {world} ranks, the traces are of rank {found}; give one trace of each")
     aligned = align_clocks(ranks)
@@ -103,10 +106,11 @@ def read_kineto(paths: Sequence[Path]) -> Trace:
 def read_rank(path: Path) -> RankTrace:
     """Reads one rank's trace (.json or .json.gz)."""
     content = _content(path)
-    about = content.get("distributedInfo") or {}
-    if "rank" not in about or "world_size" not in about:
+    about = content.get("distributedInfo")
+    rank, world_size = (about.get(key) if isinstance(about, dict) else None for key in ("rank", "world_size"))
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
         raise TraceError(f"{path} does not say its rank; profile after torch.distributed.init_process_group")
-    events = [event for event in content.get("traceEvents", ()) if event.get("ph") == "X"]
+    events = _events(content, path)
     steps, spans = _by_processor(events)
     for name, missing in (("step", steps), ("backward pass", spans["backward"]), ("optimizer", spans["optimizer"])):
         if not missing:
@@ -115,11 +119,34 @@ def read_rank(path: Path) -> RankTrace:
         steps, spans = _by_gpu(events, steps, spans)
     tables = {name: np.array(sorted(found)).reshape(-1, 2) for name, found in spans.items()}
     tables["collectives"] = tables["collectives"][np.argsort(tables["collectives"][:, 1], kind="stable")]
-    return RankTrace(int(about["rank"]), int(about["world_size"]), steps, **tables)
+    return RankTrace(rank, world_size, steps, **tables)
 
 
 Span = tuple[float, float]
 Event = dict[str, Any]
+
+
+def _events(content: dict[str, Any], path: Path) -> list[Event]:
+    """Those that have lasted for a while. Raises TraceError where one's times are none."""
+    listed = content.get("traceEvents", [])
+    if not isinstance(listed, list):
+        raise TraceError(f"{path}: traceEvents is no list; export the trace again")
+    found = []
+    for event in listed:
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        times = event.get("ts"), event.get("dur", 0.0)
+        if not all(isinstance(time, (int, float)) and abs(time) < LATEST for time in times) or event.get("dur", 0) < 0:
+            name = str(event.get("name"))[:80]
+            raise TraceError(f"{path}: ts and dur of event {name!r} must be microseconds; export the trace again")
+        found.append(event if isinstance(event.get("args"), dict) else {**event, "args": {}})
+    return found
+
+
+def _correlation(event: Event) -> int | None:
+    """The same of a launch and of what was launched; None: it has none."""
+    number = event["args"].get("correlation")
+    return number if type(number) is int else None
 
 
 def _by_processor(events: Sequence[Event]) -> tuple[dict[int, Span], dict[str, list[Span]]]:
@@ -148,16 +175,17 @@ def _by_gpu(
 ) -> tuple[dict[int, Span], dict[str, list[Span]]]:
     """The same as the GPU saw them: a kernel belongs to the step and the pass in which the processor launched it."""
     launched = {
-        event["args"]["correlation"]: float(event["ts"]) * 1e-6
+        number: float(event["ts"]) * 1e-6
         for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and (number := _correlation(event)) is not None
     }
     backward, optimizer = _merged(spans["backward"]), _merged(spans["optimizer"])
     on_gpu: dict[str, list[Span]] = {"operations": [], "backward": [], "optimizer": [], "collectives": []}
     last: dict[int, float] = {}
     first = float("inf")
     for event in events:
-        launch = launched.get(event.get("args", {}).get("correlation"))
+        number = _correlation(event)
+        launch = None if number is None else launched.get(number)
         if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset") or launch is None:
             continue
         step = next((number for number, (begin, end) in steps.items() if begin <= launch < end), None)
@@ -265,7 +293,7 @@ def _content(path: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        content = json.loads(text)
+        content = parse_json(text)
     except (EOFError, gzip.BadGzipFile, ValueError) as error:
         raise TraceError(f"{path} is not a readable profiler trace ({error}); export it again") from error
     if not isinstance(content, dict):

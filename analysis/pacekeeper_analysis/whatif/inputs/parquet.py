@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import brief, parse_json
 from pacekeeper_analysis.whatif.trace import COLUMNS, TYPES, Metadata, Trace, TraceError, trace_from_columns
+
+WHOLE = re.compile(r"-?[0-9]{1,18}")
 
 
 def read_parquet(path: Path, metadata: Metadata) -> Trace:
@@ -21,9 +25,9 @@ def read_parquet(path: Path, metadata: Metadata) -> Trace:
     except ImportError as error:
         raise TraceError("parquet traces need pyarrow: pip install 'pacekeeper[whatif]'") from error
     try:
-        with parquet.ParquetFile(path, read_dictionary=["optype"]) as file:
+        with parquet.ParquetFile(path, read_dictionary=["optype"], page_checksum_verification=True) as file:
             table = file.read(columns=[name for name in COLUMNS if name in file.schema_arrow.names])
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # the last two: names and sizes that are none
         raise TraceError(f"{path} is not a readable parquet file ({error}); write it again") from error
     columns: dict[str, NDArray[np.generic]] = {}
     type_names: Sequence[str] = TYPES
@@ -44,7 +48,7 @@ def write_parquet(path: Path, trace: Trace) -> None:
     import pyarrow
     import pyarrow.parquet as parquet
 
-    parquet.write_table(pyarrow.table(trace.to_columns()), path)
+    parquet.write_table(pyarrow.table(trace.to_columns()), path, write_page_checksum=True)
 
 
 def metadata_of(trace: Path) -> Path:
@@ -58,13 +62,17 @@ def metadata_of(trace: Path) -> Path:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Reads a metadata file: JSON, or lines `key: value` (flat YAML)."""
-    text = path.read_text()
+    """Reads a metadata file: JSON, or lines `key: value` (flat YAML). Raises TraceError, and OSError where it cannot be
+    read."""
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: is no text in UTF-8; write it again") from error
     if text.lstrip().startswith("{"):
         try:
-            return Metadata.from_mapping(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise TraceError(f"{path}: not valid JSON ({error})") from error
+            return Metadata.from_mapping(parse_json(text))
+        except InputError as error:
+            raise TraceError(f"{path}: {error}") from error
     values: dict[str, object] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.split("#")[0].strip()
@@ -72,6 +80,6 @@ def read_metadata(path: Path) -> Metadata:
             continue
         key, colon, value = (part.strip() for part in content.partition(":"))
         if not colon:
-            raise TraceError(f"{path}, line {number}: {line!r} is not `key: value`")
-        values[key] = int(value) if value.lstrip("-").isdigit() else value.strip("'\"")
+            raise TraceError(f"{path}, line {number}: {brief(line)} is not `key: value`")
+        values[key] = int(value) if WHOLE.fullmatch(value) else value.strip("'\"")
     return Metadata.from_mapping(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from pathlib import Path
@@ -291,3 +292,27 @@ def test_differences_between_models_are_named() -> None:
     )
     many = {f"layer{i:02d}": "(1,) float32" for i in range(8)}
     assert differences(many, {}).endswith("; and 3 more")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("files", 1), ("files", {"x": {"nbytes": "1", "crc32": 0}}), ("step", "100"), ("world_size", 0), ("model", None)],
+)
+def test_a_damaged_manifest_costs_its_checkpoint_and_no_other(tmp_path: Path, key: str, value: object) -> None:
+    folder = CheckpointFolder(tmp_path, round_=1)
+    folder.own()
+    for step in (100, 200):
+        folder.partial(step).mkdir()
+        assert folder.publish(Manifest(step, 1, 1, {}, ()))
+    manifest = tmp_path / "step-00000200/manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {key: value}))
+    assert [found.step for found in folder.published()] == [100]
+
+
+def test_a_manifest_of_another_step_is_none(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, round_=1)
+    folder.own()
+    folder.partial(100).mkdir()
+    assert folder.publish(Manifest(100, 1, 1, {}, ()))
+    (tmp_path / "step-00000100").rename(tmp_path / "step-00000300")
+    assert folder.published() == []

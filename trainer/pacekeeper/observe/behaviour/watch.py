@@ -24,6 +24,7 @@ from pacekeeper_analysis.behaviour.pattern import Answer, RankPattern
 from pacekeeper_analysis.behaviour.reduce import Recording, reduce
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import MODES, Profile, Sources, SyncMode, WorkerPlan
+from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.records import Phase
 
 from ..clock import HostClock, Mark
@@ -203,7 +204,7 @@ class BehaviourWatch:
     def _kept_early(self, conditions: Conditions) -> RankPattern | None:
         """Of an earlier round on this worker, under the same conditions."""
         try:
-            content = json.loads(self._runtime.early_pattern(self._environment.rank).read_text())
+            content = parse_json(self._runtime.early_pattern(self._environment.rank).read_bytes())
             kept = Conditions(content["world_size"], content["mode"], content["samples"])
             return RankPattern.from_json(content["pattern"]) if conditions.like(kept) else None
         except (OSError, ValueError, KeyError, TypeError, InputError):
@@ -288,7 +289,7 @@ class _PlanFile:
             status = self._path.stat()
             if (status.st_ino, status.st_mtime_ns) != self._seen:
                 self._seen = status.st_ino, status.st_mtime_ns
-                self._profile = WorkerPlan.from_json(json.loads(self._path.read_text())).profile
+                self._profile = WorkerPlan.from_json(parse_json(self._path.read_bytes())).profile
         except (OSError, ValueError, InputError):  # rank 0 says what is wrong with it
             self._profile = None
         return self._profile

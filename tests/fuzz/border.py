@@ -1,0 +1,184 @@
+"""A place where what comes from elsewhere is read, and one try at it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import resource
+import signal
+import threading
+import typing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any, NoReturn
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import Longest, Within
+
+from .mutations import Mutated
+
+MOST_SECONDS = 10.0
+"""Of processor time, for one value: what takes longer grows faster than the value's length."""
+MOST_BYTES = 1 << 30
+"""Of address space beyond what there was."""
+LONGEST_COMPLAINT = 3_000
+"""Characters of an error: whoever sends nonsense does not fill the log by it."""
+
+Enter = Callable[[Any], object]
+"""What is done with a value at the border; it returns what came of it."""
+
+
+@dataclass(frozen=True)
+class Border:
+    """`open` gives the real entry point, for as long as its context lasts."""
+
+    name: str
+    examples: Callable[[], Sequence[Any]]  # valid values
+    mutate: Callable[[Random, Any], Mutated]
+    open: Callable[[], AbstractContextManager[Enter]]
+    refusals: tuple[type[BaseException], ...] = (InputError,)
+    judge: Callable[[Any, Any], str] = lambda _found, _of_valid: ""  # what is wrong with what came of a mutated value
+    cases: int = 150  # in `make test`
+
+
+def by(function: Enter) -> Callable[[], AbstractContextManager[Enter]]:
+    """Of an entry point that needs nothing but the value."""
+    return lambda: nullcontext(function)
+
+
+class Finding(Exception):
+    """What the product must not do."""
+
+
+class _TooMuch(BaseException):
+    """The value has cost too much processor time."""
+
+
+def trials(border: Border, seeds: Iterator[int]) -> int:
+    """So many values have been tried. Raises Finding, which says how to do it again."""
+    tried = 0
+    with _watched_threads() as broken, border.open() as enter:
+        examples = border.examples()
+        expected = [enter(example) for example in examples]
+        for seed in seeds:
+            dice = Random(f"{border.name}/{seed}")
+            number = dice.randrange(len(examples))
+            mutated = border.mutate(dice, examples[number])
+            if trouble := _trial(border, enter, mutated, expected[number]) or "".join(broken):
+                raise Finding(
+                    f"{border.name}, {mutated.how}: {trouble}\n"
+                    f"again: python -m tests.fuzz --border {border.name!r} --seed {seed} --cases 1\n"
+                    f"value: {_shown(mutated.value)}"
+                )
+            tried += 1
+    return tried
+
+
+def _trial(border: Border, enter: Enter, mutated: Mutated, expected: object) -> str:
+    """What is wrong; "": nothing."""
+    try:
+        with _bounds(), warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # numpy's, of numbers that are none
+            found = enter(mutated.value)
+    except border.refusals as error:
+        return _complaint(error)
+    except _TooMuch:
+        return f"takes more than {MOST_SECONDS:g} s"
+    except Exception as error:
+        trace = "".join(_places(error))
+        return f"raises {type(error).__name__}: {_shown(error)}{trace}"
+    return border.judge(found, expected) or unsound(found)
+
+
+def _complaint(error: BaseException) -> str:
+    words = str(error)
+    if len(words) > LONGEST_COMPLAINT:
+        return f"its error has {len(words)} characters: {words[:200]!r}"
+    return "" if words.strip() else f"a {type(error).__name__} says nothing"
+
+
+def unsound(found: object, path: str = "") -> str:
+    """Which figure of a record is none, or not what its field says; "": none. Most borders give records."""
+    if isinstance(found, float) and not math.isfinite(found):
+        return f"{path or 'the figure'} is {found}"
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        hints = typing.get_type_hints(type(found), include_extras=True)
+        for each in dataclasses.fields(found):
+            value, where = getattr(found, each.name, None), f"{path}.{each.name}"
+            if wrong := _beyond(value, hints[each.name], where) or unsound(value, where):
+                return wrong
+    if isinstance(found, (list, tuple)):
+        for i, item in enumerate(found[:1_000]):
+            if wrong := unsound(item, f"{path}[{i}]"):
+                return wrong
+    return ""
+
+
+def _beyond(value: object, hint: Any, path: str) -> str:
+    """Whether a field's value is of another type than is written there, or beyond the bounds that are."""
+    kind, *bounds = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
+    plain = kind in (bool, int, float, str)
+    if plain and not (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)):
+        return f"{path} is a {type(value).__name__}"
+    for bound in bounds:
+        match bound:
+            case Within() if isinstance(value, (int, float)) and not bound.low <= value <= bound.high:
+                return f"{path} is {value}, and must be from {bound.low} to {bound.high}"
+            case Longest() if isinstance(value, (str, tuple)) and len(value) > bound.count:
+                return f"{path} has {len(value)} items or characters, and may have {bound.count}"
+    return ""
+
+
+@contextmanager
+def _bounds() -> Iterator[None]:
+    """Of processor time and memory, both by the kernel."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    handler = signal.signal(signal.SIGPROF, _stop)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_BYTES, before[1]))
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.signal(signal.SIGPROF, handler)
+
+
+def _stop(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise _TooMuch
+
+
+@contextmanager
+def _watched_threads() -> Iterator[list[str]]:
+    """What threads have ended by."""
+    broken: list[str] = []
+    before = threading.excepthook
+    threading.excepthook = lambda args: broken.append(f"a thread ends by {args.exc_value!r}; ")
+    try:
+        yield broken
+    finally:
+        threading.excepthook = before
+
+
+def _places(error: BaseException) -> Iterator[str]:
+    """The innermost frames."""
+    trace, lines = error.__traceback__, []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        lines.append(f"\n    {code.co_filename}:{trace.tb_lineno} {code.co_qualname}")
+        trace = trace.tb_next
+    yield from lines[-6:]
+
+
+def _shown(value: object) -> str:
+    try:
+        text = ascii(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that cannot be written"
+    return text if len(text) <= 2_000 else f"{text[:2_000]}… ({len(text)} characters)"

@@ -1,0 +1,116 @@
+"""What people and other programs write into the API server, as the operator reads it.
+
+The API server's own checks are the simulation's (crds/): what they refuse does not come through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_operator.api import Fabric, Job
+from pacekeeper_operator.decide.node_steps import Quarantine
+from simulation.kubernetes.schema import schema
+from tests.support.worlds import TEMPLATE
+
+from ..border import Border, by
+from ..mutations import as_json, document
+
+METADATA = {
+    "name": "j",
+    "namespace": "ns",
+    "uid": "u1d2c3",
+    "generation": 1,
+    "resourceVersion": "7",
+    "creationTimestamp": "2026-01-31T12:00:00Z",
+}
+JOB = {
+    "template": TEMPLATE,
+    "replicas": 4,
+    "minReplicas": 2,
+    "spares": 1,
+    "nprocPerNode": 8,
+    "suspend": False,
+    "syncMode": "AsyncEDiT",
+    "schedulingTimeout": "1m30s",
+    "checkpoint": {"path": "/c", "everySteps": 7, "keep": 2, "volumeClaimName": "claim"},
+    "detection": {"stragglerSlowdown": 2, "windowSteps": 16, "hangSeconds": 9},
+    "remediation": {"mode": "Recommend", "allow": ["Rebalance"], "maxRestarts": 0, "restartWindow": "2h"},
+    "runPolicy": {"activeDeadlineSeconds": 5, "ttlSecondsAfterFinished": 0, "cleanPodPolicy": "All"},
+    "preflight": {"enabled": True, "timeout": "5m", "validFor": "24h"},
+}
+FABRIC = {
+    "levels": [{"nodeLabel": "fabric.topograph.run/tier-0"}],
+    "spines": 32,
+    "uplink": {"capacity": "400G"},
+    "exceptions": [{"leaf": "l7", "spine": "s3", "state": "Down"}],
+    "linkQuery": "min by (leaf, spine) (switch_port_up)",
+    "hops": {"10.98.1.3": "s1"},
+    "pathControl": {"mode": "Probe", "ports": "20000-29999"},
+}
+SIGN = {"namespace": "ns", "incident": "i", "reason": "r", "at": "2026-01-31T12:00:00Z", "witness": "GpuSeries"}
+CONDITION = {
+    "type": "Quarantined",
+    "status": "True",
+    "reason": "Suspected",
+    "message": "m",
+    "lastTransitionTime": "2026-01-31T12:00:00Z",
+}
+QUARANTINE = {
+    "reason": "XID 79",
+    "nodeUID": "node-uid",
+    "incidentRef": {"namespace": "ns", "name": "i"},
+    "expiresAfter": "1h",
+    "approved": False,
+    "signs": [SIGN],
+}
+PROBE = {"pod": "p-1", "started": "2026-01-31T12:00:00Z", "finished": "2026-01-31T12:05:00Z", "passed": True}
+FIGURES = b'{"core_seconds": 0.1, "memory_bytes_per_second": 1e9, "links": [{"peer": "n", "up": 1e9, "down": 1e9}]}'
+
+
+class Refused(Exception):
+    """By the API server."""
+
+
+def let_through(plural: str, parse: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Takes a whole object as somebody writes it, and has the operator read what the API server makes of it."""
+
+    def enter(body: object) -> object:
+        try:
+            written = orjson.loads(as_json(body))
+        except ValueError as error:
+            raise Refused("no JSON") from error
+        if not isinstance(written, dict) or not isinstance(written.get("metadata"), dict):
+            raise Refused("no object")
+        metadata = METADATA | {k: v for k, v in written["metadata"].items() if k in ("labels", "annotations")}
+        for key in ("labels", "annotations"):
+            strings = metadata.get(key, {})
+            if not isinstance(strings, dict) or not all(isinstance(value, str) for value in strings.values()):
+                raise Refused(key)
+        stored = schema(plural).pruned(written | {"metadata": metadata})
+        if causes := schema(plural).causes(stored) or schema(plural).broken_rules(stored):
+            raise Refused(str(causes[0])[:1000])
+        return parse(stored)
+
+    return enter
+
+
+def manifest(plural: str, spec: Any, parse: Callable[[Any], object], **more: Any) -> Border:
+    whole = {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "K", "metadata": {"labels": {}}, "spec": spec, **more}
+    return Border(plural, lambda: [whole], document, by(let_through(plural, parse)), (InputError, Refused), cases=300)
+
+
+def quarantine(body: Any) -> object:
+    """With what is derived of it."""
+    read = Quarantine.parse(body)
+    return read, read.suspicion, read.last_word, read.open_signs, read.last_sign, read.verdict
+
+
+BORDERS = [
+    manifest("trainingjobs", JOB, Job.parse),
+    manifest("fabrics", FABRIC, Fabric.parse),
+    manifest("nodequarantines", QUARANTINE, quarantine, status={"conditions": [CONDITION], "probes": [PROBE]}),
+]
