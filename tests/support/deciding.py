@@ -103,7 +103,7 @@ class Deciding:
         )
         band = (self.job.spec.detection.straggler_slowdown - 1) / 2
         self.team.give(Plan(version=1, membership=1, members=members, figures_band=band))
-        await self._jobs.publish(Draft(self.team.plan, state), "1")
+        self._jobs.publish(Draft(self.team.plan, state), "1")
 
     async def decide(self) -> None:
         """Passes, until cancelled."""
@@ -113,7 +113,7 @@ class Deciding:
             thought = think(self.observation, policy())
             assert not thought.failures, thought.failures
             if thought.draft != self._jobs.draft:
-                await self._jobs.publish(thought.draft, "1")
+                self._jobs.publish(thought.draft, "1")
             pause = SUSPECT_SECONDS if thought.draft.state.adaptation.suspicion else Settings.sample_seconds
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._jobs.wake.wait(), pause)

@@ -144,7 +144,7 @@ class _Operator:
         )
         beat = beats[names[0]]
         plan = Plan(version=1, membership=beat["membership"], round=beat["round"], members=members, restarts=10)
-        await self._job.publish(Draft(plan, state), "1")
+        self._job.publish(Draft(plan, state), "1")
 
     async def _hear(self, words: Mapping[str, Any]) -> None:
         caller = Caller(JOB.namespace, JOB.name, words["worker"])
@@ -189,7 +189,7 @@ class _Operator:
         if thought.failures:
             raise RuntimeError("; ".join(thought.failures))
         if thought.draft != self._job.draft:
-            await self._job.publish(thought.draft, "1")
+            self._job.publish(thought.draft, "1")
         for effect in effects(thought.observation, POLICY, {}):
             if isinstance(effect, Localise):
                 found = localise(sorted(self._job.patterns.items()), effect.expected)
