@@ -78,20 +78,20 @@ async def _reaches(address: str, port: int) -> bool | None:
 async def _connect(address: str, port: int) -> None:
     """Raises TimeoutError where no answer has come TIMEOUT_SECONDS after the kernel has asked: one that lies there
     unread, because the event loop has much to do, counts. Raises OSError."""
-    connecting = asyncio.create_task(asyncio.open_connection(address, port))
+    connecting = asyncio.gather(asyncio.open_connection(address, port))
     try:
-        await asyncio.sleep(0)  # now it is under way
-        await asyncio.wait({connecting}, timeout=TIMEOUT_SECONDS)
-        for _ in range(TURNS):
-            if connecting.done():
-                break
-            await asyncio.sleep(0)
+        for seconds in (0.0, TIMEOUT_SECONDS, *TURNS * (0.0,)):  # after the first turn it is under way
+            await asyncio.wait({connecting}, timeout=seconds)
     finally:
+        answered = connecting.done()
         connecting.cancel()
         await asyncio.wait({connecting})  # its file is free
-    if connecting.cancelled():
+        failure = connecting.exception()
+    if not answered:
         raise TimeoutError
-    _, writer = connecting.result()
+    if failure is not None:
+        raise failure
+    ((_, writer),) = connecting.result()
     writer.close()
 
 
