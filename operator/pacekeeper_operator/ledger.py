@@ -143,6 +143,7 @@ def _read_plan(content: Mapping[str, Any], job: str) -> Plan:
     names, addresses = _read_names(columns, job), columns["addresses"].split(" ")
     ranks = columns["ranks"]
     if isinstance(ranks, int):
+        _check_count(ranks * len(names))
         ranks = [range(position * ranks, (position + 1) * ranks) for position in range(len(names))]
     known = [f.name for f in fields(Member) if f.name in columns and f.name not in ("worker", "address", "ranks")]
     members = [
@@ -172,6 +173,7 @@ def _read_columns(content: Mapping[str, Any]) -> list[Json]:
         for name, column in content.items()
         if name != "count"
     }
+    _check_count(content["count"])
     return [{name: column[place] for name, column in columns.items()} for place in range(content["count"])]
 
 
@@ -269,6 +271,7 @@ def _write_table(records: Sequence[Json]) -> Json:
 
 
 def _read_table(content: Mapping[str, Any]) -> list[Json]:
+    _check_count(content["count"])
     records: list[Json] = [{} for _ in range(content["count"])]
     for name, column in content.items():
         if name != "count":
@@ -397,12 +400,17 @@ def read_runs(text: str) -> list[int]:
     for run in filter(None, text.split(",")):
         first, dash, last = run.partition("-")
         value, star, times = run.partition("*")
-        more = range(int(first), int(last) + 1) if dash else range(int(value), int(value) + 1)
+        low, high = (int(first), int(last)) if dash else (int(value), int(value))
         count = int(times) if star else 1
-        if len(numbers) + count * len(more) > MOST_NUMBERS:
-            raise ValueError(f"{run[:40]!r} makes more than {MOST_NUMBERS} numbers")
-        numbers += [*more] * count
+        _check_count(len(numbers) + count * (high - low + 1))
+        numbers += [*range(low, high + 1)] * count
     return numbers
+
+
+def _check_count(count: int) -> None:
+    """Before so many values are made of a few characters. Raises ValueError for more than any job has."""
+    if count > MOST_NUMBERS:
+        raise ValueError(f"more numbers than {MOST_NUMBERS}")
 
 
 def _by_index(chosen: Iterable[str], known: Sequence[str]) -> Json:

@@ -164,7 +164,7 @@ class RankPattern(_Head):
         names = _names(data.get("names", ()), f"{path}.names")
         owners = _owners(data.get("owners", ""), f"{path}.owners")
         functions = _column(data.get("functions", ()), f"{path}.functions", len(owners))
-        if not ((functions >= 0) & (functions < len(names)) & (functions % 1 == 0)).all():  # NaN neither
+        if not ((functions >= 0) & (functions < len(names)) & (functions == np.floor(functions))).all():  # NaN neither
             raise InputError(f"{path}.functions: must be positions in the {len(names)} names")
         figures = [_column(data.get(name, ()), f"{path}.{name}", len(owners)) for name in _COLUMNS]
         for name, column, low in zip(_COLUMNS, figures, _LOWEST, strict=True):

@@ -161,7 +161,7 @@ def test_peers_are_read_from_the_environment() -> None:
         ('{"podSelector": {}}', "is not a list"),
         ("[{}]", "is not a list of NetworkPolicy peers; one that is empty admits nobody"),
         ('["monitoring"]', "is not a list"),
-        ('[{"namespace": "monitoring"}]', "namespace: a peer has only ipBlock, namespaceSelector, podSelector"),
+        ('[{"namespace": "monitoring"}]', "'namespace': a peer has only ipBlock, namespaceSelector, podSelector"),
     ],
 )
 def test_peers_that_the_api_server_would_refuse_are_refused_at_the_start(text: str, complaint: str) -> None:

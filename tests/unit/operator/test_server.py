@@ -309,7 +309,7 @@ class TestBodies:
         self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch, path: str, most: int, value: bytes
     ) -> None:
         job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
-        monkeypatch.setattr(server, "json", None)
+        monkeypatch.setattr(server, "parse_json", None)
         answer = await client.post(path, data=b'{"x":[' + b",".join([value] * most) + b"]}", **W0)
         assert answer.status == 400
         assert str(most) in (await answer.json())["error"]
