@@ -317,7 +317,9 @@ class TestRefused:
         assert ledger.refused(job(most, 0, nproc_per_node=8)) == ""
 
 
-@pytest.mark.parametrize("runs", ["0-99999999999", "0-9999999999999999999999", "7*99999999999", ",".join(["0-999999"] * 5)])
+@pytest.mark.parametrize(
+    "runs", ["0-99999999999", "0-9999999999999999999999", "7*99999999999", ",".join(["0-999999"] * 5)]
+)
 def test_runs_of_more_numbers_than_any_job_has_are_refused(runs: str) -> None:
     with pytest.raises(ValueError, match="numbers"):
         ledger.read_runs(runs)
