@@ -1,294 +1,116 @@
-"""What a slow rank costs under the operator's decisions, and under those of a clairvoyant who knows how long it lasts.
+"""How well the operator decides, in two parts.
 
-The real operator in simulated clusters: one of four ranks is slow by each of FACTORS, with a spare warm and without,
-for each of SECONDS, in the worlds of several seeds (3 of them, or as many as an argument says). Costs are seconds of
-training: the samples that the same world trains without the fault and this one does not, over its rate, from the
-fault's beginning until TAIL_SECONDS after its end; of both their means over the worlds are judged, as restarts take
-their time by chance. So all that the operator does is in them: noticing, shares,
-exchanging the worker, and noticing that it is over.
+*Decisions alone*, on a coarse clock: slowdowns whose kind, depth and length are drawn (`scripts/decisions/draw.py`),
+and the operator's own passes upon what is seen of the job; beside it other policies, and a clairvoyant by dynamic
+programming whom none of them can beat. And days on which nothing goes wrong.
 
-The clairvoyant takes the cheapest of three from the first moment on: nothing, the best shares in whole samples, or the
-spare. Exchanging a worker costs it what it costs the operator in the same world, who has an idea of it from a crash
-that the job has been through. It needs no time to notice; the
-operator has twice its cost, and the seconds of noticing beside: what the fault costs, unmended, until the first
-decision, and what shares cost that outlive it.
+*In the simulator* (`scripts/decisions/simulated.py`): the whole operator, four ranks, one of them slow. Some of these
+cases are played on the coarse clock as well, which says how real that is.
+
+QUICK=1: few scenarios of each, which say whether it works and not more. The last line of the output is the summary.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import logging
-import math
+import os
 import sys
 import time
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import product
-from statistics import fmean, median
+from typing import TypeVar
 
-import numpy as np
+from bench.scripts.decisions import agreement, draw, figures, simulated
+from bench.scripts.decisions.draw import Scenario
+from bench.scripts.decisions.outcome import Outcome, outcome, quiet
 
-from pacekeeper_analysis import shares
-from pacekeeper_analysis.price import loss_rate
-from pacekeeper_operator.api import Cause
-from simulation.faults.fault import Role
-from simulation.faults.ranks import NodeIsSlow, RankCrashes
-from simulation.faults.scene import Scene
-from simulation.generator import OPERATOR
-from simulation.operators.endpoint import forget_applications
-from simulation.schedule import JobSettings, Schedule
-from simulation.workers.run import Run
-from simulation.workers.training import Training
-from simulation.world import World, WorldSettings
 
-SEEDS = 3
-REPLICAS, SLOW_RANK = 4, 1
-FACTORS = (1.15, 1.3, 1.6, 2.2, 3.1, 5.0)
-FOR_EVER = 1200.0
-"""So long is measured of a fault that does not end."""
-SECONDS = (30.0, 120.0, 600.0, FOR_EVER)
-CRASHES, STRIKES = 50.0, 120.0
-TAIL_SECONDS = 120.0
-LOOK_SECONDS = 0.5
-TIMES_THE_CLAIRVOYANT = 2.0
-POINTS = 10.0
-"""Of the slowdown that a clairvoyant removes at JUDGED_SECONDS, the operator removes as much but for so many."""
-JUDGED_SECONDS = 600.0
-DRAWS = 4096
-NOISE = (0.98, 1.02)
-"""Of the simulated ranks' steps."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Case:
-    """factor: 1: nothing happens."""
+class Sizes:
+    """How much is played. scenarios: by ranks. calm_hours: each by ranks, looked at as often as usual; calm_days: of
+    four ranks, looked at once a minute, in lots of ten."""
 
-    seed: int
-    spares: int
-    factor: float = 1.0
-    seconds: float = FOR_EVER
-
-    @property
-    def kind(self) -> tuple[int, float, float]:
-        """What it has in common with those of other seeds."""
-        return self.spares, self.factor, self.seconds
-
-    @property
-    def ends(self) -> float:
-        """When it has been watched for long enough, in virtual seconds."""
-        return STRIKES + self.seconds + (0.0 if self.seconds == FOR_EVER else TAIL_SECONDS)
+    scenarios: dict[int, int]
+    calm_hours: dict[int, float]
+    calm_days: int
+    worlds: int
+    """Of the simulator, for each of its cases; 0: those alone that are compared, in one."""
 
 
-@dataclass(frozen=True)
-class Played:
-    """What a world has shown. Times are virtual seconds."""
-
-    case: Case
-    at: tuple[float, ...]  # of the job's steps
-    samples: tuple[float, ...]  # of the job, at these times
-    slowdowns: tuple[float, float]  # of its steps by this fault: with equal shares, with the best ones
-    decided: float = math.inf  # when something was first done about it
-    uneven: float = 0.0  # seconds for which shares have outlived it
-    exchanges: tuple[float, ...] = ()  # what each exchange of a worker has cost
-
-    def trained(self, until: float) -> float:
-        """Samples since the fault has begun."""
-        begin, end = (float(np.interp(moment, self.at, self.samples)) for moment in (STRIKES, until))
-        return end - begin
+FULL = Sizes({4: 240, 64: 120, 1024: 20}, {4: 100.0, 64: 100.0, 1024: 4.0}, 1000, simulated.SEEDS)
+QUICK = Sizes({4: 14, 64: 5, 1024: 0}, {4: 2.0, 64: 0.5}, 0, 0)
+LOT_DAYS = 10
+LOOK_SECONDS, SELDOM_SECONDS = 6, 60
+"""Between two looks at a job in which nothing happens: a window of steps is hardly longer."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """Seconds of training, but for `removed`: shares of the slowdown."""
-
-    case: Case
-    cost: float
-    clairvoyant: float
-    noticing: float
-    decided_after: float
-    removed: float
-    removed_by_clairvoyant: float
-
-
-MEANS = ("cost", "clairvoyant", "noticing", "removed", "removed_by_clairvoyant")
-
-
-def play(case: Case) -> Played:
-    gc.disable()
-    logging.getLogger("pacekeeper_operator").setLevel(logging.CRITICAL)
-    job = JobSettings(replicas=REPLICAS, spares=case.spares, spec={"remediation": {"maxRestarts": 100}})
-    settings = WorldSettings(nodes=2 * REPLICAS, slots=1, operator=OPERATOR)
-    world = World(case.seed, settings)
-    try:
-        watch = _Watch(world, Scene(world, Schedule(case.seed, world=settings, jobs=(job,))), case)
-        world.run(watch.play())
-        return watch.played()
-    finally:
-        world.loop.close()
-        forget_applications()
-        gc.enable()
-
-
-class _Watch:
-    def __init__(self, world: World, scene: Scene, case: Case) -> None:
-        self._world, self._scene, self._case = world, scene, case
-        self._at, self._samples, self._rounds = list[float](), list[float](), list[tuple[int, int]]()
-        self._decided = math.inf
-        self._uneven = 0.0
-        self._training: Training | None = None
-        world.trainings.on_step.append(self._stepped)
-
-    async def play(self) -> None:
-        self._scene.make_job(0)
-        await asyncio.sleep(CRASHES)
-        RankCrashes().strike(self._scene)
-        await asyncio.sleep(STRIKES - self._world.now())
-        self._training = self._scene.training(0)
-        heal = None
-        if self._case.factor > 1:
-            heal = NodeIsSlow(Role.MEMBER, SLOW_RANK, factor=self._case.factor).strike(self._scene)
-        while (now := self._world.now()) < self._case.ends:
-            if heal is not None and now >= STRIKES + self._case.seconds:
-                heal = heal()
-            self._look(now)
-            await asyncio.sleep(LOOK_SECONDS)
-
-    def _look(self, now: float) -> None:
-        draft = self._scene.draft(0)
-        for incident in draft.state.incidents.current:
-            if incident.cause is Cause.STRAGGLER:
-                self._decided = min(self._decided, now)
-        if now >= STRIKES + self._case.seconds and len(set(draft.plan.shares or (0,))) > 1:
-            self._uneven += LOOK_SECONDS
-
-    def _stepped(self, run: Run) -> None:
-        self._at.append(self._world.now())
-        self._samples.append(run.progress.samples)
-        self._rounds.append((run.membership, run.round))
-
-    def played(self) -> Played:
-        assert self._training is not None
-        return Played(
-            self._case,
-            tuple(self._at),
-            tuple(self._samples),
-            _slowdowns(self._training, self._case.factor),
-            self._decided,
-            self._uneven,
-            tuple(self._exchanges()),
-        )
-
-    def _exchanges(self) -> Iterable[float]:
-        """From the last step of a membership to the first one of the next, without what a step usually takes."""
-        begun = bisect_right(self._at, STRIKES)
-        usual = (self._at[begun - 1] - self._at[begun - 11]) / (self._samples[begun - 1] - self._samples[begun - 11])
-        for place in range(begun, len(self._at) - 1):
-            if self._rounds[place][0] != self._rounds[place - 1][0]:  # its ranks have restored their state
-                seconds = self._at[place + 1] - self._at[place - 1]
-                yield seconds - usual * (self._samples[place + 1] - self._samples[place - 1])
-
-
-def _slowdowns(training: Training, factor: float) -> tuple[float, float]:
-    noise = np.random.default_rng(0).uniform(*NOISE, size=(DRAWS, REPLICAS))
-    slow = np.ones(REPLICAS)
-    slow[SLOW_RANK] = factor
-
-    def seconds(slowness: np.ndarray, of_each: Sequence[int]) -> float:
-        own = (training.fixed_seconds + np.array(of_each) * training.sample_seconds) * slowness * noise
-        return float(own.max(axis=1).mean()) + training.communication_seconds
-
-    batch = REPLICAS * training.samples
-    equal = (training.samples,) * REPLICAS
-    usual = seconds(np.ones(REPLICAS), equal)
-    others = ((mine, shares.equal(batch - mine, REPLICAS - 1, 1)) for mine in range(1, training.samples + 1))
-    best = min(seconds(slow, (*rest[:SLOW_RANK], mine, *rest[SLOW_RANK:])) for mine, rest in others)
-    return seconds(slow, equal) / usual, best / usual
-
-
-def results(played: Sequence[Played]) -> list[Result]:
-    """Of all cases with a fault, each beside the same world without."""
-    healthy = {(each.case.seed, each.case.spares): each for each in played if each.case.factor == 1}
-    exchange = {
-        seed: fmean(cost for each in played if each.case.seed == seed for cost in each.exchanges)
-        for seed in {each.case.seed for each in played}
-    }
-    return [
-        _result(each, healthy[each.case.seed, each.case.spares], exchange[each.case.seed])
-        for each in played
-        if each.case.factor > 1
-    ]
-
-
-def _result(played: Played, healthy: Played, exchange: float) -> Result:
-    case = played.case
-    usual = healthy.trained(case.ends)
-    cost = (usual - played.trained(case.ends)) / usual * (case.ends - STRIKES)
-    unmended, shared = (loss_rate(slowdown) for slowdown in played.slowdowns)
-    options = [unmended * case.seconds, shared * case.seconds, *([exchange] if case.spares else [])]
-    decided = min(case.seconds, played.decided - STRIKES)
-    return Result(
-        case,
-        cost,
-        min(options),
-        unmended * decided + shared * played.uneven,
-        decided,
-        1 - cost / options[0],
-        1 - min(options) / options[0],
-    )
-
-
-def main(seeds: int = SEEDS) -> int:
-    """Prints the means over the worlds; the last line of the output is the summary."""
-    began = time.perf_counter()
-    kinds = list(product((0, 1), FACTORS, SECONDS))
-    cases = [Case(seed, spares) for seed, spares in product(range(seeds), (0, 1))]
-    cases += [Case(seed, *kind) for seed, kind in product(range(seeds), kinds)]
-    cases.sort(key=lambda case: -case.ends)
-    worlds: list[Played] = []
-    with ProcessPoolExecutor() as pool:
-        for played in pool.map(play, cases):
-            worlds.append(played)
-            if len(worlds) % 10 == 0:
-                print(
-                    f"{len(worlds)} of {len(cases)}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True
-                )
-    found = results(worlds)
-    table = {kind: [each for each in found if each.case.kind == kind] for kind in kinds}
-    print("spares  factor  seconds    cost  clairvoyant's  noticing   times  removed  by the clairvoyant")
-    times, behind = dict[str, float](), dict[str, float]()
-    for kind, alike in table.items():
-        row = {name: fmean(getattr(each, name) for each in alike) for name in MEANS}
-        spares, factor, seconds = kind
-        words = f"{factor:g} times as slow for {seconds:g} s, spares: {spares}"
-        times[words] = max(0.0, row["cost"] - row["noticing"]) / row["clairvoyant"]
-        if seconds == JUDGED_SECONDS:
-            behind[words] = 100 * (row["removed_by_clairvoyant"] - row["removed"])
-        print(
-            f"{spares:6}  {factor:6.2f}  {seconds:7g}  {row['cost']:6.1f}  {row['clairvoyant']:13.1f}  "
-            f"{row['noticing']:8.1f}  {times[words]:6.2f}  {row['removed']:7.0%}  "
-            f"{row['removed_by_clairvoyant']:18.0%}"
-        )
-    dearest, furthest = max(times, key=times.__getitem__), max(behind, key=behind.__getitem__)
-    holds = {
-        f"{TIMES_THE_CLAIRVOYANT:g} × the clairvoyant's cost": times[dearest] <= TIMES_THE_CLAIRVOYANT,
-        f"{POINTS:g} points of the slowdown": behind[furthest] <= POINTS,
-    }
-    summary = {
-        "bench": "decisions",
-        "runs": len(cases),
-        "times_the_clairvoyant": {dearest: times[dearest]},
-        "points_behind": {furthest: behind[furthest]},
-        "decided_after_median": median(each.decided_after for each in found),
-        "seconds_of_work": time.perf_counter() - began,
-        "holds": holds,
-    }
+def main() -> int:
+    sizes, began = QUICK if os.environ.get("QUICK") else FULL, time.perf_counter()
+    with ProcessPoolExecutor(initializer=_begin) as pool:
+        outcomes = list(_told("scenarios", pool.map(outcome, _scenarios(sizes))))
+        calm = list(_told("days without a fault", pool.map(_calm, _calm_scenarios(sizes))))
+        played = list(_told("simulated", pool.map(simulated.play, simulated.cases(sizes.worlds))))
+    found = simulated.results(played)
+    compared = agreement.compare(found)
+    print("\n".join(figures.table(outcomes)))
+    print("\nworst:")
+    print("\n".join(figures.worst(outcomes)))
+    print("\nin the simulator, and on the coarse clock:")
+    print("\n".join(each.words for each in compared))
+    alone = figures.summary(outcomes, calm)
+    holds = dict(alone.pop("holds"))  # type: ignore[call-overload]  # it is a dictionary
+    holds[f"the simulator within {agreement.NEAR:.0%}"] = all(each.agrees for each in compared)
+    told: dict[str, object] = {}
+    if sizes.worlds:
+        print()
+        told, more = simulated.report(found)
+        holds |= more
+    seconds = time.perf_counter() - began
+    summary = {"bench": "decisions", **alone, "simulated": told, "seconds": seconds, "holds": holds}
     print(json.dumps(summary))
     return 0 if all(holds.values()) else 1
 
 
+def _begin() -> None:
+    gc.freeze()
+    logging.getLogger("pacekeeper_operator").setLevel(logging.CRITICAL)
+
+
+def _told(name: str, results: Iterator[Result]) -> Iterator[Result]:
+    """The same, and how far they are."""
+    began = time.perf_counter()
+    for done, result in enumerate(results, start=1):
+        if done % 10 == 0:
+            print(f"{name}: {done}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+        yield result
+
+
+def _scenarios(sizes: Sizes) -> list[Scenario]:
+    """The longest first, so that no processor is left alone with one at the end."""
+    return [
+        draw.scenario(1000 * ranks + seed, ranks=ranks)
+        for ranks, count in sorted(sizes.scenarios.items(), reverse=True)
+        for seed in range(count)
+    ]
+
+
+def _calm_scenarios(sizes: Sizes) -> list[tuple[Scenario, int]]:
+    often = [
+        (draw.healthy(ranks, hours, ranks), LOOK_SECONDS) for ranks, hours in sorted(sizes.calm_hours.items())[::-1]
+    ]
+    lots = sizes.calm_days // LOT_DAYS
+    return often + [(draw.healthy(10_000 + lot, 24.0 * LOT_DAYS, 4), SELDOM_SECONDS) for lot in range(lots)]
+
+
+def _calm(of: tuple[Scenario, int]) -> Outcome:
+    return quiet(*of)
+
+
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main())

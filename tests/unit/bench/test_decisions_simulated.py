@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.decisions import STRIKES, TAIL_SECONDS, Case, Played, results
+from bench.scripts.decisions.simulated import STRIKES, TAIL_SECONDS, Case, Played, results
 
 SECONDS = 100.0
 ENDS = STRIKES + SECONDS + TAIL_SECONDS

@@ -1,0 +1,76 @@
+"""Who knows all that will happen: dynamic programming over every way to train, and over exchanging the worker.
+
+Live changes cost nothing, so that in each second the best way is taken (`World.least_loss`, which knows every way that
+any course has tried, too). What is left to plan is when, if ever, to pay for a new round: the states are whether the
+spare has been taken, a decision is possible at every second, and the value of a second is the least that all seconds
+from there on cost.
+
+`least_cost` is the bound that no policy can be below. `informed_cost` is whom policies are held against: it knows as
+well how long all will last, and what each remedy is worth, but a change has to show before it is acted upon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .course import first_sign, noticing_seconds
+from .draw import Scenario
+from .world import CALM, Spare, Strain, World, met
+
+DECISION_SECONDS = 8
+"""From the first sign until something is done: a question to the ranks, their answers, and where one answer is not
+enough a second one."""
+
+Rates = Sequence[tuple[float, float]]
+"""Of each second: the loss with the workers as they are, and with the spare in the place of the slow one."""
+
+
+def least_cost(scenario: Scenario, world: World, begin: int = 0) -> float:
+    """Seconds of training that are lost from `begin` on until the end, at least."""
+    strains = scenario.timeline.by_second[begin:]
+    rates = {strain: _both(strain, world) for strain in set(strains)}
+    return plan([rates[strain] for strain in strains], world.job.restart_seconds, able=_able(world))
+
+
+def informed_cost(scenario: Scenario, world: World) -> float:
+    """From the first sign on. A change of the strain is met by another way to train once it has shown and been decided
+    upon, and until then by the way that was best before."""
+    late = noticing_seconds(scenario.job, scenario.depth) + DECISION_SECONDS
+    strains, begin = scenario.timeline.by_second, first_sign(scenario)
+    known: dict[tuple[Strain, Strain], tuple[float, float]] = {}
+
+    def rates(second: int) -> tuple[float, float]:
+        now, before = strains[second], strains[second - late] if second >= late else CALM
+        if (now, before) not in known:
+            known[now, before] = _both(now, world) if now == before else _unprepared(now, before, world)
+        return known[now, before]
+
+    seconds = [rates(second) for second in range(begin, scenario.timeline.end)]
+    return plan(seconds, world.job.restart_seconds, able=_able(world), earliest=DECISION_SECONDS)
+
+
+def plan(rates: Rates, restart: int, *, able: bool, earliest: int = 0) -> float:
+    """The least cost of all these seconds: the exchange is begun at one of them from `earliest` on, or never."""
+    stays, moved = np.array(rates, dtype=np.float64).reshape(-1, 2).T
+    behind = np.concatenate([np.cumsum(moved[::-1])[::-1], [0.0]])  # of all seconds from each on, with the spare
+    seconds, least = len(stays), 0.0
+    for second in range(seconds - 1, -1, -1):
+        least += stays[second]
+        if able and second >= earliest:
+            least = min(least, min(restart, seconds - second) + behind[min(second + restart, seconds)])
+    return float(least)
+
+
+def _able(world: World) -> bool:
+    return world.job.spare is Spare.WARM
+
+
+def _both(strain: Strain, world: World) -> tuple[float, float]:
+    return world.least_loss(strain), world.least_loss(met(strain, moved=True))
+
+
+def _unprepared(now: Strain, before: Strain, world: World) -> tuple[float, float]:
+    stays, moved = (world.loss(world.best(met(before, moved=moved)), met(now, moved=moved)) for moved in (False, True))
+    return stays, moved

@@ -1,0 +1,103 @@
+"""What a policy makes of a scenario, second by second."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from pacekeeper_analysis.diagnose.windows import steps_in_window
+
+from .draw import Scenario
+from .world import CALM, EQUAL, Job, Setup, Strain, World, met
+
+WINDOW_STEPS, THRESHOLD = 32, 1.1
+"""`spec.detection`, as it is by default."""
+
+
+@dataclass(frozen=True)
+class Now:
+    """A second. `strain`: as it is for this setup; `came`: as it befalls the job, whoever holds its ranks."""
+
+    second: int
+    setup: Setup
+    strain: Strain
+    came: Strain
+    stands: bool  # between two rounds: nobody trains
+
+
+class Policy(Protocol):
+    """Asked at the end of a second what shall be from the next one on."""
+
+    due: int
+    """The next second that it wants to be asked at; it is asked at those as well at which the strain is another one, or
+    a round begins."""
+
+    def wish(self, now: Now) -> Setup: ...
+
+
+Begin = Callable[[Scenario, World], Policy]
+
+
+@dataclass(frozen=True)
+class Course:
+    """Seconds of training that each second has cost, and the setups that were in force."""
+
+    lost: tuple[float, ...]
+    setups: tuple[Setup, ...]
+    stood: int  # seconds between rounds
+
+    def cost(self, begin: int = 0) -> float:
+        return math.fsum(self.lost[begin:])
+
+
+def play(scenario: Scenario, world: World, policy: Policy) -> Course:
+    """A new round takes the job's restart, and is not broken off."""
+    setup, coming, left = Setup(), Setup(), 0
+    lost, setups, stood = list[float](), list[Setup](), 0
+    before: tuple[Strain, Setup] | None = None
+    for second, came in enumerate(scenario.timeline.by_second):
+        if second < policy.due and not left and before == (came, setup):
+            lost.append(lost[-1])
+            setups.append(setup)
+            continue
+        before = came, setup
+        strain = met(came, moved=setup.moved)
+        lost.append(1.0 if left else world.loss(setup.way, strain))
+        setups.append(setup)
+        stood += bool(left)
+        wish = policy.wish(Now(second, setup, strain, came, stands=bool(left)))
+        if left:
+            left -= 1
+            setup = setup if left else coming
+        elif setup.restarts(wish):
+            # New members begin with equal shares.
+            coming = replace(wish, way=replace(wish.way, shares=None)) if wish.moved != setup.moved else wish
+            left = world.job.restart_seconds
+        else:
+            setup = wish
+    return Course(tuple(lost), tuple(setups), stood)
+
+
+def noticing_seconds(job: Job, depth: float) -> int:
+    """Until the mean step of a window has grown by the threshold, or all of its steps are slow."""
+    slow = job.step_seconds * depth
+    window = steps_in_window(WINDOW_STEPS, slow)
+    steps = min(window, math.ceil(window * (THRESHOLD - 1.0) / (depth - 1.0))) if depth > 1 else window
+    return max(1, math.ceil(steps * slow))
+
+
+def first_sign(scenario: Scenario) -> int:
+    """The second from which on it shows that something is wrong: the same for every policy."""
+    return min(scenario.timeline.end, scenario.timeline.onset + noticing_seconds(scenario.job, scenario.depth))
+
+
+def is_calm(setup: Setup) -> bool:
+    return setup.way == EQUAL
+
+
+def seen(scenario: Scenario, second: int) -> Strain:
+    """What those see who notice a change as late as it shows."""
+    at = second - noticing_seconds(scenario.job, scenario.depth)
+    return scenario.timeline.by_second[at] if at >= 0 else CALM

@@ -1,0 +1,113 @@
+"""Scenarios, drawn: a job, and what befalls it. Each is a function of its seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .kinds import KINDS
+from .world import CALM, Job, Segment, Spare, Timeline
+
+LEAD_SECONDS, TAIL_SECONDS = 90, 180
+"""That nothing is wrong before and behind."""
+SHORTEST, LONGEST = 30, 3600
+"""Seconds that a slowdown lasts; those without end are watched for LONGEST."""
+DEPTHS = (1.05, 5.0)
+PAUSES = (20, 180)
+"""Seconds of each part of a slowdown that flaps, and between two."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """seed: of what is seen. stale_seconds: how old the metrics are that are looked at. restart_known: whether the job
+    has been through a restart before, and knows what it costs."""
+
+    seed: int
+    kind: str
+    depth: float
+    end: str  # never, once, flapping
+    job: Job
+    timeline: Timeline
+    stale_seconds: int = 0
+    restart_known: bool = True
+
+    @property
+    def words(self) -> str:
+        job = self.job
+        return (
+            f"seed {self.seed}: {self.kind} {self.depth:.2f} × for {self.timeline.over - self.timeline.onset} s "
+            f"({self.end}), {job.ranks} ranks, spare: {job.spare}, restart {job.restart_seconds} s"
+            f"{'' if self.restart_known else ' (not known)'}, noise {job.noise:g}"
+            f"{f', metrics {self.stale_seconds} s old' if self.stale_seconds else ''}"
+        )
+
+
+def scenario(seed: int, kind: str | None = None, ranks: int | None = None) -> Scenario:
+    """`kind`, `ranks`: of this kind and size; None: of any."""
+    random = np.random.default_rng((17, seed))
+    names = list(KINDS)
+    weights = np.array([KINDS[name].weight for name in names])
+    drawn = str(random.choice(names, p=weights / weights.sum()))
+    kind = kind or drawn
+    job = draw_job(random, ranks)
+    lowest, highest = DEPTHS[0], min(DEPTHS[1], KINDS[kind].deepest)
+    # What is above 1 is log-uniform: published slowdowns of jobs are 1.34 on average, and have a long tail.
+    depth = 1.0 + float(np.exp(random.uniform(np.log(lowest - 1), np.log(highest - 1))))
+    end = str(random.choice(["once", "never", "flapping"], p=[0.7, 0.15, 0.15]))
+    lasts = LONGEST
+    if end != "never":
+        lasts = int(np.clip(random.exponential(KINDS[kind].mean_seconds), SHORTEST, LONGEST))
+    strain = KINDS[kind].make(job, depth, random)
+    segments, now, until = [Segment(0, LEAD_SECONDS, CALM)], LEAD_SECONDS, LEAD_SECONDS + lasts
+    while now < until:
+        goes_on = until - now if end != "flapping" else int(random.integers(*PAUSES))
+        segments.append(Segment(now, min(until, now + goes_on), strain))
+        now = segments[-1].end
+        if now < until:
+            segments.append(Segment(now, min(until, now + int(random.integers(*PAUSES))), CALM))
+            now = segments[-1].end
+    if end != "never":
+        segments.append(Segment(now, now + TAIL_SECONDS, CALM))
+    return Scenario(
+        seed=seed,
+        kind=kind,
+        depth=depth,
+        end=end,
+        job=job,
+        timeline=Timeline(tuple(segments)),
+        stale_seconds=int(random.choice([0, 15], p=[0.8, 0.2])),
+        restart_known=bool(random.random() < 0.85),
+    )
+
+
+def healthy(seed: int, hours: float, ranks: int | None = None) -> Scenario:
+    """Nothing goes wrong."""
+    random = np.random.default_rng((18, seed))
+    timeline = Timeline((Segment(0, round(3600 * hours), CALM),))
+    return Scenario(seed, "healthy", 1.0, "never", draw_job(random, ranks), timeline)
+
+
+SIZES: Sequence[tuple[int, int]] = ((4, 1), (8, 8), (128, 8))
+"""Workers, and ranks of each."""
+
+
+def draw_job(random: np.random.Generator, ranks: int | None = None) -> Job:
+    sizes = [size for size in SIZES if ranks in (None, size[0] * size[1])]
+    shares = np.array([{4: 0.5, 64: 0.4, 1024: 0.1}[workers * each] for workers, each in sizes])
+    workers, each = sizes[int(random.choice(len(sizes), p=shares / shares.sum()))]
+    step, computed = float(random.uniform(0.3, 1.5)), float(random.uniform(0.75, 0.95))
+    fixed, samples = float(random.uniform(0.02, 0.1)), int(random.choice([8, 16, 32]))
+    return Job(
+        workers=workers,
+        ranks_each=each,
+        samples=samples,
+        sample_seconds=step * computed * (1 - fixed) / samples,
+        fixed_seconds=step * computed * fixed,
+        transfer_seconds=step * (1 - computed),
+        noise=float(random.choice([0.01, 0.03, 0.08], p=[0.4, 0.4, 0.2])),
+        hiccups=float(random.choice([0.0, 0.5 / (workers * each * 20)])),
+        spare=Spare(str(random.choice([spare.value for spare in Spare], p=[0.35, 0.45, 0.2]))),
+        restart_seconds=int(random.choice([3, 60, 300])),
+    )

@@ -1,0 +1,88 @@
+"""What may slow a job down: one function a kind, in one table. A kind of its own is a function here and a line there.
+
+Each makes the strain that lets the steps of an otherwise undisturbed job take `depth` times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from .world import GARBAGE_EVERY, Job, Strain
+
+Make = Callable[[Job, float, np.random.Generator], Strain]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """weight: how often it is drawn. mean_seconds: that it lasts, where it ends. deepest: beyond it, none is seen."""
+
+    make: Make
+    weight: float
+    mean_seconds: float = 600.0
+    deepest: float = 5.0
+
+
+def rank(job: Job, depth: float, random: np.random.Generator) -> Strain:
+    """One GPU."""
+    return Strain(slow=((int(random.integers(job.ranks)), _factor(job, depth)),), movable=True)
+
+
+def node(job: Job, depth: float, random: np.random.Generator) -> Strain:
+    """All ranks of one worker."""
+    first = int(random.integers(job.workers)) * job.ranks_each
+    return Strain(slow=tuple((first + n, _factor(job, depth)) for n in range(job.ranks_each)), movable=True)
+
+
+def link(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+    """A network interface of one worker: all transfers wait for it."""
+    return Strain(transfer_seconds=(depth - 1.0) * job.step_seconds, movable=True)
+
+
+def turns(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+    """Another rank in each step."""
+    return Strain(turns=_factor(job, depth))
+
+
+def garbage(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+    """Python's garbage collections, of each rank in steps of its own."""
+    some = 1.0 - (1.0 - 1.0 / GARBAGE_EVERY) ** job.ranks
+    return Strain(garbage_seconds=(depth - 1.0) * job.step_seconds / some)
+
+
+def lengths(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+    """Sequences of many lengths, dealt by their number."""
+    wanted = _factor(job, depth)
+    normals = np.random.default_rng(0).standard_normal((256, job.ranks)).max(axis=1)
+    low, high = 0.0, 2.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        longest = float(np.exp(middle * normals - middle**2 / 2).mean())
+        low, high = (middle, high) if longest < wanted else (low, middle)
+    return Strain(lengths=low)
+
+
+def all_alike(_job: Job, depth: float, _random: np.random.Generator) -> Strain:
+    """Whatever slows all ranks at once. There is no remedy."""
+    return Strain(all_slow=depth)
+
+
+KINDS: Mapping[str, Kind] = {
+    "rank": Kind(rank, 0.15),
+    "node": Kind(node, 0.13),
+    "link": Kind(link, 0.40, mean_seconds=1440.0),
+    "turns": Kind(turns, 0.10),
+    "garbage": Kind(garbage, 0.07, deepest=2.0),
+    "lengths": Kind(lengths, 0.07, deepest=2.2),
+    "all alike": Kind(all_alike, 0.08),
+}
+"""Weights: 40 % of large jobs have slow communication (Greyhound, ATC'25); of the rest, causes as in the what-if traces
+(arXiv 2505.05713), where slow workers are few, and lengths and garbage frequent. Durations: computing ten minutes on
+average, communication 24 (Greyhound)."""
+
+
+def _factor(job: Job, depth: float) -> float:
+    """Of own work that lets a step take `depth` times as long."""
+    return 1.0 + (depth - 1.0) * job.step_seconds / job.own_seconds

@@ -1,0 +1,236 @@
+"""The operator's own decisions upon what is seen of the job: all of `pacekeeper_operator.decide`, and nothing copied.
+
+A pass is one of an operator that has only what the one before has written down. What it asks of the ranks is answered
+by the next pass; what it writes into the plan is in force a second later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.reports import Evidence, Heartbeat
+from pacekeeper_operator.api import Cause
+from pacekeeper_operator.decide.straggler import WAITING
+from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.observation import Metrics, Observation
+from pacekeeper_operator.observe import figures
+from pacekeeper_operator.state import Draft
+from tests.support.worlds import NOW, policy, training
+
+from .course import THRESHOLD, Now
+from .draw import Scenario
+from .sight import FIRST_STEP, Sight
+from .world import Setup, Spare, Way, World
+
+LOOK_SECONDS, SUSPECT_SECONDS = 2, 1
+"""Between two passes (`Settings.sample_seconds`); and while something is looked into, as often as the clock allows."""
+SLOWNESS = frozenset(
+    {Cause.STRAGGLER, Cause.SLOW_COMMUNICATION, Cause.VOLATILE, Cause.GARBAGE, Cause.UNEVEN_LENGTHS, Cause.SLOW_STEPS}
+)
+
+
+@dataclass(frozen=True)
+class Act:
+    """A remedy that was applied: what it was to win, for `figures`. Losses are seconds a second."""
+
+    second: int
+    cause: Cause
+    remedy: str
+    rank: int | None
+    before: float  # slowdown, as it was judged
+    after: float  # as it was predicted
+
+
+@dataclass
+class Ours:
+    """A policy."""
+
+    scenario: Scenario
+    world: World
+    acts: list[Act] = field(default_factory=list)
+    alarms: list[tuple[int, Cause]] = field(default_factory=list)
+    quarantines: int = 0
+    failures: list[str] = field(default_factory=list)
+    passes: int = 0
+    look_seconds: int = LOOK_SECONDS
+    due: int = 0
+    _answered: int = 0  # checkpoint requests, by the members: those that a pass before this one has made
+
+    def __post_init__(self) -> None:
+        job = self.world.job
+        base = training(job.workers, spares=int(job.spare is not Spare.NONE), step=FIRST_STEP)
+        members = tuple(
+            replace(member, ranks=tuple(range(n * job.ranks_each, (n + 1) * job.ranks_each)))
+            for n, member in enumerate(base.plan.members)
+        )
+        draft = base.draft.with_plan(members=members)
+        if self.scenario.restart_known:
+            draft = draft.with_budget(restart_seconds=float(job.restart_seconds))
+        spec = replace(base.job.spec, nproc_per_node=job.ranks_each)
+        self._base = replace(base.with_draft(draft), job=replace(base.job, spec=spec))
+        self.draft: Draft = self._base.draft
+        self._rules = policy(max_restarts=100)
+        self._sight = Sight(self.world, self.scenario.seed, begun=-300.0)
+        self._membership, self._round_from = self.draft.plan.membership, -300.0
+        self._seen_acts: set[tuple[str, str]] = set()
+
+    def wish(self, now: Now) -> Setup:
+        end = now.second + 1
+        if now.stands:
+            self._sight.pieces.clear()
+            return now.setup
+        if not self._sight.pieces and now.second:  # the first second of a new round
+            self._sight = Sight(self.world, self.scenario.seed, begun=now.second, first=self._sight.first + 100_000)
+            self._round_from = float(now.second)
+        begin = -300.0 if not self._sight.pieces and not now.second else float(now.second)
+        self._sight.goes_on(begin, now.setup.way, now.strain)
+        if now.second < self.due:
+            return now.setup
+        observation = self._observe(now, end)
+        if not self._is_calm(observation):
+            self._think(observation, now.second)
+        busy = self.draft.state.adaptation.suspicion is not None or self.draft.plan.checkpoint_request > self._answered
+        often = LOOK_SECONDS if not nothing_to_do(observation.with_draft(self.draft)) else self.look_seconds
+        self.due = end + (SUSPECT_SECONDS if busy else often) - 1
+        return self._wished(now.setup)
+
+    def _observe(self, now: Now, end: int) -> Observation:
+        draft, sight, job = self.draft, self._sight, self.world.job
+        done = sight.done(end)
+        beat = replace(
+            self._base.members[0].heartbeat or Heartbeat(),
+            membership=draft.plan.membership,
+            round=draft.plan.round,
+            step=sight.first + done,
+            steps_in_round=done,
+            checkpoint_step=sight.first + done,
+            checkpoint_request=self._answered,
+            global_batch=job.batch,
+            first_step_at=NOW + self._round_from + 1.0,
+            round_started_at=NOW + self._round_from,
+            sync_mode=now.setup.way.mode.value,
+        )
+        self._answered = draft.plan.checkpoint_request
+        seated = {member.worker for member in draft.plan.members}
+        views = []
+        for view in self._base.workers:
+            if view.name in seated:
+                views.append(replace(view, heartbeat=beat))
+            elif job.spare is Spare.DEAD:
+                views.append(replace(view, silent_seconds=600.0 + end))
+            elif view.name in self._members_before:
+                views.append(replace(view, pod=None, heartbeat=None))  # given up, and gone
+            else:
+                views.append(view)
+        rows = sight.rows(max(sight.pieces[0].begin, end - self.scenario.stale_seconds))
+        metrics = Metrics()
+        if rows is not None:
+            of_each = job.ranks_each
+            heard = {m.worker: rows[n * of_each : (n + 1) * of_each] for n, m in enumerate(draft.plan.members)}
+            metrics = figures.metrics(heard, draft.plan, metrics)
+        else:
+            metrics = replace(metrics, untold=tuple(member.worker for member in draft.plan.members))
+        observation = replace(self._base, now=NOW + end, draft=self._base.draft, workers=tuple(views), metrics=metrics)
+        observation = observation.with_draft(draft)
+        if draft.plan.evidence_request and rows is not None:
+            windows = sight.windows(end)
+            answers = tuple(
+                Evidence(draft.plan.evidence_request, m.worker, draft.plan.round, tuple(windows[r] for r in m.ranks))
+                for m in draft.plan.members
+            )
+            observation = replace(observation, evidence=answers)
+        return observation
+
+    @property
+    def _members_before(self) -> frozenset[str]:
+        return frozenset(member.worker for member in self._base.plan.members)
+
+    def _is_calm(self, observation: Observation) -> bool:
+        """Nothing shows, nothing goes on: a pass would leave all as it is (the tests say so)."""
+        return self.passes > 2 and nothing_to_do(observation)
+
+    def _think(self, observation: Observation, second: int) -> None:
+        thought = think(observation, self._rules)
+        self.passes += 1
+        self.failures += thought.failures
+        self._note(thought.draft, second)
+        self.draft = swept(thought.draft)
+
+    def _note(self, draft: Draft, second: int) -> None:
+        self.quarantines += len(draft.state.incidents.quarantines) - len(self.draft.state.incidents.quarantines)
+        for incident in draft.state.incidents.current:
+            if incident.cause not in SLOWNESS:
+                continue
+            key = incident.name, incident.remedy or ""
+            if key in self._seen_acts:
+                continue
+            self._seen_acts.add(key)
+            self.alarms.append((second, incident.cause))
+            if incident.remedy is not None and incident.applied is not None and incident.predicted_after is not None:
+                before = incident.slowdown_before or 1.0
+                self.acts.append(
+                    Act(second, incident.cause, incident.remedy, incident.rank, before, incident.predicted_after)
+                )
+
+    def _wished(self, setup: Setup) -> Setup:
+        plan = self.draft.plan
+        way = Way(
+            shares=None if plan.shares is None or plan.sync_mode is not SyncMode.SYNC else tuple(plan.shares),
+            mode=plan.sync_mode,
+            garbage_every=plan.garbage_every,
+            balanced=plan.sequence_cost is not None,
+        )
+        if way.mode is SyncMode.ASYNC_EDIT:
+            way = replace(way, sync_seconds=plan.sync_seconds)
+        if way.mode is SyncMode.EDIT:
+            way = replace(way, sync_every=plan.sync_every)
+        moved = setup.moved
+        if plan.membership != self._membership:
+            self._membership = plan.membership
+            moved = moved or self._gave_up_the_slow_one(setup)
+            return Setup(way, moved, setup.round + 1)
+        return replace(setup, way=way)
+
+    def _gave_up_the_slow_one(self, setup: Setup) -> bool:
+        """Whether the worker that the strain is bound to holds no ranks any more."""
+        strain = next((each for each in self.scenario.timeline.by_second if each.movable), None)
+        if strain is None or setup.moved:
+            return setup.moved
+        before = [member.worker for member in self._base.plan.members]
+        now = {member.worker for member in self.draft.plan.members}
+        if strain.slow:
+            slow = {before[rank // self.world.job.ranks_each] for rank, _ in strain.slow}
+            return not slow & now
+        return before[0] not in now  # a link's worker: the first
+
+
+def nothing_to_do(observation: Observation) -> bool:
+    """No sign of slowness, and nothing of an earlier one left."""
+    metrics, state, plan = observation.metrics, observation.state, observation.plan
+    adaptation = state.adaptation
+    goes_on = (
+        adaptation.suspicion is not None
+        or adaptation.loss is not None
+        or adaptation.local_sgd is not None
+        or bool(adaptation.tolerated_pace)
+        or adaptation.vain is not None
+        or bool(state.incidents.open)
+        or bool(plan.evidence_request)
+        or plan.shares is not None
+        or plan.profile is not None
+        or bool(state.placement.vacant_since or state.placement.checkpoint_asked_at)
+        or any(worker.leaving for worker in state.placement.workers)
+    )
+    if goes_on or metrics.pace is None or metrics.waiting is None:
+        return False
+    uniform = metrics.uniform is None or metrics.uniform < THRESHOLD
+    return metrics.pace < THRESHOLD and metrics.waiting < WAITING and uniform
+
+
+def swept(draft: Draft) -> Draft:
+    """Incidents that are over are written into the cluster, and need no bookkeeping (`services.reconcile`)."""
+    over = frozenset(i.name for i in draft.state.incidents.current if i.outcome is not None)
+    over -= {draft.state.profiling.incident}
+    left = draft.state.incidents.sweep(over)
+    return draft if left is draft.state.incidents else draft.with_incidents(current=left.current)

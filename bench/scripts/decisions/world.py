@@ -1,0 +1,294 @@
+"""A training job on a coarse clock: what each way to train costs it under each strain, by expectation.
+
+A second is the least that is told apart. A step takes what its last rank takes, and the transfer behind it; ranks
+differ by noise, the same draws for every way to train, so that two ways are compared by nothing but themselves. What a
+course of ways costs is a plain sum of these expectations and of restarts: that is what a clairvoyant can be proved upon.
+Noise that is *seen* is drawn elsewhere (`sight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from pacekeeper_analysis import shares
+from pacekeeper_analysis.adapt import ENOUGH
+from pacekeeper_analysis.plan import SyncMode
+from pacekeeper_analysis.price import NEARLY, loss_rate
+
+GARBAGE_EVERY = 20
+"""A rank that collects garbage by itself does so once in so many of its steps."""
+HICCUP = 3.0
+"""So many times as long as usual takes a rank that is held up once."""
+SYNCHRONISES = 1.3
+"""Times the transfer of a step that one of a synchronisation in a Local-SGD mode takes (`simulation.workers.run`)."""
+LAST_TOGETHER, MOST_DRAWS = 16_384, 1024
+"""Draws times ranks, and draws, that an expectation is of."""
+
+Seconds = npt.NDArray[np.float64]
+
+
+class Spare(StrEnum):
+    """What stands by."""
+
+    NONE = "none"
+    WARM = "warm"
+    DEAD = "dead"  # its pod is there, and nobody hears of it
+
+
+@dataclass(frozen=True)
+class Job:
+    """Times are seconds."""
+
+    workers: int
+    ranks_each: int
+    samples: int  # of each rank in a step
+    sample_seconds: float
+    fixed_seconds: float  # of a step, whatever its samples
+    transfer_seconds: float  # of a step, that no computation hides
+    noise: float  # standard deviation of a rank's own work in a step, over its mean
+    hiccups: float  # share of a rank's steps that take HICCUP times as long
+    spare: Spare
+    restart_seconds: int
+
+    @property
+    def ranks(self) -> int:
+        return self.workers * self.ranks_each
+
+    @property
+    def batch(self) -> int:
+        return self.ranks * self.samples
+
+    @property
+    def own_seconds(self) -> float:
+        """A rank's own work in a step, where nothing is wrong."""
+        return self.fixed_seconds + self.samples * self.sample_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """A step without noise."""
+        return self.own_seconds + self.transfer_seconds
+
+
+@dataclass(frozen=True)
+class Strain:
+    """What slows a job down. As it is by default, nothing does."""
+
+    slow: tuple[tuple[int, float], ...] = ()  # ranks, and how many times their peers' time they take
+    all_slow: float = 1.0  # the same of all ranks
+    turns: float = 1.0  # of one rank in each step, drawn anew
+    transfer_seconds: float = 0.0  # that each transfer takes longer
+    garbage_seconds: float = 0.0  # of a pause, of each rank once in GARBAGE_EVERY steps
+    lengths: float = 0.0  # standard deviation of the logarithm of a rank's work in a step: sequences, dealt unevenly
+    movable: bool = False  # it stays behind with a worker that is exchanged
+
+
+CALM = Strain()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the job trains. What changes it costs nothing, and is done live."""
+
+    shares: tuple[int, ...] | None = None  # None: equal ones
+    mode: SyncMode = SyncMode.SYNC
+    sync_seconds: float = 30.0  # between two synchronisations, in mode AsyncEDiT
+    sync_every: int = 16  # steps, in mode EDiT
+    garbage_every: int = 0  # steps between collections of all ranks at once; 0: each by itself
+    balanced: bool = False  # samples are dealt by what they cost
+
+
+EQUAL = Way()
+LOCAL = Way(mode=SyncMode.ASYNC_EDIT)
+"""As seldom synchronised as adaptation has it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the job trains, and on what. Another round costs the job's restart."""
+
+    way: Way = EQUAL
+    moved: bool = False  # the worker that is slow has been exchanged for the spare
+    round: int = 1
+
+    def restarts(self, other: Setup) -> bool:
+        """Whether it takes a new round to come to `other`."""
+        return (self.moved, self.round) != (other.moved, other.round)
+
+
+@dataclass
+class World:
+    """What ways to train cost a job. Loss is in seconds of training a second, against the job without any strain."""
+
+    job: Job
+    _known: dict[tuple[Way, Strain], float] = field(default_factory=dict)
+    _best: dict[Strain, Way] = field(default_factory=dict)
+    tried: dict[Way, None] = field(default_factory=dict)
+    """Ways that some course has taken."""
+
+    def loss(self, way: Way, strain: Strain) -> float:
+        """0 to 1. Nobody has published what it is worth to stay exact, so that it is a rule here, the product's own,
+        and binds all: what Local-SGD wins over exact training counts only where it `may_leave_exact`."""
+        self.tried.setdefault(way)
+        seconds = self.step_seconds(way, strain)
+        if way.mode is not SyncMode.SYNC and not self.may_leave_exact(way, strain):
+            seconds = max(seconds, self.step_seconds(self.best_exact(strain), strain))
+        return loss_rate(seconds / self.usual_seconds)
+
+    def may_leave_exact(self, way: Way, strain: Strain) -> bool:
+        """The best exact way takes NEARLY times as long, or more, and does not mend slow ranks by half."""
+        exact, equal = (
+            self.step_seconds(each, strain) / self.usual_seconds for each in (self.best_exact(strain), EQUAL)
+        )
+        local = max(1.0, self.step_seconds(way, strain) / self.usual_seconds)
+        return exact >= NEARLY * local and not (strain.slow and exact - 1.0 <= ENOUGH * (equal - 1.0))
+
+    def least_loss(self, strain: Strain) -> float:
+        """Under the best way that there is, or that anybody has tried."""
+        ways = [self.best_exact(strain), LOCAL, *self.tried]
+        return min(self.loss(way, strain) for way in ways)
+
+    def best(self, strain: Strain) -> Way:
+        exact, local = self.best_exact(strain), LOCAL
+        return local if self.loss(local, strain) < self.loss(exact, strain) else exact
+
+    def best_exact(self, strain: Strain) -> Way:
+        """In mode Sync."""
+        if strain not in self._best:
+            others = {
+                "garbage_every": GARBAGE_EVERY if strain.garbage_seconds else 0,
+                "balanced": strain.lengths > 0,
+            }
+            ways = [Way(of_each, **others) for of_each in (None, *self._fitting(strain))]  # type: ignore[arg-type]
+            self._best[strain] = min(ways, key=lambda way: self.step_seconds(way, strain))
+        return self._best[strain]
+
+    def _fitting(self, strain: Strain) -> list[tuple[int, ...]]:
+        """Shares for its slow ranks: where own work does not vary, the best in whole samples; and where it does."""
+        if not strain.slow:
+            return []
+        job, pace = self.job, self._pace(strain)
+        equal = (job.samples,) * job.ranks
+        found = []
+        for draws in (np.ones((1, job.ranks)), self._noise[:64]):
+            cost = draws * pace * job.sample_seconds
+            fixed = pace * job.fixed_seconds
+            found.append(shares.balance(cost, equal, fixed=fixed, draws=len(draws) if len(draws) > 1 else 1).shares)
+        return found
+
+    @cached_property
+    def usual_seconds(self) -> float:
+        """Of a step, without strain, as the job begins."""
+        return self.step_seconds(EQUAL, CALM)
+
+    def step_seconds(self, way: Way, strain: Strain) -> float:
+        """Expected for one step's worth of samples of the whole job."""
+        key = way, strain
+        if key not in self._known:
+            own = self.own_seconds(way, strain)
+            self._known[key] = self._together(way, strain, own)
+        return self._known[key]
+
+    def _together(self, way: Way, strain: Strain, own: Seconds) -> float:
+        transfer = self.job.transfer_seconds + strain.transfer_seconds
+        if way.mode is SyncMode.SYNC:
+            planned = strain.garbage_seconds / way.garbage_every if way.garbage_every else 0.0
+            return float(own.max(axis=1).mean()) + transfer + planned
+        mean = own.mean(axis=0)
+        if way.mode is SyncMode.EDIT:  # every rank does as many steps
+            rows = np.random.default_rng(1).integers(0, len(own), size=(64, way.sync_every))
+            return float(own[rows].sum(axis=1).max(axis=1).mean() + SYNCHRONISES * transfer) / way.sync_every
+        left = self._uniform * mean  # of the step in hand, when the clock strikes
+        cost = SYNCHRONISES * transfer + float((left.max(axis=1) - left.mean(axis=1)).mean())
+        return float(1.0 / (1.0 / mean).mean()) * (1.0 + cost / way.sync_seconds)
+
+    def own_seconds(self, way: Way, strain: Strain) -> Seconds:
+        """Of the ranks' own work in drawn steps: shape (draws, ranks)."""
+        job, z = self.job, self._normals
+        of_each = np.array(way.shares or (job.samples,) * job.ranks)
+        own = (job.fixed_seconds + of_each * job.sample_seconds) * self._pace(strain) * self._noise
+        if strain.lengths and not way.balanced:
+            own = own * np.exp(strain.lengths * z - strain.lengths**2 / 2)
+        if strain.turns > 1:
+            own = own.copy()
+            own[np.arange(len(own)), self._turn] *= strain.turns
+        if strain.garbage_seconds and not way.garbage_every:
+            own = own + strain.garbage_seconds * self._collects
+        return np.asarray(own)
+
+    def _pace(self, strain: Strain) -> Seconds:
+        pace = np.full(self.job.ranks, strain.all_slow)
+        for rank, factor in strain.slow:
+            pace[rank] *= factor
+        return pace
+
+    @cached_property
+    def _draws(self) -> int:
+        return min(MOST_DRAWS, max(16, LAST_TOGETHER // self.job.ranks))
+
+    @cached_property
+    def _noise(self) -> Seconds:
+        random = np.random.default_rng(2)
+        shape = self._draws, self.job.ranks
+        noise = np.maximum(0.2, 1.0 + self.job.noise * random.standard_normal(shape))
+        return np.where(random.random(shape) < self.job.hiccups, HICCUP, 1.0) * noise
+
+    @cached_property
+    def _normals(self) -> Seconds:
+        return np.random.default_rng(3).standard_normal((self._draws, self.job.ranks))
+
+    @cached_property
+    def _turn(self) -> npt.NDArray[np.int64]:
+        return np.random.default_rng(4).integers(0, self.job.ranks, size=self._draws)
+
+    @cached_property
+    def _collects(self) -> npt.NDArray[np.bool_]:
+        return np.random.default_rng(5).random((self._draws, self.job.ranks)) < 1.0 / GARBAGE_EVERY
+
+    @cached_property
+    def _uniform(self) -> Seconds:
+        return np.random.default_rng(6).random((256, self.job.ranks))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Of a scenario: the same strain from `begin` on until `end`. Seconds since the scenario's beginning."""
+
+    begin: int
+    end: int
+    strain: Strain
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All of a scenario, without gaps, beginning at 0."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def end(self) -> int:
+        return self.segments[-1].end
+
+    @cached_property
+    def by_second(self) -> Sequence[Strain]:
+        return [segment.strain for segment in self.segments for _ in range(segment.begin, segment.end)]
+
+    @property
+    def onset(self) -> int:
+        """When something first goes wrong; the end, where nothing does."""
+        return next((segment.begin for segment in self.segments if segment.strain != CALM), self.end)
+
+    @property
+    def over(self) -> int:
+        """From when on nothing goes wrong any more."""
+        return max((segment.end for segment in self.segments if segment.strain != CALM), default=0)
+
+
+def met(strain: Strain, *, moved: bool) -> Strain:
+    """What is left of it."""
+    return CALM if moved and strain.movable else strain
