@@ -27,7 +27,6 @@ from bench.scripts.decisions import agreement, draw, figures, simulated
 from bench.scripts.decisions.draw import Scenario
 from bench.scripts.decisions.outcome import Outcome, outcome, quiet
 
-
 Result = TypeVar("Result")
 
 

@@ -87,7 +87,7 @@ def worst(outcomes: Sequence[Outcome]) -> Iterable[str]:
     for each in sorted(outcomes, key=lambda each: -each.times)[:WORST]:
         yield (
             f"{each.times:6.2f} ×  ours {each.since[OURS]:.0f} s, clairvoyant {each.informed:.0f} s, never act "
-            f"{each.since['never act']:.0f} s | {each.scenario.words} | {'; '.join(each.remedies[:6]) or 'nothing done'}"
+            f"{each.since['never act']:.0f} s | {each.scenario.words} | {'; '.join(each.remedies[:6]) or 'nothing'}"
         )
 
 

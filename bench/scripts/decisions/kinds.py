@@ -55,7 +55,8 @@ def garbage(job: Job, depth: float, _random: np.random.Generator) -> Strain:
 def lengths(job: Job, depth: float, _random: np.random.Generator) -> Strain:
     """Sequences of many lengths, dealt by their number."""
     wanted = _factor(job, depth)
-    normals = np.random.default_rng(0).standard_normal((256, job.ranks)).max(axis=1)
+    draws = min(8192, 65_536 // job.ranks)
+    normals = np.random.default_rng(0).standard_normal((draws, job.ranks)).max(axis=1)
     low, high = 0.0, 2.0
     while high - low > 1e-4:
         middle = (low + high) / 2
@@ -64,9 +65,9 @@ def lengths(job: Job, depth: float, _random: np.random.Generator) -> Strain:
     return Strain(lengths=low)
 
 
-def all_alike(_job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def all_alike(job: Job, depth: float, _random: np.random.Generator) -> Strain:
     """Whatever slows all ranks at once. There is no remedy."""
-    return Strain(all_slow=depth)
+    return Strain(all_slow=_factor(job, depth))
 
 
 KINDS: Mapping[str, Kind] = {

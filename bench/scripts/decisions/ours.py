@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 from pacekeeper_operator.api import Cause
-from pacekeeper_operator.decide.straggler import WAITING
+from pacekeeper_operator.decide import straggler
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.observation import Metrics, Observation
+from pacekeeper_operator.observation import Policy as Rules
 from pacekeeper_operator.observe import figures
 from pacekeeper_operator.state import Draft
 from tests.support.worlds import NOW, policy, training
@@ -25,6 +26,8 @@ from .world import Setup, Spare, Way, World
 
 LOOK_SECONDS, SUSPECT_SECONDS = 2, 1
 """Between two passes (`Settings.sample_seconds`); and while something is looked into, as often as the clock allows."""
+OF_THE_TIME, LONGEST_PAUSE = 0.05, 10
+"""Of what is looked into for long, so much may pass between two passes; seconds at most."""
 SLOWNESS = frozenset(
     {Cause.STRAGGLER, Cause.SLOW_COMMUNICATION, Cause.VOLATILE, Cause.GARBAGE, Cause.UNEVEN_LENGTHS, Cause.SLOW_STEPS}
 )
@@ -70,10 +73,11 @@ class Ours:
         spec = replace(base.job.spec, nproc_per_node=job.ranks_each)
         self._base = replace(base.with_draft(draft), job=replace(base.job, spec=spec))
         self.draft: Draft = self._base.draft
-        self._rules = policy(max_restarts=100)
+        self.rules = policy(max_restarts=100)
         self._sight = Sight(self.world, self.scenario.seed, begun=-300.0)
         self._membership, self._round_from = self.draft.plan.membership, -300.0
         self._seen_acts: set[tuple[str, str]] = set()
+        self._told: tuple[Evidence, ...] = ()
 
     def wish(self, now: Now) -> Setup:
         end = now.second + 1
@@ -91,8 +95,9 @@ class Ours:
         if not self._is_calm(observation):
             self._think(observation, now.second)
         busy = self.draft.state.adaptation.suspicion is not None or self.draft.plan.checkpoint_request > self._answered
-        often = LOOK_SECONDS if not nothing_to_do(observation.with_draft(self.draft)) else self.look_seconds
-        self.due = end + (SUSPECT_SECONDS if busy else often) - 1
+        calm = nothing_to_do(observation.with_draft(self.draft), self.rules)
+        pause = self._suspect_pause(end) if busy else self.look_seconds if calm else LOOK_SECONDS
+        self.due = now.second + pause
         return self._wished(now.setup)
 
     def _observe(self, now: Now, end: int) -> Observation:
@@ -133,25 +138,37 @@ class Ours:
             metrics = replace(metrics, untold=tuple(member.worker for member in draft.plan.members))
         observation = replace(self._base, now=NOW + end, draft=self._base.draft, workers=tuple(views), metrics=metrics)
         observation = observation.with_draft(draft)
-        if draft.plan.evidence_request and rows is not None:
-            windows = sight.windows(end)
-            answers = tuple(
-                Evidence(draft.plan.evidence_request, m.worker, draft.plan.round, tuple(windows[r] for r in m.ranks))
-                for m in draft.plan.members
+        return observation if rows is None else replace(observation, evidence=self._answers(end))
+
+    def _answers(self, end: int) -> tuple[Evidence, ...]:
+        """To the request that is out: once given, they stay."""
+        plan = self.draft.plan
+        if not plan.evidence_request:
+            return ()
+        if self._told == () or self._told[0].request != plan.evidence_request:
+            windows = self._sight.windows(end)
+            self._told = tuple(
+                Evidence(plan.evidence_request, m.worker, plan.round, tuple(windows[r] for r in m.ranks))
+                for m in plan.members
             )
-            observation = replace(observation, evidence=answers)
-        return observation
+        return self._told
 
     @property
     def _members_before(self) -> frozenset[str]:
         return frozenset(member.worker for member in self._base.plan.members)
 
+    def _suspect_pause(self, end: int) -> int:
+        """In the long run questions become rare, and passes between them weigh the same answers again."""
+        suspicion = self.draft.state.adaptation.suspicion
+        lasts = 0.0 if suspicion is None else NOW + end - suspicion.since
+        return int(min(max(SUSPECT_SECONDS, OF_THE_TIME * lasts), LONGEST_PAUSE))
+
     def _is_calm(self, observation: Observation) -> bool:
         """Nothing shows, nothing goes on: a pass would leave all as it is (the tests say so)."""
-        return self.passes > 2 and nothing_to_do(observation)
+        return self.passes > 2 and nothing_to_do(observation, self.rules)
 
     def _think(self, observation: Observation, second: int) -> None:
-        thought = think(observation, self._rules)
+        thought = think(observation, self.rules)
         self.passes += 1
         self.failures += thought.failures
         self._note(thought.draft, second)
@@ -205,27 +222,21 @@ class Ours:
         return before[0] not in now  # a link's worker: the first
 
 
-def nothing_to_do(observation: Observation) -> bool:
-    """No sign of slowness, and nothing of an earlier one left."""
+def nothing_to_do(observation: Observation, rules: Rules) -> bool:
+    """No sign of slowness, and nothing of an earlier one under way."""
     metrics, state, plan = observation.metrics, observation.state, observation.plan
-    adaptation = state.adaptation
     goes_on = (
-        adaptation.suspicion is not None
-        or adaptation.loss is not None
-        or adaptation.local_sgd is not None
-        or bool(adaptation.tolerated_pace)
-        or adaptation.vain is not None
+        state.adaptation.suspicion is not None
+        or state.adaptation.local_sgd is not None
         or bool(state.incidents.open)
         or bool(plan.evidence_request)
-        or plan.shares is not None
         or plan.profile is not None
         or bool(state.placement.vacant_since or state.placement.checkpoint_asked_at)
         or any(worker.leaving for worker in state.placement.workers)
     )
-    if goes_on or metrics.pace is None or metrics.waiting is None:
+    if goes_on or metrics.pace is None or metrics.uniform is None or metrics.uniform >= THRESHOLD:
         return False
-    uniform = metrics.uniform is None or metrics.uniform < THRESHOLD
-    return metrics.pace < THRESHOLD and metrics.waiting < WAITING and uniform
+    return straggler.suspect(observation, rules) == observation.draft
 
 
 def swept(draft: Draft) -> Draft:

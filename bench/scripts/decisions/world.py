@@ -1,8 +1,8 @@
 """A training job on a coarse clock: what each way to train costs it under each strain, by expectation.
 
 A second is the least that is told apart. A step takes what its last rank takes, and the transfer behind it; ranks
-differ by noise, the same draws for every way to train, so that two ways are compared by nothing but themselves. What a
-course of ways costs is a plain sum of these expectations and of restarts: that is what a clairvoyant can be proved upon.
+differ by noise, the same draws for every way to train, so that ways are compared by nothing but themselves. What a
+course of ways costs is a plain sum of these expectations and of restarts, upon which a clairvoyant can be proved.
 Noise that is *seen* is drawn elsewhere (`sight`).
 """
 
