@@ -37,8 +37,8 @@ def node(job: Job, depth: float, random: np.random.Generator) -> Strain:
 
 
 def link(job: Job, depth: float, _random: np.random.Generator) -> Strain:
-    """A network interface of one worker: all transfers wait for it."""
-    return Strain(transfer_seconds=(depth - 1.0) * job.step_seconds, movable=True)
+    """A way through the fabric, whose connections nobody sees: all transfers wait for it, whoever holds the ranks."""
+    return Strain(transfer_seconds=(depth - 1.0) * job.step_seconds)
 
 
 def turns(job: Job, depth: float, _random: np.random.Generator) -> Strain:

@@ -19,7 +19,7 @@ from pacekeeper_analysis.reports import RankWindow
 from pacekeeper_operator.observe.figures import ROW, Rows
 
 from .course import WINDOW_STEPS
-from .world import CALM, EQUAL, GARBAGE_EVERY, HICCUP, SYNCHRONISES, Strain, Way, World
+from .world import CALM, EQUAL, GARBAGE_EVERY, HICCUP, Strain, Way, World
 
 FIRST_STEP = 500
 TOKENS = 1000.0
@@ -189,10 +189,7 @@ class Sight:
             begun = piece.begin
         pause = way.sync_seconds if way.mode is SyncMode.ASYNC_EDIT else way.sync_every * self.pieces[-1].seconds
         moments = np.arange(begun + pause, now, pause)[-WINDOW_STEPS:]
-        return tuple(
-            SYNCHRONISES * (self.world.job.transfer_seconds + self._strain_at(moment).transfer_seconds)
-            for moment in moments
-        )
+        return tuple(self.world.synchronisation_seconds(self._strain_at(moment)) for moment in moments)
 
     def _strain_at(self, moment: float) -> Strain:
         return next((piece.strain for piece in reversed(self.pieces) if piece.begin <= moment), CALM)

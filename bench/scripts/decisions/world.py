@@ -27,6 +27,9 @@ HICCUP = 3.0
 """So many times as long as usual takes a rank that is held up once."""
 SYNCHRONISES = 1.3
 """Times the transfer of a step that one of a synchronisation in a Local-SGD mode takes (`simulation.workers.run`)."""
+BACKWARD, FORWARD = 2 / 3, 1 / 3
+"""Parts of a rank's own work that hide a transfer: the first in a synchronous step, the second at a synchronisation. A
+step's transfer is taken to be so long that it just shows."""
 LAST_TOGETHER, MOST_DRAWS = 16_384, 1024
 """Draws times ranks, and draws, that an expectation is of."""
 
@@ -141,12 +144,14 @@ class World:
         return loss_rate(seconds / self.usual_seconds)
 
     def may_leave_exact(self, way: Way, strain: Strain) -> bool:
-        """The best exact way takes NEARLY times as long, or more, and does not mend slow ranks by half."""
-        exact, equal = (
-            self.step_seconds(each, strain) / self.usual_seconds for each in (self.best_exact(strain), EQUAL)
+        """The best exact way takes NEARLY times as long, or more, and does not mend slow ranks by half. That Local-SGD
+        hides transfers where nothing is wrong, too, is no remedy."""
+        exact, equal, local = (
+            self.step_seconds(each, strain) / self.usual_seconds for each in (self.best_exact(strain), EQUAL, way)
         )
-        local = max(1.0, self.step_seconds(way, strain) / self.usual_seconds)
-        return exact >= NEARLY * local and not (strain.slow and exact - 1.0 <= ENOUGH * (equal - 1.0))
+        mended = self.step_seconds(way, strain) / self.step_seconds(way, CALM)
+        halved = bool(strain.slow) and exact - 1.0 <= ENOUGH * (equal - 1.0)
+        return exact >= NEARLY * max(1.0, local, mended) and not halved
 
     def least_loss(self, strain: Strain) -> float:
         """Under the best way that there is, or that anybody has tried."""
@@ -195,17 +200,23 @@ class World:
         return self._known[key]
 
     def _together(self, way: Way, strain: Strain, own: Seconds) -> float:
-        transfer = self.job.transfer_seconds + strain.transfer_seconds
         if way.mode is SyncMode.SYNC:
             planned = strain.garbage_seconds / way.garbage_every if way.garbage_every else 0.0
-            return float(own.max(axis=1).mean()) + transfer + planned
+            return float(own.max(axis=1).mean()) + self.job.transfer_seconds + strain.transfer_seconds + planned
+        transfer = self.synchronisation_seconds(strain)
         mean = own.mean(axis=0)
         if way.mode is SyncMode.EDIT:  # every rank does as many steps
             rows = np.random.default_rng(1).integers(0, len(own), size=(64, way.sync_every))
-            return float(own[rows].sum(axis=1).max(axis=1).mean() + SYNCHRONISES * transfer) / way.sync_every
+            return float(own[rows].sum(axis=1).max(axis=1).mean() + transfer) / way.sync_every
         left = self._uniform * mean  # of the step in hand, when the clock strikes
-        cost = SYNCHRONISES * transfer + float((left.max(axis=1) - left.mean(axis=1)).mean())
+        cost = transfer + float((left.max(axis=1) - left.mean(axis=1)).mean())
         return float(1.0 / (1.0 / mean).mean()) * (1.0 + cost / way.sync_seconds)
+
+    def synchronisation_seconds(self, strain: Strain) -> float:
+        """That one holds the ranks up, in a Local-SGD mode, once all are there."""
+        own = self.job.own_seconds
+        all_of_it = BACKWARD * own + self.job.transfer_seconds + strain.transfer_seconds
+        return SYNCHRONISES * all_of_it - FORWARD * own
 
     def own_seconds(self, way: Way, strain: Strain) -> Seconds:
         """Of the ranks' own work in drawn steps: shape (draws, ranks)."""
