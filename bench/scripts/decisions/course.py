@@ -10,7 +10,7 @@ from typing import Protocol
 from pacekeeper_analysis.diagnose.windows import steps_in_window
 
 from .draw import Scenario
-from .world import CALM, EQUAL, Job, Setup, Strain, World, met
+from .world import CALM, Job, Setup, Strain, World, met
 
 WINDOW_STEPS, THRESHOLD = 32, 1.1
 """`spec.detection`, as it is by default."""
@@ -91,10 +91,6 @@ def noticing_seconds(job: Job, depth: float) -> int:
 def first_sign(scenario: Scenario) -> int:
     """The second from which on it shows that something is wrong: the same for every policy."""
     return min(scenario.timeline.end, scenario.timeline.onset + noticing_seconds(scenario.job, scenario.depth))
-
-
-def is_calm(setup: Setup) -> bool:
-    return setup.way == EQUAL
 
 
 def seen(scenario: Scenario, second: int) -> Strain:

@@ -24,6 +24,8 @@ from .draw import Scenario
 from .sight import FIRST_STEP, Sight
 from .world import Setup, Spare, Way, World
 
+TRAINED_SECONDS = 300.0
+"""Before a scenario begins."""
 LOOK_SECONDS, SUSPECT_SECONDS = 2, 1
 """Between two passes (`Settings.sample_seconds`); and while something is looked into, as often as the clock allows."""
 OF_THE_TIME, LONGEST_PAUSE = 0.05, 10
@@ -74,21 +76,20 @@ class Ours:
         self._base = replace(base.with_draft(draft), job=replace(base.job, spec=spec))
         self.draft: Draft = self._base.draft
         self.rules = policy(max_restarts=100)
-        self._sight = Sight(self.world, self.scenario.seed, begun=-300.0)
-        self._membership, self._round_from = self.draft.plan.membership, -300.0
+        self._sight = Sight(self.world, self.scenario.seed, FIRST_STEP)
+        self._membership, self._round_from = self.draft.plan.membership, -TRAINED_SECONDS
         self._seen_acts: set[tuple[str, str]] = set()
         self._told: tuple[Evidence, ...] = ()
 
     def wish(self, now: Now) -> Setup:
         end = now.second + 1
         if now.stands:
-            self._sight.pieces.clear()
+            if self._sight.pieces:  # the next round goes on from the step that this one has come to
+                self._sight = Sight(self.world, self.scenario.seed, self._sight.first + self._sight.done(now.second))
             return now.setup
-        if not self._sight.pieces and now.second:  # the first second of a new round
-            self._sight = Sight(self.world, self.scenario.seed, begun=now.second, first=self._sight.first + 100_000)
+        if not self._sight.pieces and now.second:
             self._round_from = float(now.second)
-        begin = -300.0 if not self._sight.pieces and not now.second else float(now.second)
-        self._sight.goes_on(begin, now.setup.way, now.strain)
+        self._sight.goes_on(float(now.second) if now.second else self._round_from, now.setup.way, now.strain)
         if now.second < self.due:
             return now.setup
         observation = self._observe(now, end)
@@ -216,10 +217,7 @@ class Ours:
             return setup.moved
         before = [member.worker for member in self._base.plan.members]
         now = {member.worker for member in self.draft.plan.members}
-        if strain.slow:
-            slow = {before[rank // self.world.job.ranks_each] for rank, _ in strain.slow}
-            return not slow & now
-        return before[0] not in now  # a link's worker: the first
+        return not {before[rank // self.world.job.ranks_each] for rank, _ in strain.slow} & now
 
 
 def nothing_to_do(observation: Observation, rules: Rules) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from .course import Begin, Now, first_sign, is_calm, seen
+from .course import Begin, Now, first_sign, seen
 from .draw import Scenario
 from .ours import Ours
 from .world import CALM, EQUAL, Setup, Spare, Strain, Way, World, met
@@ -72,7 +72,7 @@ class Greyhound:
         shows = met(seen(self.scenario, now.second), moved=now.setup.moved)
         if shows == CALM:
             self._lost = 0.0
-            return now.setup if is_calm(now.setup) else replace(now.setup, way=EQUAL)
+            return replace(now.setup, way=EQUAL)
         self._lost += self.world.loss(now.setup.way, shows)
         if now.stands:
             return now.setup

@@ -58,8 +58,7 @@ class Sight:
 
     world: World
     seed: int
-    begun: float
-    first: int = FIRST_STEP
+    first: int = FIRST_STEP  # number of its first step
     pieces: list[Piece] = field(default_factory=list)
     _steps: dict[tuple[int, int], Step] = field(default_factory=dict)
 

@@ -1,0 +1,328 @@
+"""Decisions on a coarse clock: the world, the clairvoyant, what each policy does, and what is seen of a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from bench.scripts.decisions import clairvoyant, draw
+from bench.scripts.decisions.course import Now, first_sign, noticing_seconds, play
+from bench.scripts.decisions.draw import LEAD_SECONDS, Scenario
+from bench.scripts.decisions.figures import summary, table, worst
+from bench.scripts.decisions.kinds import KINDS
+from bench.scripts.decisions.ours import Ours, nothing_to_do
+from bench.scripts.decisions.outcome import Outcome, outcome, quiet
+from bench.scripts.decisions.policies import OURS, POLICIES, SHARES_SECONDS, SkiRental
+from bench.scripts.decisions.sight import Sight
+from bench.scripts.decisions.world import CALM, EQUAL, LOCAL, Job, Segment, Setup, Spare, Strain, Timeline, Way, World
+from pacekeeper_analysis.price import loss_rate
+from pacekeeper_operator.api import Remedy
+from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.observation import Observation
+
+JOB = Job(
+    workers=4,
+    ranks_each=1,
+    samples=8,
+    sample_seconds=0.05,
+    fixed_seconds=0.0,
+    transfer_seconds=0.1,
+    noise=0.0,
+    hiccups=0.0,
+    spare=Spare.WARM,
+    restart_seconds=20,
+)
+"""Steps of half a second."""
+TWICE = Strain(slow=((2, 2.0),), movable=True)
+SLOW_LINK = Strain(transfer_seconds=0.5, movable=True)
+
+
+def scenario(strain: Strain, seconds: int = 120, job: Job = JOB, depth: float = 1.8, **changes: object) -> Scenario:
+    over = LEAD_SECONDS + seconds
+    segments = (Segment(0, LEAD_SECONDS, CALM), Segment(LEAD_SECONDS, over, strain), Segment(over, over + 60, CALM))
+    return replace(Scenario(1, "rank", depth, "once", job, Timeline(segments)), **changes)  # type: ignore[arg-type]
+
+
+def shortened(drawn: Scenario, seconds: int = 150) -> Scenario:
+    """The same, broken off so many seconds after its onset."""
+    until = drawn.timeline.onset + seconds
+    kept = [replace(each, end=min(each.end, until)) for each in drawn.timeline.segments if each.begin < until]
+    return replace(drawn, timeline=Timeline(tuple(kept)))
+
+
+class TestWorld:
+    def test_a_step_takes_what_its_last_rank_takes(self) -> None:
+        world = World(JOB)
+        assert world.usual_seconds == pytest.approx(0.5)
+        assert world.step_seconds(EQUAL, TWICE) == pytest.approx(0.9)
+        assert world.loss(EQUAL, TWICE) == pytest.approx(loss_rate(1.8))
+        assert world.step_seconds(Way(shares=(9, 9, 5, 9)), TWICE) == pytest.approx(0.6)
+        assert world.step_seconds(world.best_exact(TWICE), TWICE) == pytest.approx(0.6)
+
+    def test_local_sgd_waits_for_nobody_but_at_its_synchronisations(self) -> None:
+        seconds = World(JOB).step_seconds(LOCAL, TWICE)
+        assert 0.4 * 4 / 3.5 < seconds < 0.4 * 4 / 3.5 * 1.04
+        assert World(JOB).synchronisation_seconds(CALM) == pytest.approx(1.3 * (0.4 * 2 / 3 + 0.1) - 0.4 / 3)
+        assert World(JOB).step_seconds(LOCAL, SLOW_LINK) < 0.43
+
+    def test_what_local_sgd_wins_counts_only_where_exact_training_cannot_mend_it(self) -> None:
+        world = World(JOB)
+        assert world.loss(LOCAL, SLOW_LINK) == 0.0
+        assert world.loss(LOCAL, TWICE) == world.loss(world.best_exact(TWICE), TWICE) > 0, "shares mend most of it"
+        weak = Strain(transfer_seconds=0.05)
+        assert world.loss(LOCAL, weak) == world.loss(EQUAL, weak) > 0, "not worth leaving exact training"
+        alike = Strain(all_slow=1.5)
+        assert world.loss(LOCAL, alike) == world.loss(EQUAL, alike) > 0, "it is no remedy of that"
+
+    @pytest.mark.parametrize("kind", sorted(KINDS))
+    @pytest.mark.parametrize("ranks", [4, 64])
+    def test_a_kind_makes_steps_as_long_as_it_is_told(self, kind: str, ranks: int) -> None:
+        job = replace(JOB, workers=ranks // 4, ranks_each=4) if ranks > 4 else JOB
+        strain = KINDS[kind].make(job, 1.5, np.random.default_rng(0))
+        assert World(job).step_seconds(EQUAL, strain) / World(job).usual_seconds == pytest.approx(1.5, rel=0.06)
+
+    def test_what_can_be_planned_is_planned_by_the_best_way(self) -> None:
+        world = World(JOB)
+        pauses, uneven = Strain(garbage_seconds=1.0), Strain(lengths=0.3)
+        assert world.step_seconds(world.best_exact(pauses), pauses) == pytest.approx(0.5 + 1.0 / 20)
+        assert world.step_seconds(world.best_exact(uneven), uneven) == pytest.approx(0.5)
+
+
+class TestClairvoyant:
+    def test_dynamic_programming_equals_trying_all(self) -> None:
+        random = np.random.default_rng(1)
+        for _ in range(200):
+            seconds, restart = int(random.integers(1, 9)), int(random.integers(1, 5))
+            earliest = int(random.integers(0, 3))
+            rates = [tuple(map(float, pair)) for pair in random.random((seconds, 2))]
+            stays, moved = zip(*rates, strict=True)
+            exchanged = [
+                sum(stays[:at]) + min(restart, seconds - at) + sum(moved[at + restart :])
+                for at in range(earliest, seconds)
+            ]
+            found = clairvoyant.plan(rates, restart, able=True, earliest=earliest)  # type: ignore[arg-type]
+            assert found == pytest.approx(min([sum(stays), *exchanged]))
+            assert clairvoyant.plan(rates, restart, able=False) == pytest.approx(sum(stays))  # type: ignore[arg-type]
+
+    def test_takes_the_spare_where_that_is_less_than_what_shares_leave(self) -> None:
+        left = loss_rate(0.6 / 0.5)
+        for seconds in (60, 600):
+            of = scenario(TWICE, seconds)
+            assert clairvoyant.least_cost(of, World(JOB)) == pytest.approx(min(20, seconds * left))
+        dead = replace(JOB, spare=Spare.DEAD)
+        assert clairvoyant.least_cost(scenario(TWICE, 600, dead), World(dead)) == pytest.approx(600 * left)
+
+    @pytest.mark.parametrize("seed", range(16))
+    def test_is_beaten_by_no_policy(self, seed: int) -> None:
+        of = shortened(draw.scenario(seed, ranks=4))
+        found = outcome(of)
+        for name, lost in found.lost.items():
+            assert lost >= found.least - 1e-9, (name, of.words)
+        assert not found.failures
+
+    @pytest.mark.parametrize("kind", sorted(KINDS))
+    def test_whom_policies_are_held_against_is_not_below_it(self, kind: str) -> None:
+        of = draw.scenario(3, kind, 64)
+        world = World(of.job)
+        assert clairvoyant.informed_cost(of, world) >= clairvoyant.least_cost(of, world, first_sign(of)) - 1e-9
+
+
+class TestPolicies:
+    @staticmethod
+    def plays(name: str, of: Scenario) -> tuple[list[Way], list[bool], int]:
+        """The ways, whether the spare is in force, and how long it stood."""
+        world = World(of.job)
+        course = play(of, world, POLICIES[name](of, world))
+        return [setup.way for setup in course.setups], [setup.moved for setup in course.setups], course.stood
+
+    def test_never_act(self) -> None:
+        ways, moved, stood = self.plays("never act", scenario(TWICE))
+        assert (set(ways), any(moved), stood) == ({EQUAL}, False, 0)
+
+    def test_always_restart(self) -> None:
+        ways, moved, stood = self.plays("always restart", scenario(TWICE))
+        assert (set(ways), stood) == ({EQUAL}, 20)
+        assert moved.index(True) == first_sign(scenario(TWICE)) + 20 + 1
+        _, moved, stood = self.plays("always restart", scenario(TWICE, job=replace(JOB, spare=Spare.NONE)))
+        assert (any(moved), stood) == (False, 20), "which does not help"
+
+    def test_shares_only(self) -> None:
+        of = scenario(TWICE)
+        ways, moved, stood = self.plays("shares only", of)
+        late = noticing_seconds(JOB, of.depth)
+        assert {way.shares for way in ways[LEAD_SECONDS + late + 1 : LEAD_SECONDS + 120]} == {
+            World(JOB).best_exact(TWICE).shares
+        }
+        assert ways[0] == ways[-1] == EQUAL
+        assert (any(moved), stood) == (False, 0)
+
+    def test_greyhound_goes_from_level_to_level_as_the_loss_grows(self) -> None:
+        of = scenario(TWICE, 900)
+        ways, moved, stood = self.plays("Greyhound's levels", of)
+        shares, spare = next(n for n, way in enumerate(ways) if way.shares), moved.index(True)
+        begin, rate = first_sign(of), loss_rate(1.8)
+        assert (shares - begin) * rate == pytest.approx(SHARES_SECONDS, abs=1.0)
+        lost = (shares - begin) * rate + (spare - stood - shares) * loss_rate(1.2)
+        assert lost == pytest.approx(JOB.restart_seconds, abs=1.5)
+        assert ways[-1] == EQUAL
+
+    def test_ski_rental_waits_for_its_multiple(self) -> None:
+        def begins(times: float) -> int:
+            of = scenario(TWICE, 3000)
+            world = World(JOB)
+            course = play(of, world, SkiRental(of, world, times))
+            return [setup.moved for setup in course.setups].index(True) - course.stood
+
+        assert begins(2.0) - begins(1.0) == pytest.approx(20 / loss_rate(1.2), abs=2)
+
+
+class TestOurs:
+    @staticmethod
+    def plays(of: Scenario) -> tuple[Ours, list[Way], list[bool], int]:
+        world = World(of.job)
+        ours = Ours(of, world)
+        course = play(of, world, ours)
+        assert not ours.failures
+        return ours, [setup.way for setup in course.setups], [setup.moved for setup in course.setups], course.stood
+
+    def test_shares_first_and_the_spare_when_it_is_due(self) -> None:
+        ours, ways, moved, stood = self.plays(scenario(TWICE, 400))
+        assert [act.remedy for act in ours.acts] == [Remedy.REBALANCE, Remedy.REPLACE_WORKER]
+        assert {act.rank for act in ours.acts} == {2}
+        assert any(way.shares is not None for way in ways)
+        assert (moved[-1], stood) == (True, 20)
+        assert ways[-1].shares in (None, (8, 8, 8, 8))
+
+    def test_a_dead_spare_is_not_taken(self) -> None:
+        _, _, moved, stood = self.plays(scenario(TWICE, 400, replace(JOB, spare=Spare.DEAD)))
+        assert (any(moved), stood) == (False, 0)
+
+    def test_local_sgd_for_a_slow_link_and_back(self) -> None:
+        ours, ways, _, _ = self.plays(scenario(SLOW_LINK, 200, depth=2.0))
+        assert ours.acts[0].remedy == Remedy.LOCAL_SGD
+        assert ways[-1].mode is EQUAL.mode
+
+    @pytest.mark.parametrize("ranks", [4, 64])
+    def test_a_node_with_several_ranks(self, ranks: int) -> None:
+        job = JOB if ranks == 4 else replace(JOB, workers=8, ranks_each=8, samples=32, sample_seconds=0.0125)
+        strain = KINDS["node"].make(job, 1.8, np.random.default_rng(0))
+        _, _, moved, _ = self.plays(scenario(strain, 400, job))
+        assert moved[-1]
+
+    def test_a_pass_over_a_calm_job_changes_nothing_and_may_be_left_out(self) -> None:
+        of = scenario(TWICE)
+        seen = list[Observation]()
+
+        class Watched(Ours):
+            def _observe(self, now: Now, end: int) -> Observation:
+                seen.append(super()._observe(now, end))
+                return seen[-1]
+
+        ours = Watched(of, World(JOB))
+        play(of, World(JOB), ours)
+        calm = [observation for observation in seen if nothing_to_do(observation, ours.rules)]
+        assert 20 < len(calm) < len(seen)
+        for observation in calm[5:]:
+            draft, before = think(observation, ours.rules).draft, observation.draft
+            assert draft.plan == before.plan
+            assert draft.state.adaptation == before.state.adaptation
+            assert draft.state.incidents == before.state.incidents
+
+    def test_nothing_is_done_where_nothing_is_wrong(self) -> None:
+        found = quiet(draw.healthy(4, 0.5, 4), look_seconds=10)
+        assert (found.false_alarms, found.exchanges, found.quarantines) == (0, 0, 0)
+
+
+class TestSight:
+    def test_a_rank_is_as_slow_as_it_is(self) -> None:
+        sight = Sight(World(JOB), 1)
+        sight.goes_on(0.0, EQUAL, CALM)
+        sight.goes_on(100.0, EQUAL, TWICE)
+        before, within, after = (sight.rows(now) for now in (100.2, 103.0, 140.0))
+        assert before is not None
+        assert within is not None
+        assert after is not None
+        assert before["compute_seconds"].tolist() == pytest.approx([0.4] * 4)
+        assert after["compute_seconds"].tolist() == pytest.approx([0.4, 0.4, 0.8, 0.4])
+        assert 0.4 < within["compute_seconds"][2] < 0.8
+        assert sight.done(100.2) == pytest.approx(200, abs=1)
+
+    def test_a_step_is_the_same_whenever_it_is_looked_at(self) -> None:
+        sight = Sight(World(replace(JOB, noise=0.1)), 1)
+        sight.goes_on(0.0, EQUAL, CALM)
+        first, later = sight.windows(50.2)[0], sight.windows(51.2)[0]
+        common = set(first.steps) & set(later.steps)
+        assert len(common) >= 6
+        for step in common:
+            assert first.compute_seconds[first.steps.index(step)] == later.compute_seconds[later.steps.index(step)]
+
+    def test_other_shares_leave_some_steps_and_another_mode_none(self) -> None:
+        sight = Sight(World(JOB), 1)
+        sight.goes_on(0.0, EQUAL, TWICE)
+        sight.goes_on(100.0, Way(shares=(9, 9, 5, 9)), TWICE)
+        assert [*dict.fromkeys(sight.windows(103.0)[2].samples)] == [8, 5]
+        sight.goes_on(110.0, LOCAL, TWICE)
+        window = sight.windows(111.5)[2]
+        assert set(window.samples) == {8}
+        assert window.sync_mode == LOCAL.mode
+        assert not window.transfers
+        assert len(sight.windows(175.0)[2].transfers) == 2
+
+
+class TestDraw:
+    def test_is_a_function_of_the_seed(self) -> None:
+        assert draw.scenario(5) == draw.scenario(5) != draw.scenario(6)
+
+    def test_kinds_come_as_often_as_they_weigh_and_all_is_in_bounds(self) -> None:
+        drawn = [draw.scenario(seed) for seed in range(400)]
+        links = sum(of.kind == "link" for of in drawn)
+        assert links / 400 == pytest.approx(0.4, abs=0.07)
+        assert {of.kind for of in drawn} == set(KINDS)
+        assert {of.job.ranks for of in drawn} == {4, 64, 1024}
+        assert all(1.05 <= of.depth <= 5.0 and of.timeline.onset == LEAD_SECONDS for of in drawn)
+        assert {of.end for of in drawn} == {"once", "never", "flapping"}
+
+
+class TestFigures:
+    @staticmethod
+    def outcomes() -> list[Outcome]:
+        of = scenario(TWICE)
+        lost = dict.fromkeys(POLICIES, 50.0)
+        found = Outcome(of, lost | {OURS: 20.0}, lost | {OURS: 15.0}, least=10.0, informed=12.0, gains=((0.5, 0.4),))
+        return [found, replace(found, lost=lost | {OURS: 8.0}, gains=((0.5, 0.45),))]
+
+    def test_of_two_scenarios(self) -> None:
+        told = summary(self.outcomes(), [])
+        assert told["removed"] == pytest.approx(1 - 28 / 100)
+        assert told["removed_at_most"] == pytest.approx(0.8)
+        assert told["removed_of_removable"] == pytest.approx(0.72 / 0.8)
+        assert told["times_the_clairvoyant"] == {"mean": 1.25, "95 %": 1.25, "most": 1.25}
+        assert told["gains_predicted"] == [1, 2]
+        holds = told["holds"]
+        assert isinstance(holds, dict)
+        assert not holds["nobody beats the clairvoyant"], "8 s are less than is possible"
+        assert not holds["80% of gains within 20%"]
+        assert holds["1.3 × on average"]
+
+    def test_every_dimension_has_its_lines(self) -> None:
+        lines = "\n".join([*table(self.outcomes()), *worst(self.outcomes())])
+        for words in ("all", "kind rank", "ranks 4", "spare warm", "seed 1: rank 1.80 ×"):
+            assert words in lines
+
+
+def test_policies_are_asked_again_when_they_want_to_be() -> None:
+    @dataclass
+    class Sleeps:
+        due: int = 0
+        asked: list[int] = field(default_factory=list)
+
+        def wish(self, now: Now) -> Setup:
+            self.asked.append(now.second)
+            self.due = now.second + 50
+            return now.setup
+
+    policy = Sleeps()
+    play(scenario(TWICE), World(JOB), policy)
+    assert policy.asked[:4] == [0, 50, LEAD_SECONDS, LEAD_SECONDS + 50], "and when something changes"
