@@ -19,7 +19,7 @@ from pacekeeper_analysis.reports import RankWindow
 from pacekeeper_operator.observe.figures import ROW, Rows
 
 from .course import WINDOW_STEPS
-from .world import CALM, EQUAL, GARBAGE_EVERY, HICCUP, Strain, Way, World
+from .world import CALM, GARBAGE_EVERY, HICCUP, Strain, Way, World
 
 FIRST_STEP = 500
 TOKENS = 1000.0
@@ -125,7 +125,7 @@ class Sight:
         collects = random.random(job.ranks) < 1.0 / GARBAGE_EVERY
         if way.garbage_every:
             collects = np.full(job.ranks, number % way.garbage_every == 0)
-        garbage = strain.garbage_seconds * collects
+        garbage = np.asarray(strain.garbage_seconds * collects, dtype=np.float64)
         own = (job.fixed_seconds + shares * job.sample_seconds) * pace * noise * lengths + garbage
         transfer = job.transfer_seconds + strain.transfer_seconds
         took = own if way.mode is not SyncMode.SYNC else np.full(job.ranks, own.max() + transfer)
@@ -146,7 +146,7 @@ class Sight:
         rows["compute_seconds_per_sample"] = own / alike[-1].shares
         rows["wait_seconds"] = np.maximum(0.0, took - own)
         rows["share"] = alike[-1].shares
-        rows["first_steps_seconds"] = self.world.usual_seconds
+        rows["first_steps_seconds"], _ = self.world.first_steps
         return rows
 
     def windows(self, now: float) -> list[RankWindow]:
@@ -158,7 +158,7 @@ class Sight:
             np.array([getattr(step, name) for step in steps]).T.tolist() if steps else [()] * self.world.job.ranks
             for name in ("took", "own", "garbage", "lengths", "shares")
         )
-        transfers = self._synchronised(now, way)
+        transfers, (step, own_work) = self._synchronised(now, way), self.world.first_steps
         return [
             RankWindow(
                 rank=rank,
@@ -171,8 +171,8 @@ class Sight:
                 squares=tuple(TOKENS * total for total in lengths[rank]) if strain.lengths else (),
                 sync_mode=way.mode,
                 transfers=transfers,
-                baseline_seconds=self.world.usual_seconds,
-                baseline_own_seconds=self._usual_own,
+                baseline_seconds=step,
+                baseline_own_seconds=own_work,
             )
             for rank in range(self.world.job.ranks)
         ]
@@ -192,7 +192,3 @@ class Sight:
 
     def _strain_at(self, moment: float) -> Strain:
         return next((piece.strain for piece in reversed(self.pieces) if piece.begin <= moment), CALM)
-
-    @property
-    def _usual_own(self) -> float:
-        return float(np.median(self.world.own_seconds(EQUAL, CALM)))

@@ -27,6 +27,9 @@ HICCUP = 3.0
 """So many times as long as usual takes a rank that is held up once."""
 SYNCHRONISES = 1.3
 """Times the transfer of a step that one of a synchronisation in a Local-SGD mode takes (`simulation.workers.run`)."""
+CLEARLY = 1.1
+"""Times the bound beyond which nobody mistakes the one side of it for the other: up to there it is worth nothing to
+have left exact training, nor to have stayed."""
 BACKWARD, FORWARD = 2 / 3, 1 / 3
 """Parts of a rank's own work that hide a transfer: the first in a synchronous step, the second at a synchronisation. A
 step's transfer is taken to be so long that it just shows."""
@@ -144,14 +147,14 @@ class World:
         return loss_rate(seconds / self.usual_seconds)
 
     def may_leave_exact(self, way: Way, strain: Strain) -> bool:
-        """The best exact way takes NEARLY times as long, or more, and does not mend slow ranks by half. That Local-SGD
-        hides transfers where nothing is wrong, too, is no remedy."""
+        """The best exact way takes clearly more than NEARLY times as long, and does not mend slow ranks by half. That
+        Local-SGD hides transfers where nothing is wrong, too, is no remedy."""
         exact, equal, local = (
             self.step_seconds(each, strain) / self.usual_seconds for each in (self.best_exact(strain), EQUAL, way)
         )
         mended = self.step_seconds(way, strain) / self.step_seconds(way, CALM)
         halved = bool(strain.slow) and exact - 1.0 <= ENOUGH * (equal - 1.0)
-        return exact >= NEARLY * max(1.0, local, mended) and not halved
+        return exact >= CLEARLY * NEARLY * max(1.0, local, mended) and not halved
 
     def least_loss(self, strain: Strain) -> float:
         """Under the best way that there is, or that anybody has tried."""
@@ -190,6 +193,12 @@ class World:
     def usual_seconds(self) -> float:
         """Of a step, without strain, as the job begins."""
         return self.step_seconds(EQUAL, CALM)
+
+    @cached_property
+    def first_steps(self) -> tuple[float, float]:
+        """Medians of the job's first steady steps, as its ranks remember them: of a step, and of own work in it."""
+        own = self.own_seconds(EQUAL, CALM)
+        return float(np.median(own.max(axis=1))) + self.job.transfer_seconds, float(np.median(own))
 
     def step_seconds(self, way: Way, strain: Strain) -> float:
         """Expected for one step's worth of samples of the whole job."""
