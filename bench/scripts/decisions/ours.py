@@ -13,7 +13,7 @@ from pacekeeper_analysis.reports import Evidence, Heartbeat
 from pacekeeper_operator.api import Cause
 from pacekeeper_operator.decide import straggler
 from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.observation import Metrics, Observation
+from pacekeeper_operator.observation import Metrics, Observation, WorkerView
 from pacekeeper_operator.observation import Policy as Rules
 from pacekeeper_operator.observe import figures
 from pacekeeper_operator.state import Draft
@@ -74,6 +74,7 @@ class Ours:
             draft = draft.with_budget(restart_seconds=float(job.restart_seconds))
         spec = replace(base.job.spec, nproc_per_node=job.ranks_each)
         self._base = replace(base.with_draft(draft), job=replace(base.job, spec=spec))
+        self._beat = self._base.members[0].heartbeat or Heartbeat()
         self.draft: Draft = self._base.draft
         self.rules = policy(max_restarts=100)
         self._sight = Sight(self.world, self.scenario.seed, FIRST_STEP)
@@ -102,44 +103,46 @@ class Ours:
         return self._wished(now.setup)
 
     def _observe(self, now: Now, end: int) -> Observation:
-        draft, sight, job = self.draft, self._sight, self.world.job
-        done = sight.done(end)
+        metrics = self._metrics(end)
+        world = replace(self._base, now=NOW + end, workers=self._views(now, end), metrics=metrics)
+        return replace(world.with_draft(self.draft), evidence=() if metrics.untold else self._answers(end))
+
+    def _views(self, now: Now, end: int) -> tuple[WorkerView, ...]:
+        plan, sight = self.draft.plan, self._sight
+        step = sight.first + sight.done(end)
         beat = replace(
-            self._base.members[0].heartbeat or Heartbeat(),
-            membership=draft.plan.membership,
-            round=draft.plan.round,
-            step=sight.first + done,
-            steps_in_round=done,
-            checkpoint_step=sight.first + done,
+            self._beat,
+            membership=plan.membership,
+            round=plan.round,
+            step=step,
+            steps_in_round=sight.done(end),
+            checkpoint_step=step,
             checkpoint_request=self._answered,
-            global_batch=job.batch,
+            global_batch=self.world.job.batch,
             first_step_at=NOW + self._round_from + 1.0,
             round_started_at=NOW + self._round_from,
             sync_mode=now.setup.way.mode.value,
         )
-        self._answered = draft.plan.checkpoint_request
-        seated = {member.worker for member in draft.plan.members}
-        views = []
-        for view in self._base.workers:
+        self._answered = plan.checkpoint_request
+        seated = {member.worker for member in plan.members}
+        begun = {member.worker for member in self._base.plan.members}
+
+        def seen(view: WorkerView) -> WorkerView:
             if view.name in seated:
-                views.append(replace(view, heartbeat=beat))
-            elif job.spare is Spare.DEAD:
-                views.append(replace(view, silent_seconds=600.0 + end))
-            elif view.name in self._members_before:
-                views.append(replace(view, pod=None, heartbeat=None))  # given up, and gone
-            else:
-                views.append(view)
-        rows = sight.rows(max(sight.pieces[0].begin, end - self.scenario.stale_seconds))
-        metrics = Metrics()
-        if rows is not None:
-            of_each = job.ranks_each
-            heard = {m.worker: rows[n * of_each : (n + 1) * of_each] for n, m in enumerate(draft.plan.members)}
-            metrics = figures.metrics(heard, draft.plan, metrics)
-        else:
-            metrics = replace(metrics, untold=tuple(member.worker for member in draft.plan.members))
-        observation = replace(self._base, now=NOW + end, draft=self._base.draft, workers=tuple(views), metrics=metrics)
-        observation = observation.with_draft(draft)
-        return observation if rows is None else replace(observation, evidence=self._answers(end))
+                return replace(view, heartbeat=beat)
+            if view.name in begun:  # given up, and gone
+                return replace(view, pod=None, heartbeat=None)
+            return replace(view, silent_seconds=600.0 + end) if self.world.job.spare is Spare.DEAD else view
+
+        return tuple(map(seen, self._base.workers))
+
+    def _metrics(self, end: int) -> Metrics:
+        members, each = self.draft.plan.members, self.world.job.ranks_each
+        rows = self._sight.rows(max(self._sight.pieces[0].begin, end - self.scenario.stale_seconds))
+        if rows is None:
+            return Metrics(untold=tuple(member.worker for member in members))
+        heard = {member.worker: rows[n * each : (n + 1) * each] for n, member in enumerate(members)}
+        return figures.metrics(heard, self.draft.plan, Metrics())
 
     def _answers(self, end: int) -> tuple[Evidence, ...]:
         """To the request that is out: once given, they stay."""
@@ -153,10 +156,6 @@ class Ours:
                 for m in plan.members
             )
         return self._told
-
-    @property
-    def _members_before(self) -> frozenset[str]:
-        return frozenset(member.worker for member in self._base.plan.members)
 
     def _suspect_pause(self, end: int) -> int:
         """In the long run questions become rare, and passes between them weigh the same answers again."""
