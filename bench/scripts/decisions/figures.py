@@ -91,10 +91,15 @@ def worst(outcomes: Sequence[Outcome]) -> Iterable[str]:
         )
 
 
-def predicted(outcomes: Iterable[Outcome]) -> tuple[int, int]:
-    """Remedies whose gain was predicted, and all of them."""
-    gains = [gain for each in outcomes for gain in each.gains]
-    return sum(abs(told - real) <= max(NEAR * abs(real), SLACK) for told, real in gains), len(gains)
+def predicted(outcomes: Iterable[Outcome]) -> dict[str, tuple[int, int]]:
+    """By remedy, and of "all": those whose gain was predicted, and how many there were."""
+    found: dict[str, tuple[int, int]] = {"all": (0, 0)}
+    for gain in (gain for each in outcomes for gain in each.gains):
+        right = abs(gain.predicted - gain.realised) <= max(NEAR * abs(gain.realised), SLACK)
+        for name in ("all", gain.remedy):
+            before = found.get(name, (0, 0))
+            found[name] = before[0] + right, before[1] + 1
+    return found
 
 
 def best_online(outcomes: Sequence[Outcome]) -> str:
@@ -107,7 +112,8 @@ def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, o
     """The figures, and `holds`: which of the goals are reached."""
     found, slow = figures(outcomes), [each for each in outcomes if each.is_slow]
     of_slow = figures(slow)
-    right, told = predicted(outcomes)
+    gains = predicted(outcomes)
+    right, told = gains["all"]
     every = [*outcomes, *calm]
     days, calm_days = sum(each.days for each in every), sum(each.days for each in calm)
     quarantines = sum(each.quarantines for each in every)
@@ -138,7 +144,7 @@ def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, o
         "best_online": best_online(outcomes),
         "times_the_clairvoyant": _times(found),
         "times_where_slow_by_its_spec": _times(of_slow),
-        "gains_predicted": [right, told],
+        "gains_predicted": gains,
         "exchanges": sum(each.exchanges for each in outcomes),
         "wrong_exchanges": sum(each.wrong_exchanges for each in every),
         "days": days,

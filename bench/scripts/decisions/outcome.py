@@ -21,6 +21,15 @@ GRACE_SECONDS = 60
 
 
 @dataclass(frozen=True)
+class Gain:
+    """Of one remedy of ours: seconds a second."""
+
+    remedy: str
+    predicted: float
+    realised: float
+
+
+@dataclass(frozen=True)
 class Outcome:
     """Seconds of training, by policy: what it lost in all, and from the first sign on."""
 
@@ -29,7 +38,7 @@ class Outcome:
     since: Mapping[str, float]
     least: float  # that can be lost, by whoever knows all
     informed: float  # from the first sign on, by whoever knows how long it lasts
-    gains: tuple[tuple[float, float], ...] = ()  # of each remedy of ours: predicted and realised, seconds a second
+    gains: tuple[Gain, ...] = ()
     false_alarms: int = 0
     exchanges: int = 0
     wrong_exchanges: int = 0
@@ -89,7 +98,7 @@ def quiet(scenario: Scenario, look_seconds: int) -> Outcome:
     return Outcome(scenario, {OURS: cost, "never act": 0.0}, {OURS: cost}, 0.0, 0.0, **_judged(scenario, ours))
 
 
-def gains(scenario: Scenario, world: World, course: Course, acts: list[Act]) -> list[tuple[float, float]]:
+def gains(scenario: Scenario, world: World, course: Course, acts: list[Act]) -> list[Gain]:
     """Of each remedy: what it was to win, and what it won of the strain that it was for."""
     found = []
     for act in acts:
@@ -99,7 +108,7 @@ def gains(scenario: Scenario, world: World, course: Course, acts: list[Act]) -> 
         if came == CALM or after is None:
             continue
         left, mended = (world.loss(setup.way, met(came, moved=setup.moved)) for setup in (before, after))
-        found.append((loss_rate(act.before) - loss_rate(act.after), left - mended))
+        found.append(Gain(act.remedy, loss_rate(act.before) - loss_rate(act.after), left - mended))
     return found
 
 

@@ -142,17 +142,17 @@ class World:
         and binds all: what Local-SGD wins over exact training counts only where it `may_leave_exact`."""
         self.tried.setdefault(way)
         seconds = self.step_seconds(way, strain)
-        if way.mode is not SyncMode.SYNC and not self.may_leave_exact(way, strain):
+        if way.mode is not SyncMode.SYNC and not self.may_leave_exact(strain):
             seconds = max(seconds, self.step_seconds(self.best_exact(strain), strain))
         return loss_rate(seconds / self.usual_seconds)
 
-    def may_leave_exact(self, way: Way, strain: Strain) -> bool:
+    def may_leave_exact(self, strain: Strain) -> bool:
         """The best exact way takes clearly more than NEARLY times as long, and does not mend slow ranks by half. That
         Local-SGD hides transfers where nothing is wrong, too, is no remedy."""
         exact, equal, local = (
-            self.step_seconds(each, strain) / self.usual_seconds for each in (self.best_exact(strain), EQUAL, way)
+            self.step_seconds(each, strain) / self.usual_seconds for each in (self.best_exact(strain), EQUAL, LOCAL)
         )
-        mended = self.step_seconds(way, strain) / self.step_seconds(way, CALM)
+        mended = self.step_seconds(LOCAL, strain) / self.step_seconds(LOCAL, CALM)
         halved = bool(strain.slow) and exact - 1.0 <= ENOUGH * (equal - 1.0)
         return exact >= CLEARLY * NEARLY * max(1.0, local, mended) and not halved
 

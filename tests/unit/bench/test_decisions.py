@@ -13,7 +13,7 @@ from bench.scripts.decisions.draw import LEAD_SECONDS, Scenario
 from bench.scripts.decisions.figures import summary, table, worst
 from bench.scripts.decisions.kinds import KINDS
 from bench.scripts.decisions.ours import Ours, nothing_to_do
-from bench.scripts.decisions.outcome import Outcome, outcome, quiet
+from bench.scripts.decisions.outcome import Gain, Outcome, outcome, quiet
 from bench.scripts.decisions.policies import OURS, POLICIES, SHARES_SECONDS, SkiRental
 from bench.scripts.decisions.sight import Sight
 from bench.scripts.decisions.world import CALM, EQUAL, LOCAL, Job, Segment, Setup, Spare, Strain, Timeline, Way, World
@@ -290,8 +290,15 @@ class TestFigures:
     def outcomes() -> list[Outcome]:
         of = scenario(TWICE)
         lost = dict.fromkeys(POLICIES, 50.0)
-        found = Outcome(of, lost | {OURS: 20.0}, lost | {OURS: 15.0}, least=10.0, informed=12.0, gains=((0.5, 0.4),))
-        return [found, replace(found, lost=lost | {OURS: 8.0}, gains=((0.5, 0.45),))]
+        found = Outcome(
+            of,
+            lost | {OURS: 20.0},
+            lost | {OURS: 15.0},
+            least=10.0,
+            informed=12.0,
+            gains=(Gain("Rebalance", 0.5, 0.4),),
+        )
+        return [found, replace(found, lost=lost | {OURS: 8.0}, gains=(Gain("LocalSGD", 0.5, 0.45),))]
 
     def test_of_two_scenarios(self) -> None:
         told = summary(self.outcomes(), [])
@@ -299,7 +306,7 @@ class TestFigures:
         assert told["removed_at_most"] == pytest.approx(0.8)
         assert told["removed_of_removable"] == pytest.approx(0.72 / 0.8)
         assert told["times_the_clairvoyant"] == {"mean": 1.25, "95 %": 1.25, "most": 1.25}
-        assert told["gains_predicted"] == [1, 2]
+        assert told["gains_predicted"] == {"all": (1, 2), "Rebalance": (0, 1), "LocalSGD": (1, 1)}
         holds = told["holds"]
         assert isinstance(holds, dict)
         assert not holds["nobody beats the clairvoyant"], "8 s are less than is possible"
