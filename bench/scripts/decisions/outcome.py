@@ -16,7 +16,7 @@ from .ours import Act, Ours
 from .policies import OURS, POLICIES
 from .world import CALM, Spare, Strain, World, met
 
-GRACE_SECONDS = 60
+GRACE_SECONDS = 120
 """So long after a slowdown's end what is done still concerns it."""
 
 
@@ -107,7 +107,10 @@ def gains(scenario: Scenario, world: World, course: Course, acts: list[Act]) -> 
         after = next((setup for setup in course.setups[act.second :] if setup != before), None)
         if came == CALM or after is None:
             continue
-        left, mended = (world.loss(setup.way, met(came, moved=setup.moved)) for setup in (before, after))
+        left, mended = (
+            loss_rate(world.step_seconds(setup.way, met(came, moved=setup.moved)) / world.usual_seconds)
+            for setup in (before, after)
+        )
         found.append(Gain(act.remedy, loss_rate(act.before) - loss_rate(act.after), left - mended))
     return found
 
