@@ -45,6 +45,7 @@ class Course:
     """Seconds of training that each second has cost, and the setups that were in force."""
 
     lost: tuple[float, ...]
+    slowed: float  # seconds in all, by its steps alone (`World.slowed`)
     setups: tuple[Setup, ...]
     stood: int  # seconds between rounds
 
@@ -55,16 +56,18 @@ class Course:
 def play(scenario: Scenario, world: World, policy: Policy) -> Course:
     """A new round takes the job's restart, and is not broken off."""
     setup, coming, left = Setup(), Setup(), 0
-    lost, setups, stood = list[float](), list[Setup](), 0
+    lost, slowed, setups, stood = list[float](), list[float](), list[Setup](), 0
     before: tuple[Strain, Setup] | None = None
     for second, came in enumerate(scenario.timeline.by_second):
         if second < policy.due and not left and before == (came, setup):
             lost.append(lost[-1])
+            slowed.append(slowed[-1])
             setups.append(setup)
             continue
         before = came, setup
         strain = met(came, moved=setup.moved)
         lost.append(1.0 if left else world.loss(setup.way, strain))
+        slowed.append(1.0 if left else world.slowed(setup.way, strain))
         setups.append(setup)
         stood += bool(left)
         wish = policy.wish(Now(second, setup, strain, came, stands=bool(left)))
@@ -77,7 +80,7 @@ def play(scenario: Scenario, world: World, policy: Policy) -> Course:
             left = world.job.restart_seconds
         else:
             setup = wish
-    return Course(tuple(lost), tuple(setups), stood)
+    return Course(tuple(lost), math.fsum(slowed), tuple(setups), stood)
 
 
 def noticing_seconds(job: Job, depth: float) -> int:

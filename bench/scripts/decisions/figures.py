@@ -137,6 +137,7 @@ def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, o
         "scenarios": found.scenarios,
         "removed": found.removed[OURS],
         "removed_at_most": found.removable,
+        "removed_by_steps": 1 - sum(each.slowed for each in outcomes) / sum(each.injected for each in outcomes),
         "removed_of_removable": found.removed_of_removable,
         "removed_published": PUBLISHED,
         "removed_by": dict(found.removed),

@@ -35,6 +35,7 @@ class Outcome:
 
     scenario: Scenario
     lost: Mapping[str, float]
+    slowed: float  # by ours, and by steps alone: what Local-SGD wins counts without any rule
     since: Mapping[str, float]
     least: float  # that can be lost, by whoever knows all
     informed: float  # from the first sign on, by whoever knows how long it lasts
@@ -82,6 +83,7 @@ def outcome(scenario: Scenario) -> Outcome:
     return Outcome(
         scenario,
         lost={name: course.cost() for name, course in courses.items()},
+        slowed=courses[OURS].slowed,
         since={name: course.cost(sign) for name, course in courses.items()},
         least=clairvoyant.least_cost(scenario, world),
         informed=clairvoyant.informed_cost(scenario, world),
@@ -94,8 +96,9 @@ def quiet(scenario: Scenario, look_seconds: int) -> Outcome:
     """Ours alone, where nothing goes wrong."""
     world = World(scenario.job)
     ours = Ours(scenario, world, look_seconds=look_seconds)
-    cost = play(scenario, world, ours).cost()
-    return Outcome(scenario, {OURS: cost, "never act": 0.0}, {OURS: cost}, 0.0, 0.0, **_judged(scenario, ours))
+    course = play(scenario, world, ours)
+    lost = {OURS: course.cost(), "never act": 0.0}
+    return Outcome(scenario, lost, course.slowed, lost, 0.0, 0.0, **_judged(scenario, ours))
 
 
 def gains(scenario: Scenario, world: World, course: Course, acts: list[Act]) -> list[Gain]:
@@ -107,10 +110,7 @@ def gains(scenario: Scenario, world: World, course: Course, acts: list[Act]) -> 
         after = next((setup for setup in course.setups[act.second :] if setup != before), None)
         if came == CALM or after is None:
             continue
-        left, mended = (
-            loss_rate(world.step_seconds(setup.way, met(came, moved=setup.moved)) / world.usual_seconds)
-            for setup in (before, after)
-        )
+        left, mended = (world.slowed(setup.way, met(came, moved=setup.moved)) for setup in (before, after))
         found.append(Gain(act.remedy, loss_rate(act.before) - loss_rate(act.after), left - mended))
     return found
 

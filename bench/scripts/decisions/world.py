@@ -146,6 +146,10 @@ class World:
             seconds = max(seconds, self.step_seconds(self.best_exact(strain), strain))
         return loss_rate(seconds / self.usual_seconds)
 
+    def slowed(self, way: Way, strain: Strain) -> float:
+        """The same of its steps alone, whether they are exact or not."""
+        return loss_rate(self.step_seconds(way, strain) / self.usual_seconds)
+
     def may_leave_exact(self, strain: Strain) -> bool:
         """The best exact way takes clearly more than NEARLY times as long, and does not mend slow ranks by half. That
         Local-SGD hides transfers where nothing is wrong, too, is no remedy."""

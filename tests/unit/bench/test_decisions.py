@@ -293,6 +293,7 @@ class TestFigures:
         found = Outcome(
             of,
             lost | {OURS: 20.0},
+            18.0,
             lost | {OURS: 15.0},
             least=10.0,
             informed=12.0,
@@ -303,6 +304,7 @@ class TestFigures:
     def test_of_two_scenarios(self) -> None:
         told = summary(self.outcomes(), [])
         assert told["removed"] == pytest.approx(1 - 28 / 100)
+        assert told["removed_by_steps"] == pytest.approx(1 - 36 / 100)
         assert told["removed_at_most"] == pytest.approx(0.8)
         assert told["removed_of_removable"] == pytest.approx(0.72 / 0.8)
         assert told["times_the_clairvoyant"] == {"mean": 1.25, "95 %": 1.25, "most": 1.25}
