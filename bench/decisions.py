@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class Sizes:
     """How much is played. scenarios: by ranks. calm_hours: each by ranks, looked at as often as usual; calm_days: of
-    four ranks, looked at once a minute, in lots of ten."""
+    four ranks, looked at every other minute, in lots of ten."""
 
     scenarios: dict[int, int]
     calm_hours: dict[int, float]
@@ -45,7 +45,7 @@ class Sizes:
 FULL = Sizes({4: 240, 64: 120, 1024: 20}, {4: 100.0, 64: 100.0, 1024: 4.0}, 1000, simulated.SEEDS)
 QUICK = Sizes({4: 14, 64: 5, 1024: 0}, {4: 2.0, 64: 0.5}, 0, 0)
 LOT_DAYS = 10
-LOOK_SECONDS, SELDOM_SECONDS = 6, 60
+LOOK_SECONDS, SELDOM_SECONDS = 6, 120
 """Between two looks at a job in which nothing happens: a window of steps is hardly longer."""
 
 
