@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from bench.scripts.decisions.simulated import STRIKES, TAIL_SECONDS, Case, Played, results
+from bench.scripts.decisions import agreement
+from bench.scripts.decisions.draw import LEAD_SECONDS
+from bench.scripts.decisions.simulated import (
+    COMPARED,
+    FOR_EVER,
+    STRIKES,
+    TAIL_SECONDS,
+    Case,
+    Played,
+    Result,
+    cases,
+    report,
+    results,
+)
 
 SECONDS = 100.0
 ENDS = STRIKES + SECONDS + TAIL_SECONDS
@@ -46,3 +59,34 @@ def test_what_is_never_noticed_costs_what_it_costs_unmended() -> None:
     (result,) = results([HEALTHY, slow])
     assert result.decided_after == SECONDS
     assert result.noticing == pytest.approx(50.0)
+
+
+def test_cases_are_all_kinds_in_each_world_beside_what_they_are_held_against() -> None:
+    assert len(cases(3)) == 3 * (2 + 48)
+    few = cases(0)
+    assert {case.kind for case in few if case.factor > 1} == set(COMPARED)
+    assert {case.spares for case in few if case.factor == 1} == {0, 1}
+    assert few == sorted(few, key=lambda case: -case.ends)
+
+
+def result(spares: int, factor: float, seconds: float, cost: float) -> Result:
+    return Result(Case(0, spares, factor, seconds), cost, 10.0, 2.0, 5.0, 1 - cost / 100, 0.9)
+
+
+def test_goals_are_of_means_over_the_worlds(capsys: pytest.CaptureFixture[str]) -> None:
+    told, holds = report([result(1, 2.0, 600.0, 18.0), result(1, 2.0, 600.0, 26.0), result(0, 2.0, 30.0, 12.0)])
+    assert told["times_the_clairvoyant"] == {"2 times as slow for 600 s, spares: 1": 2.0}
+    assert told["points_behind"] == {"2 times as slow for 600 s, spares: 1": pytest.approx(12.0)}
+    assert list(holds.values()) == [True, False]
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_case_of_both_parts_has_the_same_slow_rank() -> None:
+    of = agreement.scenario(0, 0, 1.6, 600.0)
+    assert (of.timeline.onset, of.timeline.over, of.timeline.end) == (LEAD_SECONDS, LEAD_SECONDS + 600, 810)
+    (strain,) = {strain for strain in of.timeline.by_second if strain.slow}
+    assert strain.slow == ((1, 1.6),)
+    endless = agreement.scenario(0, 1, 1.6, FOR_EVER).timeline
+    assert endless.end == endless.over == LEAD_SECONDS + FOR_EVER
+    assert agreement.Compared(0, 1.6, 600.0, 0.7, 0.84).agrees
+    assert not agreement.Compared(0, 1.6, 600.0, 0.7, 0.86).agrees
