@@ -13,11 +13,10 @@ import importlib
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
-import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ..stragglers.host import wait_for
+from ..stragglers.host import run_ranks
 from .workload import RANKS
 
 PREIMPORT = "torch._dynamo"
@@ -50,38 +49,17 @@ def main() -> None:
 def perform(module: ModuleType, function: str, arguments: dict[str, Any], timeout: float) -> Any:
     """What each rank gave back, or an error."""
     folder = Path(tempfile.mkdtemp(prefix="bench-of-pacekeeper-"))
-    paths = [folder / f"{rank}.json" for rank in range(RANKS)]
-    children = [fork(module, function, arguments, rank, path) for rank, path in enumerate(paths)]
-    try:
-        wait_for(children, paths, timeout)
-    finally:
-        for pid in children:
-            os.kill(pid, signal.SIGKILL)  # ended or not: a child that nobody has waited for keeps its id
-            os.waitpid(pid, 0)
-    answers = [json.loads(path.read_text()) for path in paths if path.exists()]
+    ranks = [partial(rank_main, module, function, arguments, rank, folder / "store") for rank in range(RANKS)]
+    answers = run_ranks(ranks, folder, timeout)
     shutil.rmtree(folder)
-    errors = [answer["error"] for answer in answers if "error" in answer]
-    if errors or len(answers) < RANKS:
-        return {"error": errors[0] if errors else f"{RANKS - len(answers)} ranks gave nothing back in {timeout:.0f} s"}
-    return [answer["value"] for answer in answers]
+    return answers if isinstance(answers, dict) else [answer["value"] for answer in answers]
 
 
-def fork(module: ModuleType, function: str, arguments: dict[str, Any], rank: int, path: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        torch.set_num_threads(1)
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        torch.distributed.init_process_group(
-            "gloo", f"file://{path.parent}/store", rank=rank, world_size=RANKS, timeout=TIMEOUT
-        )
-        answer = {"value": getattr(module, function)(rank, **arguments)}
-    except BaseException:
-        answer = {"error": f"rank {rank}: {traceback.format_exc()}"}
-    path.with_suffix(".new").write_text(json.dumps(answer))
-    path.with_suffix(".new").rename(path)
-    os._exit(0)
+def rank_main(module: ModuleType, function: str, arguments: dict[str, Any], rank: int, store: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS, timeout=TIMEOUT)
+    return {"value": getattr(module, function)(rank, **arguments)}
 
 
 if __name__ == "__main__":

@@ -20,12 +20,14 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .run import RANKS, Outcome, Place, Run
+from .run import RANKS, Place, Run
 
 CLONE_NEWNET = 0x40000000
 PREIMPORTS = ("torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch._dynamo")
@@ -50,36 +52,43 @@ def perform(run: Run, timeout: float) -> Any:
     folder = Path(tempfile.mkdtemp(prefix="bench-of-pacekeeper-", dir="/dev/shm"))
     ports = free_ports(RANKS + 1)
     places = [Place(rank, ports, folder) for rank in range(RANKS)]
-    children = [fork(run, place) for place in places]
+    outcome = run_ranks([partial(rank_main, run, place) for place in places], folder, timeout)
+    shutil.rmtree(folder)
+    return outcome
+
+
+def run_ranks(ranks: Sequence[Callable[[], dict[str, Any]]], folder: Path, timeout: float) -> Any:
+    """What each rank gave back from a process of its own, in rank order, or an error. All of them have ended."""
+    paths = [folder / f"outcome-{rank}.json" for rank in range(len(ranks))]
+    children = [fork(work, rank, path) for rank, (work, path) in enumerate(zip(ranks, paths, strict=True))]
     try:
-        wait_for(children, [answer_of(place) for place in places], timeout)
+        wait_for(children, paths, timeout)
     finally:
         for pid in children:
             os.kill(pid, signal.SIGKILL)  # ended or not: a child that nobody has waited for keeps its id
             os.waitpid(pid, 0)
-    answers = [json.loads(path.read_text()) for place in places if (path := answer_of(place)).exists()]
-    shutil.rmtree(folder)
+    answers = [json.loads(path.read_text()) for path in paths if path.exists()]
     errors = [answer["error"] for answer in answers if "error" in answer]
-    if errors or len(answers) < RANKS:
-        return {"error": errors[0] if errors else f"{RANKS - len(answers)} ranks gave nothing back in {timeout:.0f} s"}
+    missing = len(ranks) - len(answers)
+    if errors or missing:
+        return {"error": errors[0] if errors else f"{missing} ranks gave nothing back in {timeout:.0f} s"}
     return answers
 
 
-def fork(run: Run, place: Place) -> int:
+def fork(work: Callable[[], dict[str, Any]], rank: int, path: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
-        answer = rank_main(run, place).to_json()
+        answer = work()
     except BaseException:
-        answer = {"error": f"rank {place.rank}: {traceback.format_exc()}"}
-    path = answer_of(place)
+        answer = {"error": f"rank {rank}: {traceback.format_exc()}"}
     path.with_suffix(".new").write_text(json.dumps(answer))
     path.with_suffix(".new").rename(path)
     os._exit(0)
 
 
-def rank_main(run: Run, place: Place) -> Outcome:
+def rank_main(run: Run, place: Place) -> dict[str, Any]:
     from . import sides
 
     if run.namespaces:
@@ -95,11 +104,7 @@ def rank_main(run: Run, place: Place) -> Outcome:
         MASTER_PORT=str(place.ports[0]),
         GLOO_SOCKET_IFNAME=run.interface,
     )
-    return sides.find(run.side)(run, place)
-
-
-def answer_of(place: Place) -> Path:
-    return place.folder / f"outcome-{place.rank}.json"
+    return sides.find(run.side)(run, place).to_json()
 
 
 def wait_for(children: list[int], answers: list[Path], timeout: float) -> None:
