@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pacekeeper.plain import allow
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import Longest, Within, read
 
 _CHUNK = 1 << 22
+_CHECKSUM = "checksum"
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,25 @@ class Manifest:
     files: dict[str, FileSum] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """With a checksum of all that it says."""
+        content = asdict(self)
+        return {**content, _CHECKSUM: _crc32(content)}
 
     @classmethod
     def from_json(cls, data: object) -> Self:
-        """Raises InputError that names the field."""
+        """Raises InputError that names the field, or where it does not say what was written.
+
+        One without a checksum is of an older version.
+        """
+        if isinstance(data, dict) and _CHECKSUM in data:
+            content = {name: value for name, value in data.items() if name != _CHECKSUM}
+            if data[_CHECKSUM] != _crc32(content):
+                raise InputError(f"manifest.{_CHECKSUM}: what it says is not what was written")
         return read(cls, data, "manifest")
+
+
+def _crc32(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 allow(FileSum, Manifest)

@@ -6,13 +6,15 @@ import errno
 import json
 import os
 import time
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pacekeeper.keep import checkpoints
 from pacekeeper.keep.checkpoints import CheckpointFolder, described, in_short
-from pacekeeper.keep.manifests import Manifest, checksum
+from pacekeeper.keep.manifests import FileSum, Manifest, checksum
 from pacekeeper.keep.rank_state import differences
 from pacekeeper_analysis.errors import InputError
 
@@ -305,8 +307,34 @@ def test_a_damaged_manifest_costs_its_checkpoint_and_no_other(tmp_path: Path, ke
         folder.partial(step).mkdir()
         assert folder.publish(Manifest(step, 1, 1, {}, ()))
     manifest = tmp_path / "step-00000200/manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {key: value}))
+    written = json.loads(manifest.read_text()) | {key: value}
+    del written["checksum"]  # as if it had been written like that
+    manifest.write_text(json.dumps(written))
     assert [found.step for found in folder.published()] == [100]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"world_size": 3}, {"model": {"a": "(4,) float32"}}, {"files": {}}, {"checksum": 0}, {"checksum": None}],
+    ids=["a number", "a shape", "files that are gone", "the sum", "no sum"],
+)
+def test_a_manifest_that_does_not_say_what_was_written_is_none(change: dict[str, Any]) -> None:
+    """Although each of its fields might be so."""
+    manifest = Manifest(200, 1, 2, {"a": "(3,) float32"}, ("model",), {"x": FileSum(1, 2)})
+    written = json.loads(json.dumps(manifest.to_json()))
+    assert Manifest.from_json(written) == manifest
+    with pytest.raises(InputError, match=r"manifest\.checksum: what it says is not what was written"):
+        Manifest.from_json(written | change)
+
+
+def test_a_manifest_of_an_older_version_has_no_checksum_and_one_of_a_newer_one_more_fields() -> None:
+    manifest = Manifest(200, 1, 2, {}, ("model",))
+    written = manifest.to_json()
+    del written["checksum"]
+    assert Manifest.from_json(written) == manifest
+    written["later"] = "field"
+    written["checksum"] = zlib.crc32(json.dumps(written, sort_keys=True).encode())
+    assert Manifest.from_json(written) == manifest
 
 
 def test_a_manifest_of_another_step_is_none(tmp_path: Path) -> None:
