@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -14,8 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from testcluster.settings import CACHE, REPOSITORY
+from testcluster.settings import CACHE
 
+from ..host_process import HostFailedError, HostProcess
 from .run import Outcome, Run
 from .sides import LEAVING_OUT
 from .sides import TORCHFT as TORCHFT_SIDES
@@ -48,8 +47,10 @@ class Hosts:
     """Runs ranks in the environment that their side needs; one run at a time."""
 
     def __init__(self, logs: Path) -> None:
-        self._logs = logs
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._processes = {
+            kind: HostProcess(python, ["-m", f"{__package__}.host", *PREIMPORTS[kind]], logs / f"{kind}.log")
+            for kind, python in (("torchft", torchft_python), ("pacekeeper", lambda: Path(sys.executable)))
+        }
         self.failures: list[Failure] = []
 
     def perform(self, run: Run, timeout: float, tries: int = 2) -> list[Outcome]:
@@ -65,43 +66,16 @@ class Hosts:
     def _perform(self, run: Run, timeout: float) -> list[Outcome]:
         kind = "torchft" if run.side in (*TORCHFT_SIDES, *LEAVING_OUT) else "pacekeeper"
         try:
-            process = self._processes.get(kind) or self._start(kind)
-        except (OSError, subprocess.SubprocessError) as error:
-            raise RunFailedError(f"its environment cannot be made: {error}") from error
-        assert process.stdin is not None
-        assert process.stdout is not None
-        line = ""
-        with contextlib.suppress(BrokenPipeError):  # it has ended since the last run
-            process.stdin.write(json.dumps({"run": run.to_json(), "timeout": timeout}) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        if not line:
-            del self._processes[kind]
-            raise RunFailedError(f"{run}: its host has ended: {(self._logs / f'{kind}.log').read_text()[-4000:]}")
-        answer: Any = json.loads(line)
+            answer = self._processes[kind].ask({"run": run.to_json(), "timeout": timeout})
+        except HostFailedError as error:
+            raise RunFailedError(f"{run}: {error}") from error
         if "error" in answer:
             raise RunFailedError(f"{run}: {answer['error']}")
         return [Outcome.from_json(outcome) for outcome in answer]
 
     def close(self) -> None:
         for process in self._processes.values():
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def _start(self, kind: str) -> subprocess.Popen[str]:
-        python = torchft_python() if kind == "torchft" else Path(sys.executable)
-        command = [str(python), "-m", f"{__package__}.host", *PREIMPORTS[kind]]
-        with (self._logs / f"{kind}.log").open("w") as log:  # torchft's lighthouse says a lot
-            process = subprocess.Popen(
-                command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        self._processes[kind] = process
-        return process
+            process.close()
 
 
 @contextmanager
