@@ -135,8 +135,8 @@ def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
 
 
 def snapshot_figures(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of what each rank's `with_pacekeeper.snapshots` gave back. `share`: of the time that a snapshot stands still, at
-    the job's own interval; beside it, what the steps lose to a copy that goes to the neighbour meanwhile."""
+    """Of what each rank's `with_pacekeeper.snapshots` gave back. `share`: of the time, at the job's own interval, for
+    which a snapshot holds the steps up, and what they lose to its copy that goes to the neighbour meanwhile."""
     held = slowest([its["held"] for its in of_ranks])
     step = statistics.median(slowest([its["plain"] for its in of_ranks]))
     beside = slowest([its["beside"] for its in of_ranks])
@@ -147,9 +147,9 @@ def snapshot_figures(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "first_s": round(max(held[:MAKE_SLOTS]), 4),
         "step_s": round(step, 4),
         "interval_steps": of_ranks[0]["interval"],
-        "share": round(stall / period, 5),
+        "share": round((stall + max(copying, 0.0)) / period, 5),
+        "share_of_stalls": round(stall / period, 5),
         "lost_beside_a_copy_s": round(copying, 3),
-        "share_beside_copies": round(copying / period, 4),
     }
 
 

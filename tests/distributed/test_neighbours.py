@@ -70,14 +70,13 @@ class Rank:
         self.store = Store(environment, CpuGroup(Recorder(NoRing())), state, checkpoints)
 
     def step(self, number: int) -> list[torch.Tensor]:
-        """One step, its snapshot, and the neighbour's copy of it where there is to be one; the shards after it."""
+        """One step, its snapshot, and the neighbour's copy of it; the shards after it."""
         self.model(torch.randn(3, 64)).sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.store.snapshot(number, samples=number)
         assert self.store.settle() == number
-        if number > 1:
-            eventually(lambda: self.delivered_step == number, f"the copy of step {number}")
+        eventually(lambda: self.delivered_step == number, f"the copy of step {number}")
         return self.shards()
 
     @property
@@ -173,6 +172,38 @@ def test_the_ranks_of_a_worker_share_what_it_has_of_a_lost_one(tmp_path: Path) -
         return [its for its, version, _ in kept if version.step == 2]
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[2], [3], [], []]
+
+
+def test_the_first_snapshot_of_a_round_is_on_another_node_too(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> tuple[int | None, bool]:
+        dist.init_process_group("gloo")
+        kept = Rank(rank, tmp_path).step(1)
+        dist.barrier()
+        later = Rank(rank, tmp_path, "ac")
+        found = later.store.restore()
+        return None if found is None else found.step, all(map(torch.equal, later.shards(), kept))
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(1, True)] * RANKS
+
+
+def test_what_copies_take_from_the_training_is_part_of_what_a_snapshot_costs(tmp_path: Path) -> None:
+    """On the rank where it is highest: rank 0 says how often snapshots are taken."""
+
+    def rank_main(rank: int) -> tuple[bool, bool]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path)
+        cost = writer.store._neighbours._cost
+        cost._waited = lambda: None  # all that the threads compute counts
+        for step in (1, 2):
+            writer.step(step)
+        counted = cost.seconds > 0
+        if rank == 3:
+            cost._costs.append(100.0)
+        writer.step(3)  # says what the copies before have cost
+        dist.barrier()  # or this rank would be gone before it has taken another one's
+        return counted, writer.store.snapshot_seconds > 100.0 / 3
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(True, True)] * RANKS
 
 
 def test_with_both_lost_the_state_comes_from_the_volume(tmp_path: Path) -> None:
@@ -324,9 +355,7 @@ def test_what_an_earlier_ring_has_left_goes(tmp_path: Path) -> None:
         later = Rank(rank, tmp_path, "ac")
         assert later.store.restore() is not None
         for step in (3, 4):
-            later.store.snapshot(step, samples=step)
-            assert later.store.settle() == step
-        eventually(lambda: later.delivered_step == 4, "the copy of step 4")
+            later.step(step)
         dist.barrier()
         return sorted({path.name.split(".")[0] for path in later.snapshots.glob("shard*")})
 
@@ -366,7 +395,7 @@ def test_what_is_kept_for_others_gives_way_to_the_workers_own_state(tmp_path: Pa
         for step in (1, 2, 3):
             writer.step(step)
         dist.barrier()
-        takes = [left() == 0, writer.store._checkpoint_takes_memory()]
+        takes = [left() == 0, writer.store._slots_to_come() == 1]
         snapshots, checkpoints = writer.store._snapshot_writer._snapshots, writer.store._checkpoint_writer
         assert snapshots is not None
         assert checkpoints is not None
@@ -378,7 +407,7 @@ def test_what_is_kept_for_others_gives_way_to_the_workers_own_state(tmp_path: Pa
         checkpoints._saver._left = left
         writer.store.checkpoint(4, samples=4, published=lambda _: None)
         outcome = writer.store.wait_for_checkpoint()
-        takes += [left() == 0, writer.store._checkpoint_takes_memory()]
+        takes += [left() == 0, writer.store._slots_to_come() == 1]
         return takes, outcome
 
     found = run_ranks(rank_main, RANKS, runtime=tmp_path)

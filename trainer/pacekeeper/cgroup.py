@@ -86,6 +86,23 @@ def throttling(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) 
     return 0, 0
 
 
+def waited_for_processor(
+    root: Path = ROOT, membership: Path = Path("/proc/self/cgroup"), machine: Path = Path("/proc/pressure/cpu")
+) -> float | None:
+    """Seconds so far in which some thread of this control group, or of the whole machine where it has no figure of its
+    own, was ready to run and had no processor; None: the kernel does not count them."""
+    for path in [folder / "cpu.pressure" for folder in _folders(root, membership, "cpu")] + [machine]:
+        try:
+            lines = path.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            kind, *figures = line.split()
+            if kind == "some":
+                return int(dict(its.split("=", 1) for its in figures)["total"]) * 1e-6
+    return None
+
+
 def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
     """Where this process's group of the controller may be mounted, the likeliest place first."""
     try:

@@ -46,9 +46,9 @@ def test_a_snapshots_stall_is_that_of_the_slower_rank_once_its_memory_is_there()
         "first_s": 9.0,
         "step_s": 2.0,
         "interval_steps": 8,
-        "share": 0.2 / 16,
+        "share": round(0.95 / 16, 5),
+        "share_of_stalls": 0.2 / 16,
         "lost_beside_a_copy_s": 0.75,
-        "share_beside_copies": round(0.75 / 16, 4),
     }
 
 

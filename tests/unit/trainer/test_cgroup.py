@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.cgroup import memory_left
+from pacekeeper.cgroup import memory_left, waited_for_processor
 
 MIB = 1 << 20
 
@@ -54,3 +54,16 @@ def test_version_1(tmp_path: Path) -> None:
 def test_where_nothing_can_be_read_there_is_no_limit(tmp_path: Path, membership: Path) -> None:
     assert memory_left(tmp_path / "none", membership) == math.inf
     assert memory_left(tmp_path / "none", tmp_path / "none") == math.inf
+
+
+def test_how_long_somebody_waited_for_a_processor_is_the_groups_own_or_the_machines(
+    tmp_path: Path, membership: Path
+) -> None:
+    machine = tmp_path / "pressure"
+    assert waited_for_processor(tmp_path / "cgroup", membership, machine) is None
+    machine.write_text("some avg10=1.00 avg60=1.00 avg300=1.00 total=5000000\nfull avg10=0.00 total=9\n")
+    assert waited_for_processor(tmp_path / "cgroup", membership, machine) == 5.0
+    group = tmp_path / "cgroup/pod/container"
+    group.mkdir(parents=True)
+    (group / "cpu.pressure").write_text("some avg10=1.00 avg60=1.00 avg300=1.00 total=2500000\n")
+    assert waited_for_processor(tmp_path / "cgroup", membership, machine) == 2.5

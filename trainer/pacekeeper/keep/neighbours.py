@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,17 +28,18 @@ from pacekeeper.runtime import read_json
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import WorkerPlan
 
+from .delivery_cost import DeliveryCost
 from .neighbour_link import LONGEST, PATIENCE_SECONDS, Link, hang_up
 from .neighbour_ring import Whereabouts, keepers
 from .refusals import Refusals
 from .shard_names import shards_in
-from .snapshots import HEADER_BYTES, Snapshots, check
+from .snapshots import HEADER_BYTES, WORD_BYTES, Snapshots
 from .versions import NOTHING, Version
 
 SHORTEST = 64 << 10
 """Bytes of a message where the budget is small."""
 WORK_BYTES_A_SECOND = 250e6
-"""That a neighbour at the least takes memory for, or checks."""
+"""That a neighbour at the least takes memory for."""
 REST_SECONDS = 1.0
 """Until somebody is let in again, after that could not be done."""
 MANY_LEFT_OUT = 8
@@ -82,16 +83,17 @@ class Neighbours:
         peers: CpuGroup,
         shard_of: Callable[[int], Snapshots],
         sharded: bool,
-        checkpoint_takes_memory: Callable[[], bool] = lambda: False,
+        slots_to_come: Callable[[], int] = lambda: 0,
     ) -> None:
         """Collective, where `sharded`: what all ranks have alike needs no copy elsewhere.
 
         shard_of: the snapshots of the shard of any rank in the runtime folder; made anew at each call.
-        checkpoint_takes_memory: whether this rank is yet to take memory for its part of a checkpoint.
+        slots_to_come: for how many copies of its own shard this rank is yet to take memory.
         """
         self.kept = KeptShards([], shard_of)
         self._peers = peers
-        self._checkpoint_takes_memory = checkpoint_takes_memory
+        self._slots_to_come = slots_to_come
+        self._cost = DeliveryCost()
         self._speaks = environment.rank == 0
         self._megabytes = environment.neighbour_megabytes
         self._left_out = 0
@@ -124,11 +126,15 @@ class Neighbours:
                 listener.close()
             return
         shelves = {_key(its): shard_of(its) for its in guests if kept_by[its] == rank}
-        Shelf(shelves, circle, lambda nbytes: len(here) * nbytes * self._checkpoint_takes_memory()).serve(listener)
+
+        def spared(nbytes: int) -> int:
+            return len(here) * nbytes * self._slots_to_come()
+
+        Shelf(shelves, circle, spared, self._cost.counting).serve(listener)
         place = places[kept_by[rank]]
         keeper = Keeper(kept_by[rank], place.address, place.port)
         budget = environment.neighbour_megabytes * 1e6 / len(here)
-        self._courier = Courier(_key(rank), shard_of(rank), keeper, circle, budget)
+        self._courier = Courier(_key(rank), shard_of(rank), keeper, circle, budget, self._cost.counting)
 
     def begin_snapshot(self) -> None:
         """Before a round's second one, shards go that are no rank's here, and that nobody has this worker keep: until
@@ -136,6 +142,13 @@ class Neighbours:
         self._snapshots += 1
         if self._snapshots == 2:
             self._forget()
+        if self._snapshots >= 2 and self._courier is not None:
+            self._cost.next_copy()
+
+    @property
+    def seconds(self) -> float:
+        """What the copies of a snapshot take from this rank's training; 0: nothing, or not known yet."""
+        return self._cost.seconds
 
     def give_way(self) -> bool:
         """What this worker keeps for others gives its memory back, which its own ranks need. When their state has been
@@ -197,9 +210,18 @@ class KeptShards:
 class Courier:
     """Brings one rank's snapshots to its neighbour, one at a time."""
 
-    def __init__(self, key: str, shard: Snapshots, keeper: Keeper, circle: Circle, budget: float) -> None:
+    def __init__(
+        self,
+        key: str,
+        shard: Snapshots,
+        keeper: Keeper,
+        circle: Circle,
+        budget: float,
+        counting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """
         key: of the rank. shard: its snapshots; for this alone. budget: bytes a second.
+        counting: counts what a thread does inside as the copies'.
         """
         self.delivered = NOTHING
         """What the neighbour got last."""
@@ -208,11 +230,11 @@ class Courier:
         self._keeper = keeper
         self._circle = circle
         self._budget = budget
-        self._part_bytes = min(LONGEST, max(SHORTEST, int(budget)))
+        self._part_bytes = min(LONGEST, max(SHORTEST, int(budget) // WORD_BYTES * WORD_BYTES))
         """About a second's, so that the neighbour does not wait longer for one."""
         self._failed = False
         self._refusals = Refusals()
-        self._has_room = False
+        self._counting = counting
         self._orders: queue.SimpleQueue[Version] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -224,9 +246,8 @@ class Courier:
         return self._idle.is_set()
 
     def send(self, version: Version) -> None:
-        """Not the first of a round: before anybody's copy, each rank is to have the memory for its own two slots."""
-        had_room, self._has_room = self._has_room, True
-        if had_room and self.idle and not self._refusals.leaves_out():
+        """Unless one is on its way, or it is left out after others that came to nothing."""
+        if self.idle and not self._refusals.leaves_out():
             self._idle.clear()
             self._orders.put(version)
 
@@ -239,7 +260,8 @@ class Courier:
         while True:
             version = self._orders.get()
             try:
-                self._deliver(version)
+                with self._counting():
+                    self._deliver(version)
             except Exception as error:  # whatever it is, the job's snapshots do not wait for it
                 self._failed = True
                 _log.warning(
@@ -262,7 +284,7 @@ class Courier:
                 self._idle.set()
 
     def _deliver(self, version: Version) -> None:
-        slot = self._shard.read(version)
+        slot = self._shard.unchecked(version)
         if slot is None:
             raise ValueError(self._shard.why_missing(version))
         work_seconds = slot.numel() / WORK_BYTES_A_SECOND
@@ -297,12 +319,18 @@ class Shelf:
     """Takes what the couriers of other workers bring to this rank."""
 
     def __init__(
-        self, shards: dict[str, Snapshots], circle: Circle, spared: Callable[[int], int] = lambda _: 0
+        self,
+        shards: dict[str, Snapshots],
+        circle: Circle,
+        spared: Callable[[int], int] = lambda _: 0,
+        counting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """
         shards: where it goes, by the key of the rank that it is of.
         spared: bytes that this worker is yet to take for itself, where one of its shards has so many.
+        counting: counts what a thread does inside as the copies'.
         """
+        self._counting = counting
         self._shards = shards
         self._spared = spared
         self._turns = {key: threading.Lock() for key in shards}
@@ -354,11 +382,11 @@ class Shelf:
             door.cancel()
             key, nbytes, part_bytes = offer["key"], offer["bytes"], offer["part"]
             shard = self._shards[key]
-            if not isinstance(nbytes, int) or nbytes < HEADER_BYTES:
+            if not isinstance(nbytes, int) or nbytes < HEADER_BYTES or nbytes % WORD_BYTES:
                 raise ValueError(f"a snapshot of {nbytes!r} bytes")
-            if not isinstance(part_bytes, int) or not SHORTEST <= part_bytes <= LONGEST:
+            if not isinstance(part_bytes, int) or not SHORTEST <= part_bytes <= LONGEST or part_bytes % WORD_BYTES:
                 raise ValueError(f"in parts of {part_bytes!r} bytes")
-            with self._turns[key]:
+            with self._turns[key], self._counting():
                 self._take(link, shard, nbytes, part_bytes)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:  # the last: no thread for the door
             _log.debug("a neighbour's connection ended: %r", error)
@@ -375,18 +403,18 @@ class Shelf:
             link.say({"refused": f"{error}; give the containers and their runtime volumes more memory"})
             return
         link.say({"refused": ""})
-        content = memoryview(slot.numpy().data)
+        buffer = memoryview(bytearray(part_bytes))
         for start in range(HEADER_BYTES, nbytes, part_bytes):
-            link.receive_into(content[start : min(start + part_bytes, nbytes)])
+            part = buffer[: min(part_bytes, nbytes - start)]
+            link.receive_into(part)
+            slot.add(part)
         header = bytearray(HEADER_BYTES)
         link.receive_into(memoryview(header))
         try:
-            check(slot, header)
+            slot.finish(header)
         except InputError as error:
             link.say({"refused": f"what came is {error}"})
             return
-        content[16:HEADER_BYTES] = header[16:]
-        content[:16] = header[:16]  # the magic number and the step make it a slot
         link.say({"refused": ""})
 
 

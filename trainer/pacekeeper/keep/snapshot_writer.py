@@ -6,6 +6,7 @@ import logging
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from statistics import fmean
 
 import torch
@@ -28,15 +29,24 @@ _log = logging.getLogger(__name__)
 class SnapshotWriter:
     """One rank's part in it."""
 
-    def __init__(self, snapshots: Snapshots | None, state: TrainingState, peers: CpuGroup, keeps: bool) -> None:
+    def __init__(
+        self,
+        snapshots: Snapshots | None,
+        state: TrainingState,
+        peers: CpuGroup,
+        keeps: bool,
+        beside: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """
         snapshots: None: this rank has no shared memory.
         keeps: whether this rank is one of those that keep a copy; the others give their rank states.
+        beside: seconds that each snapshot takes from this rank's training later on.
         """
         self._snapshots = snapshots if keeps else None
         self._keeps = keeps
         self._state = state
         self._peers = peers
+        self._beside = beside
         self._exchange: tuple[dist.Work, torch.Tensor, bool] | None = None
         self._refusals = Refusals()
         self._in_vain = Refusals()
@@ -140,4 +150,4 @@ class SnapshotWriter:
 
     @property
     def _own_cost(self) -> float:
-        return fmean(self._costs) if self._costs else 0.0
+        return (fmean(self._costs) if self._costs else 0.0) + self._beside()

@@ -43,8 +43,9 @@ _HEADER = struct.Struct("<QqqQqqqqQ")
 bytes of the slot, checksum."""
 _MAGIC = 0x504B_534E_4150_0003
 HEADER_BYTES = 4096
+WORD_BYTES = 8
 _CHECKED_WORDS = 1 << 17
-"""Words of 64 bits that are added up before the checksum takes their sum: 1 MiB."""
+"""Words that are added up before the checksum takes their sum: 1 MiB."""
 _RESERVE_BYTES = 64 << 20
 """Of the memory that the control group has left, what a new slot leaves to the training."""
 _SHARE_OF_GUESTS = 0.9
@@ -144,13 +145,12 @@ class Snapshots:
         bytes are not those that were written. The slot is void then, for whoever looks: a copy of it from elsewhere
         counts as if this one had never been.
         """
-        number = next((number for number, (held, _) in enumerate(self.held()) if held == version), None)
+        number = self._number_of(version)
         if number is None:
             return None
         path = self._paths[number]
         try:
-            with path.open("rb") as file:
-                slot = torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+            slot = _mapped(path)
             check(slot)
         except (OSError, ValueError, InputError) as error:
             _log.warning("the snapshot of step %d in %s is not used: %s", version.step, path, error)
@@ -160,8 +160,20 @@ class Snapshots:
         self._next = (number + 1) % SLOTS  # this one stays until there is another
         return slot
 
+    def unchecked(self, version: Version) -> torch.Tensor | None:
+        """As `read`, for who sends it to somebody who holds it against its checksum: one reading of it suffices."""
+        number = self._number_of(version)
+        try:
+            return None if number is None else _mapped(self._paths[number])
+        except (OSError, ValueError):  # the slot has gone meanwhile, or is being made
+            return None
+
+    def _number_of(self, version: Version) -> int | None:
+        """Of the slot that holds it."""
+        return next((number for number, (held, _) in enumerate(self.held()) if held == version), None)
+
     def why_missing(self, version: Version) -> str:
-        """Why `read` has nothing of it."""
+        """Why `read` and `unchecked` have nothing of it."""
         if any(_headed(path)[0] == version and self._version(path)[0] != version for path in self._paths):
             return (
                 "register(): the model has grown since it was registered, and is another one to a round that begins as "
@@ -184,18 +196,21 @@ class Snapshots:
             memory = self._allocate(self._paths[other], nbytes)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def guest_room(self, nbytes: int, spared: int = 0) -> torch.Tensor:
-        """A slot's memory for the shard of another worker's rank, uint8: where what is held is the oldest.
+    def guest_room(self, nbytes: int, spared: int = 0) -> GuestSlot:
+        """A slot for the shard of another worker's rank: where what is held is the oldest.
 
         What has as many bytes is used again: new memory takes as long to have as it takes to fill. spared: bytes that
         this worker is yet to take, beside a tenth of what is left. Raises OSError where memory does not suffice.
         """
         path = self._paths[self._by_age()[0]]
-        memory = _voided(path, nbytes)
-        if memory is None:
-            memory = self._allocate(path, nbytes, spared, share=_SHARE_OF_GUESTS)
-        memory.madvise(mmap.MADV_DONTFORK)  # or a loader's processes that are forked now would keep it until they end
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        if not _voided(path, nbytes):
+            self._allocate(path, nbytes, spared, share=_SHARE_OF_GUESTS).close()
+        return GuestSlot(path)
+
+    @property
+    def slots_to_come(self) -> int:
+        """That have neither memory yet nor a file whose memory they will have."""
+        return sum(slot is None and not path.exists() for slot, path in zip(self._slots, self._paths, strict=True))
 
     def doubt(self, version: Version) -> None:
         """It is not `held` any longer."""
@@ -291,18 +306,23 @@ def _voided_for_all(path: Path) -> bool:
     return True
 
 
-def _voided(path: Path, nbytes: int) -> mmap.mmap | None:
-    """The memory of the slot that is there, which is none from now on; None: it has not so many bytes."""
+def _mapped(path: Path) -> torch.Tensor:
+    """All of it, uint8. What is written to the tensor does not reach the file."""
+    with path.open("rb") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def _voided(path: Path, nbytes: int) -> bool:
+    """The slot that is there is none from now on; False: it has not so many bytes."""
     try:
         with path.open("r+b") as file:
             status = os.fstat(file.fileno())
             if status.st_size != nbytes or 512 * status.st_blocks < nbytes:
-                return None
-            memory = mmap.mmap(file.fileno(), nbytes)
+                return False
+            file.write(bytes(HEADER_BYTES))
     except FileNotFoundError:
-        return None
-    memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
-    return memory
+        return False
+    return True
 
 
 def _owed(folder: Path) -> int:
@@ -337,28 +357,86 @@ def taking_turns(path: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[No
             fcntl.flock(file, fcntl.LOCK_UN)  # to close it is not enough where a process was forked meanwhile
 
 
-def check(slot: torch.Tensor, header: bytes | bytearray | None = None) -> None:
-    """Raises InputError where the bytes of a slot are not those that were written. `header`: None: that in the slot."""
-    content = slot.numpy()
-    if len(content) < HEADER_BYTES or len(content) % 8:
+def check(slot: torch.Tensor) -> None:
+    """Raises InputError where the bytes of a slot are not those that were written."""
+    content = memoryview(slot.numpy().data)
+    if len(content) < HEADER_BYTES or len(content) % WORD_BYTES:
         raise InputError(f"not a snapshot: {len(content)} bytes")
-    *fields, total, checksum = _HEADER.unpack_from(content.data if header is None else header)
-    if fields[0] != _MAGIC or total != len(content):
-        raise InputError(f"not a snapshot: {len(content)} bytes, of which its header says {total}")
-    if checksum != _checksum([*fields, total], content):
+    sums = _Sums()
+    sums.add(content[HEADER_BYTES:])
+    _check(content[:HEADER_BYTES], len(content), sums)
+
+
+def _check(header: bytearray | memoryview, nbytes: int, sums: _Sums) -> None:
+    *fields, total, checksum = _HEADER.unpack_from(header)
+    if fields[0] != _MAGIC or total != nbytes:
+        raise InputError(f"not a snapshot: {nbytes} bytes, of which its header says {total}")
+    if checksum != sums.checksum([*fields, total]):
         raise InputError("its checksum is another than when it was written")
 
 
-def _checksum(fields: Sequence[int], content: np.ndarray[Any, Any]) -> int:
-    """Over the header's other fields and all that follows the header, at the speed at which memory is read.
+class _Sums:
+    """Of what follows the header, as it comes: at the speed at which memory is read.
 
     Each bit that flips changes its MiB's sum; the sums are hashed, so that their order counts.
     """
-    words = content[HEADER_BYTES:].view(np.int64)
-    whole = len(words) - len(words) % _CHECKED_WORDS
-    sums = [*words[:whole].reshape(-1, _CHECKED_WORDS).sum(axis=1).tolist(), int(words[whole:].sum())]
-    digest = hashlib.blake2b(repr((list(fields), sums)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+
+    def __init__(self) -> None:
+        self._whole: list[int] = []
+        self._last, self._room = np.int64(0), _CHECKED_WORDS
+        """The sum of the MiB that is not whole yet, and how many words it lacks."""
+
+    def add(self, content: memoryview) -> None:
+        """`content`: whole words."""
+        words = np.frombuffer(content, dtype=np.int64)
+        while len(words):
+            part, words = words[: self._room], words[self._room :]
+            self._last = np.add(self._last, part.sum())
+            self._room -= len(part)
+            if not self._room:
+                self._whole.append(int(self._last))
+                self._last, self._room = np.int64(0), _CHECKED_WORDS
+
+    def checksum(self, fields: Sequence[int]) -> int:
+        """`fields`: the header's other ones."""
+        digest = hashlib.blake2b(repr((list(fields), [*self._whole, int(self._last)])).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
+
+
+class GuestSlot:
+    """A slot that is filled with what comes from elsewhere.
+
+    It is written to, not mapped: to have a page mapped takes longer than to copy it there. And it is not held open: a
+    loader's processes that are forked meanwhile would keep its memory until they end, when it has given way.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """`path`: of as many bytes as are to come, and without a header."""
+        self._path = path
+        self._inode = path.stat().st_ino
+        self._sums = _Sums()
+        self._end = HEADER_BYTES
+        """How far it is filled."""
+
+    def add(self, content: memoryview) -> None:
+        """What comes next, behind the header: whole words. Raises OSError where the slot has given way."""
+        self._sums.add(content)
+        self._write(content, self._end)
+        self._end += len(content)
+
+    def finish(self, header: bytearray) -> None:
+        """The header makes it a slot. Raises InputError where it does not fit what has been added, OSError as `add`."""
+        _check(header, self._end, self._sums)
+        self._write(memoryview(header)[16:], 16)
+        self._write(memoryview(header)[:16], 0)  # the magic number and the step make it valid
+
+    def _write(self, content: memoryview, start: int) -> None:
+        with self._path.open("r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_ino != self._inode:
+                raise FileNotFoundError(errno.ENOENT, "another slot is in its place", str(self._path))
+            while content:
+                written = os.pwrite(file.fileno(), content, start)
+                content, start = content[written:], start + written
 
 
 def unpack(slot: torch.Tensor, mesh: DeviceMesh | None, copying: Container[str] = ()) -> tuple[Any, list[bytes]]:
@@ -448,7 +526,9 @@ class Slot:
         """Adds the rank states (uint8, world size · RANK_STATE_BYTES) and makes the slot valid; returns its step."""
         self.content[HEADER_BYTES : self._ranks_end].copy_(rank_states)
         step, *rest = self._pending
-        _HEADER.pack_into(self._map, 0, _MAGIC, -1, *rest, _checksum([_MAGIC, step, *rest], self.content.numpy()))
+        sums = _Sums()
+        sums.add(memoryview(self._map)[HEADER_BYTES:])
+        _HEADER.pack_into(self._map, 0, _MAGIC, -1, *rest, sums.checksum([_MAGIC, step, *rest]))
         self._words[1] = step  # one store: a rank that is killed leaves a valid slot or a void one
         return step
 

@@ -70,13 +70,13 @@ class Store:
             peers,
             lambda rank: _open_shard(environment, state, rank),
             sharded=state.sharded,
-            checkpoint_takes_memory=self._checkpoint_takes_memory,
+            slots_to_come=self._slots_to_come,
         )
-        snapshots = _open_snapshots(environment, state, copies, self._neighbours.give_way)
+        snapshots = self._snapshots = _open_snapshots(environment, state, copies, self._neighbours.give_way)
         snapshot_source = SnapshotSource(snapshots, state, peers, keeps, self._neighbours.kept)
         self._sources: list[Source] = [snapshot_source, self._volume]
         """The quickest first: where several have the same step, it comes back from the first."""
-        self._snapshot_writer = SnapshotWriter(snapshots, state, peers, keeps)
+        self._snapshot_writer = SnapshotWriter(snapshots, state, peers, keeps, lambda: self._neighbours.seconds)
         self._checkpoint_writer = (
             CheckpointWriter(folder, self._news, peers, copies.pin, self._neighbours.give_way) if folder else None
         )
@@ -160,14 +160,15 @@ class Store:
 
     @property
     def snapshot_seconds(self) -> float:
-        """What a snapshot costs the training; 0: not known yet."""
+        """What a snapshot and its copy on another node cost the training; 0: not known yet."""
         return self._snapshot_writer.seconds
 
-    # Checkpoints
+    def _slots_to_come(self) -> int:
+        """For how many copies of its state this rank has not taken the memory yet."""
+        checkpoint = self._checkpoint_writer is not None and not self._checkpoint_writer.has_room
+        return checkpoint + (0 if self._snapshots is None else self._snapshots.slots_to_come)
 
-    def _checkpoint_takes_memory(self) -> bool:
-        """Whether this rank has not taken the memory for its part of a checkpoint yet."""
-        return self._checkpoint_writer is not None and not self._checkpoint_writer.has_room
+    # Checkpoints
 
     def checkpoint(self, step: int, samples: int, published: Callable[[int], None]) -> None:
         """Copies the state after `step` and writes it in the background; calls `published` from there. Collective.

@@ -8,6 +8,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from pacekeeper.keep import neighbour_link, neighbours
 from pacekeeper.keep.neighbour_link import Link, hang_up
 from pacekeeper.keep.neighbours import Circle, Courier, Keeper, Shelf
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES
-from pacekeeper.keep.snapshots import HEADER_BYTES, Snapshots, check
+from pacekeeper.keep.snapshots import HEADER_BYTES, GuestSlot, Snapshots
 from pacekeeper.keep.versions import NOTHING, Version
 from pacekeeper.seal import Forged
 from tests.support.launchers import eventually
@@ -48,7 +49,6 @@ class Pair:
         self.courier = self.another_courier()
 
     def another_courier(self, circle: Circle = CIRCLE, key: str = KEY, budget: float = 1e12) -> Courier:
-        """Whose first snapshot, which it does not deliver, is behind it."""
         return courier_to(self.listener, shard(self.home), circle, key, budget)
 
     def write(self, step: int) -> Version:
@@ -79,11 +79,7 @@ class Pair:
 def courier_to(
     listener: socket.socket, home: Snapshots, circle: Circle = CIRCLE, key: str = KEY, budget: float = 1e12
 ) -> Courier:
-    """Whose first snapshot, which it does not deliver, is behind it."""
-    courier = Courier(key, home, Keeper(1, *listener.getsockname()), circle, budget)
-    courier.send(Version(0, 1))
-    assert courier.idle
-    return courier
+    return Courier(key, home, Keeper(1, *listener.getsockname()), circle, budget)
 
 
 def offer(content: memoryview) -> dict[str, Any]:
@@ -111,14 +107,27 @@ def test_the_neighbour_has_the_two_newest_bit_for_bit(pair: Pair) -> None:
     assert pair.versions() == {Version(2, 1), Version(3, 1)}
 
 
-def test_the_first_of_a_round_stays_at_home(pair: Pair) -> None:
-    """Each rank takes memory for its own two slots before it takes any for others."""
-    courier = Courier(KEY, shard(pair.home), Keeper(1, *pair.address), CIRCLE, 1e12)
-    courier.send(pair.write(1))
-    assert courier.idle
-    courier.send(pair.write(2))
-    assert courier.wait(30)
-    assert pair.versions() == {Version(2, 1)}
+def test_what_a_copy_takes_is_counted_at_both_ends(tmp_path: Path) -> None:
+    counted: list[str] = []
+
+    def counting(end: str) -> Callable[[], AbstractContextManager[None]]:
+        @contextmanager
+        def inside() -> Iterator[None]:
+            yield
+            counted.append(end)
+
+        return inside
+
+    home, abroad = shard(tmp_path / "home"), shard(tmp_path / "abroad")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        Shelf({KEY: abroad}, CIRCLE, counting=counting("taken")).serve(listener)
+        keeper = Keeper(1, *listener.getsockname())
+        courier = Courier(KEY, shard(tmp_path / "home"), keeper, CIRCLE, 1e12, counting("sent"))
+        home.write(1, {"weight": torch.zeros(4)}, fingerprint=7)
+        home.publish(torch.zeros(4 * RANK_STATE_BYTES, dtype=torch.uint8))
+        courier.send(Version(1, 1))
+        eventually(lambda: sorted(counted) == ["sent", "taken"], "both ends")
+        hang_up(listener)
 
 
 def test_what_is_torn_on_its_way_is_none_and_the_one_before_stays(pair: Pair) -> None:
@@ -333,7 +342,7 @@ def test_the_shelf_stays_open_for_the_next(pair: Pair) -> None:
     assert pair.versions() == {Version(1, 1)}
 
 
-@pytest.mark.parametrize("part", [0, neighbours.SHORTEST - 1, neighbour_link.LONGEST + 1, "1"])
+@pytest.mark.parametrize("part", [0, neighbours.SHORTEST - 8, neighbours.SHORTEST + 1, neighbour_link.LONGEST + 8, "1"])
 def test_a_snapshot_in_strange_parts_is_not_taken(part: object, pair: Pair) -> None:
     connection, link = pair.link()
     link.say({"key": KEY, "bytes": 12 << 20, "part": part})
@@ -362,18 +371,19 @@ def test_a_part_takes_about_a_second_of_a_small_budget(budget: float, part: int,
     hang_up(pair.listener)
 
 
-def test_a_neighbour_has_as_long_to_check_as_there_is_to_check(
+def test_a_neighbour_has_as_long_to_take_memory_as_there_is_to_take(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A shard of 20 GB takes longer than any patience with a word."""
     monkeypatch.setattr(neighbour_link, "PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(neighbours, "WORK_BYTES_A_SECOND", 1e6)
 
-    def check_slowly(*slot: Any) -> None:
+    def take_slowly(*its: Any) -> GuestSlot:
         threading.Event().wait(2.5)
-        check(*slot)
+        return guest_room(*its)
 
-    monkeypatch.setattr("pacekeeper.keep.neighbours.check", check_slowly)
+    guest_room = Snapshots.guest_room
+    monkeypatch.setattr(Snapshots, "guest_room", take_slowly)
     assert pair.deliver(1) == Version(1, 1)
     assert said(caplog) == ""
     assert pair.courier.delivered == Version(1, 1)

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES, capture_rank_state, restore_rank_state
-from pacekeeper.keep.snapshots import Snapshots, taking_turns, unpack
+from pacekeeper.keep.snapshots import HEADER_BYTES, Snapshots, taking_turns, unpack
 from pacekeeper.keep.versions import NOTHING, Version
 from pacekeeper_analysis.errors import InputError
 
@@ -271,7 +272,9 @@ def test_what_a_round_that_went_back_leaves_ahead_of_it_is_the_first_to_go(tmp_p
     for step in (52, 54, 56):
         keep(after, step, state(step))
         content = read(after, Version(step, 2))
-        shelf.guest_room(len(content)).copy_(content)
+        slot = shelf.guest_room(len(content))
+        slot.add(content.numpy().data[HEADER_BYTES:])
+        slot.finish(bytearray(content[:HEADER_BYTES].tolist()))
         held.append(sorted(versions(shelf)))
     assert held == [
         [Version(52, 2), Version(100, 1)],
@@ -291,8 +294,8 @@ def test_a_guests_slot_is_written_over_in_its_memory_and_is_void_meanwhile(
     shelf = make(tmp_path, round_=2, left=lambda: 0)
     with monkeypatch.context() as without:
         without.setattr("os.posix_fallocate", None)
-        room = shelf.guest_room(nbytes)
-    assert len(room) == nbytes
+        shelf.guest_room(nbytes)
+    assert (tmp_path / "replica.0").stat().st_size == nbytes
     assert versions(shelf) == [NOTHING, Version(10, 1)]
     with pytest.raises(OSError, match="a slot takes"):
         shelf.guest_room(nbytes + 8)
@@ -304,7 +307,30 @@ def test_a_guest_leaves_what_the_worker_needs_itself(tmp_path: Path) -> None:
         shelf.guest_room(16 << 20, spared=16 << 20)
     with pytest.raises(OSError, match="a slot takes 32 MiB"):  # with the reserve, more than nine tenths
         shelf.guest_room(32 << 20)
-    assert len(shelf.guest_room(16 << 20, spared=8 << 20)) == 16 << 20
+    shelf.guest_room(16 << 20, spared=8 << 20)
+    assert (tmp_path / "replica.0").stat().st_size == 16 << 20
+
+
+def test_what_is_yet_to_take_memory_is_known(tmp_path: Path) -> None:
+    writer = make(tmp_path)
+    assert writer.slots_to_come == 2
+    keep(writer, 5, state(5))
+    assert writer.slots_to_come == 1
+    keep(writer, 10, state(10))
+    assert writer.slots_to_come == 0
+    assert make(tmp_path, round_=2).slots_to_come == 0, "it gets the memory of what is there"
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["gone", "another one"])
+def test_a_guest_that_has_given_way_writes_nothing(replaced: bool, tmp_path: Path) -> None:
+    slot = make(tmp_path).guest_room(1 << 20)
+    path = tmp_path / "replica.0"
+    path.rename(tmp_path / "gone")
+    if replaced:
+        path.write_bytes(bytes(1 << 20))
+    with pytest.raises(FileNotFoundError):
+        slot.add(memoryview(b"\1" * 4096))
+    assert not replaced or path.read_bytes() == bytes(1 << 20)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new memory", "memory that is there"])
@@ -312,10 +338,19 @@ def test_a_process_that_is_forked_in_mid_delivery_does_not_keep_a_guests_memory(
     shelf = make(tmp_path)
     if again:
         shelf.guest_room(1 << 20)
-    room = shelf.guest_room(1 << 20)
-    assert "replica.0" in Path("/proc/self/maps").read_text()
-    assert in_a_fork(lambda: "replica.0" not in Path("/proc/self/maps").read_text())
-    assert len(room) == 1 << 20
+    slot = shelf.guest_room(1 << 20)
+    slot.add(memoryview(bytes(4096)))
+    assert in_a_fork(lambda: "replica.0" not in in_use())
+    slot.add(memoryview(bytes(4096)))
+
+
+def in_use() -> str:
+    """Names of the files that this process has open or mapped."""
+    handles = []
+    for handle in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # of the list itself
+            handles.append(str(Path("/proc/self/fd", handle).readlink()))
+    return "\n".join([*handles, Path("/proc/self/maps").read_text()])
 
 
 def test_a_process_that_is_forked_in_a_turn_does_not_keep_it(tmp_path: Path) -> None:
