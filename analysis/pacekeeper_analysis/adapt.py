@@ -40,8 +40,8 @@ SYNCHRONISING = 0.03
 """What synchronisations may cost: the shortest interval is chosen that keeps them within this part of the time."""
 SYNC_SECONDS = (0.5, 30.0)
 SOON_SECONDS, SOON = 10.0, 0.1
-"""So often there is a synchronisation all the same, as long as they stay within this part of the time: each shows
-whether a slow link is well again."""
+"""So often there is a synchronisation all the same for a slow link, as long as they stay within this part of the time:
+each shows whether it is well again."""
 SYNC_EVERY = (4, 8, 16, 32, 64, 128)
 STEPS_BETWEEN = 4
 """Steps that the slowest rank does between two synchronisations at least."""
@@ -178,7 +178,7 @@ def ways(
 
     Exact synchronous SGD (other shares, planned garbage collection, samples balanced by cost) comes before Local-SGD
     where it leaves a slowdown below `threshold` or mends nearly as well. Where there is no trouble: shares, if they are
-    uneven and no longer fit.
+    uneven and no longer fit. Slow ranks that come and go get equal shares: those that fit a few steps fit their luck.
     sequence_cost: by which the plan has samples balanced; None: by the script's own, if at all.
     smallest_share, largest_share: samples that a rank can take in a step (memory).
     """
@@ -187,11 +187,12 @@ def ways(
         return ()
     trouble, found = diagnosis.trouble, list[Way]()
     reference = diagnosis.step_seconds / diagnosis.slowdown
-    if trouble in {Trouble.COMPUTE, Trouble.VOLATILE} or work.is_uneven:
+    if trouble is Trouble.VOLATILE and not work.has_slow_ranks:
+        if work.is_uneven:
+            found.append(_equal_shares(work, reference))
+    elif trouble in {Trouble.COMPUTE, Trouble.VOLATILE} or work.is_uneven:
         found.append(_rebalance(work, reference, smallest_share, largest_share))
-    if trouble in {Trouble.VOLATILE, Trouble.COMMUNICATION} or (
-        trouble is Trouble.COMPUTE and (work.culprits or work.differ)
-    ):
+    if trouble in {Trouble.VOLATILE, Trouble.COMMUNICATION} or (trouble is Trouble.COMPUTE and work.has_slow_ranks):
         found += _local_sgd(work, reference, work.exposed, counted=trouble is Trouble.COMMUNICATION)
     if trouble is Trouble.GARBAGE:
         found.append(_planned_garbage(work, reference))
@@ -234,14 +235,18 @@ def way_back(
     NONE: every one below half. A rank that stays slow does not matter where shares mend it nearly as well.
     global_batch: samples of a synchronous step; 0: as many as the ranks' local batches together. usual: S of troubles
     that are none below it, because the job, or the machines that it shares, have always had them.
+
+    It has new shares only for ranks that are slow in most of their steps.
     """
     window = as_if_synchronous(windows, global_batch)
     work = None if window is None else Work.of(window, threshold)
     transfer = transfer_seconds(windows)
     if work is None or transfer is None:
         return None
-    mended = _rebalance(work, 1.0, smallest_share, largest_share)
-    new_shares = None if mended.refused else mended.shares
+    new_shares = None
+    if work.has_slow_ranks:
+        mended = _rebalance(work, 1.0, smallest_share, largest_share)
+        new_shares = None if mended.refused else mended.shares
     if new_shares is not None:
         work = work.reshared(new_shares)
     found = _judge(work, threshold)
@@ -291,7 +296,7 @@ class Hysteresis:
 def _judge(work: Work, threshold: float) -> Diagnosis:
     now = work.step_seconds
     _, planned_garbage = _plan_garbage(work.garbage)
-    has_to_change = bool(work.culprits) or work.differ or work.is_uneven
+    has_to_change = work.has_slow_ranks or work.is_uneven
     lost = {
         Trouble.GARBAGE: work.longest(work.own) - work.longest(work.working) - planned_garbage,
         Trouble.LENGTHS: work.longest(work.working) - work.longest(work.level),
@@ -418,8 +423,26 @@ def _rebalance(work: Work, reference: float, smallest: int, largest: int | None)
     )
 
 
+def _equal_shares(work: Work, reference: float) -> Way:
+    """For ranks none of which is slow in most steps."""
+    after = work.step_seconds
+    way = Way(REBALANCE, SyncMode.SYNC, after, after / reference, "equal shares")
+    if not work.knows_samples:
+        return replace(way, refused=NOT_STEERED)
+    equal = shares.equal(sum(work.shares), len(work.shares), work.window.share_grain)
+    after = work.reshared(equal).step_seconds
+    return replace(
+        way,
+        step_seconds=after,
+        slowdown_after=after / reference,
+        reason=f"shares {_listed(work.shares)} → {_listed(equal)}: no rank is slow in most steps",
+        shares=equal,
+    )
+
+
 def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) -> list[Way]:
-    """By the clock (A-EDiT), and, where `counted` and the ranks are alike, by the number of steps (EDiT)."""
+    """By the clock (A-EDiT), and, where `counted` and the ranks are alike, by the number of steps (EDiT). `counted`: it
+    is for a slow link."""
     own = work.even + work.garbage
     pace = own.mean(axis=0)
     level = None
@@ -427,7 +450,9 @@ def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) 
         level = shares.equal(sum(work.shares), len(pace), work.window.share_grain)
     free, cost = _by_clock(own, transfer)
     least, most = SYNC_SECONDS
-    wanted = min(cost / SYNCHRONISING, max(SOON_SECONDS, cost / SOON))
+    wanted = cost / SYNCHRONISING
+    if counted:
+        wanted = min(wanted, max(SOON_SECONDS, cost / SOON))
     seconds = round(min(most, max(least, wanted, STEPS_BETWEEN * float(pace.max()))), 2)
     after = free * (1 + cost / seconds)
     by_clock = Way(

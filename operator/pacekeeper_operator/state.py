@@ -162,6 +162,7 @@ class LocalSgd:
     incident: str
     asked_at: float = 0.0  # when the ranks were last asked whether it is over
     over: int = 0  # so many answers in a row said that it is
+    over_since: int = 0  # the step at the first of them
 
 
 @dataclass(frozen=True)

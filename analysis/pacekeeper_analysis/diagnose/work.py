@@ -98,6 +98,11 @@ class Work:
         return min(self.shares) > 0
 
     @property
+    def has_slow_ranks(self) -> bool:
+        """In most steps, so that other shares would fit them."""
+        return bool(self.culprits) or self.differ
+
+    @property
     def is_uneven(self) -> bool:
         """The shares, by more than what an equal division leaves over."""
         return max(self.shares) - min(self.shares) > self.window.share_grain

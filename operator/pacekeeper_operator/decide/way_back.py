@@ -17,6 +17,9 @@ from .straggler import ASK_SECONDS, WILD, pause_between_questions, steady
 
 ANSWERS = 2
 """So many answers in a row must say that it is over: one may be luck."""
+STEPS = 32
+"""Over so many steps answers must say that slow ranks come and go no more: in a window of eight, all ranks may have
+been spared, or hit alike."""
 
 MORE_THAN_A_STEP = 1.3
 """A synchronisation does more than the all-reduce of a step, so the S that is reckoned from its time is too high by
@@ -52,8 +55,10 @@ def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Dr
         },
     )
     over = 0 if way is None else adaptation.over + 1
-    if way is None or over < ANSWERS or not draft.state.adaptation.mode_changes.allows(now):
-        return draft.with_adaptation(local_sgd=replace(adaptation, over=over))
+    since = adaptation.over_since if over > 1 else observation.step
+    sure = over >= ANSWERS and (adaptation.trouble is not Trouble.VOLATILE or observation.step >= since + STEPS)
+    if way is None or not sure or not draft.state.adaptation.mode_changes.allows(now):
+        return draft.with_adaptation(local_sgd=replace(adaptation, over=over, over_since=since))
     plan = way.applied_to(draft.plan)
     if policy.refusal(Remedy.REBALANCE):
         plan = replace(plan, shares=None)

@@ -288,6 +288,37 @@ def test_slow_ranks_that_come_and_go_are_not_waited_for(slow: float) -> None:
         assert way.step_seconds < 0.9 * diagnosis.step_seconds
 
 
+def test_they_get_no_shares_that_fit_the_luck_of_a_few_steps() -> None:
+    """Eight steps: rank 1 was the slow one in four of them, rank 0 in none."""
+    own = work()[:8] * np.where(np.arange(4) == np.array([[1, 3, 1, 2, 1, 3, 1, 2]]).T, 1.8, 1.0)
+    assert found(windows(own)).trouble is Trouble.VOLATILE
+    assert [way.remedy for way in adapt.ways(found(windows(own)), threshold=THRESHOLD)] == ["LocalSGD"]
+    lucky = (10, 7, 8, 7)
+    given = windows(own * np.array(lucky) / BATCH, shares=lucky)
+    (equal,) = (way for way in adapt.ways(found(given), threshold=THRESHOLD) if way.remedy == "Rebalance")
+    assert equal.shares == (BATCH,) * 4
+    assert equal.step_seconds == pytest.approx(found(windows(own)).step_seconds, rel=0.02)
+
+
+def test_nor_does_the_way_back_give_them_such_shares() -> None:
+    given = local()
+    for rank, times in enumerate((1.0, 1.2, 1.0, 1.0)):
+        some = [own * (times if step % 2 else 1.0) for step, own in enumerate(given[rank].compute_seconds)]
+        given[rank] = replace(given[rank], compute_seconds=tuple(some), samples=(32,) * STEPS)
+    way = adapt.way_back(given, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION)
+    assert way is not None
+    assert way.shares is None
+
+
+def test_only_for_a_slow_link_is_there_a_synchronisation_before_it_is_cheap() -> None:
+    """Each shows whether it is well again."""
+    (for_link,) = (way for way in adapt.ways(found(windows(work(), 2.0)), threshold=THRESHOLD) if way.sync_seconds)
+    turns = work() * np.where(np.arange(STEPS)[:, None] % 4 == np.arange(4), 3.0, 1.0)
+    (for_turns,) = (way for way in adapt.ways(found(windows(turns, 0.6)), threshold=THRESHOLD) if way.sync_seconds)
+    assert for_link.sync_seconds == pytest.approx(20.0, rel=0.05), "a tenth of the time"
+    assert for_turns.sync_seconds > 20.0, "three hundredths, where it is not longer than 30 s"
+
+
 def test_noise_on_all_ranks_that_makes_each_step_wait_for_one() -> None:
     own = WORK * (1 + np.random.default_rng(0).exponential(0.6, (STEPS, 8)))
     assert found(windows(own)).trouble is Trouble.VOLATILE

@@ -485,6 +485,27 @@ class TestWayBack:
         whole = replace(found, evidence=windows())
         assert way_back.step(whole, policy()).plan.evidence_request == "", "judged"
 
+    def test_slow_ranks_that_come_and_go_are_over_when_all_of_many_steps_say_so(self) -> None:
+        def answers(trouble: Trouble, *steps: int) -> Observation:
+            found = self.local(evidence_request="ask")
+            chosen = LocalSgd(NOW - 600, trouble, "r", "i")
+            found = found.with_draft(found.draft.with_adaptation(local_sgd=chosen))
+            alike = tuple(
+                replace(
+                    each, windows=tuple(replace(w, sync_mode="AsyncEDiT", transfers=(0.01,) * 4) for w in each.windows)
+                )
+                for each in windows(slow=1.0)
+            )
+            for step in steps:
+                draft = found.draft.with_plan(evidence_request="ask")
+                found = change_members(replace(found.with_draft(draft), evidence=alike), step=step)
+                found = found.with_draft(way_back.step(found, policy()))
+            return found
+
+        assert answers(Trouble.COMMUNICATION, 500, 501).plan.sync_mode is SyncMode.SYNC, "two answers"
+        assert answers(Trouble.VOLATILE, 500, 501, 531).plan.sync_mode is SyncMode.ASYNC_EDIT
+        assert answers(Trouble.VOLATILE, 500, 501, 532).plan.sync_mode is SyncMode.SYNC
+
 
 class TestWish:
     @pytest.mark.parametrize("end", ["stop", "over"])
