@@ -34,6 +34,8 @@ BROKEN = 3.0
 unless they mend it."""
 WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
+RECOVERED = 0.5
+"""A rank that has lost this part of its slowness since it was asked is getting well."""
 WAITING = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
 LESS_WAITING = 0.8
@@ -444,7 +446,7 @@ def _weigh(
     mended = (best is not None or bool(exact)) and (not broken or after < threshold)
     actions: list[Action] = [Adapt(way, found.trouble, mended) for way in ways]
     if culprit is not None and found.trouble is Trouble.COMPUTE:
-        options.append(_spare(observation, policy, culprit))
+        options.append(_spare(observation, policy, culprit, found.rank_slowdown[culprit]))
         words = f"rank {culprit} has cost as much as a spare does"
         actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False))
     around = other_ways.option(observation, policy, found.slowdown)
@@ -461,9 +463,15 @@ def _once(option: Option) -> Option:
     return replace(option, refused=option.refused or "it has been done, and is still measured")
 
 
-def _spare(observation: Observation, policy: Policy, rank: int | None) -> Option:
-    """For a slow rank; None: not known which."""
-    refused = "no rank is slow any more" if _alike(observation) else _why_not_move(observation, policy, rank)
+def _spare(observation: Observation, policy: Policy, rank: int | None, answered: float = 1.0) -> Option:
+    """For a slow rank; None: not known which. answered: how many times its peers' time it takes by its last answer,
+    which may be minutes old; the figures are of now."""
+    pace = observation.metrics.pace
+    has_recovered = pace is not None and pace - 1.0 < RECOVERED * (answered - 1.0)
+    if _alike(observation) or has_recovered:
+        refused = "no rank is so slow any more"
+    else:
+        refused = _why_not_move(observation, policy, rank)
     cost = observation.restart_seconds + SPARE_SECONDS  # it waits for a checkpoint, so no steps are lost
     return replace(replace_option(observation, policy, refused=refused), cost_seconds=cost)
 

@@ -455,6 +455,14 @@ class TestWhyNotASpare:
         spare = next(price for price in choice.prices if price.option.remedy == Remedy.REPLACE_WORKER)
         assert ("too: look at the script" in spare.option.refused) is not moves
 
+    @pytest.mark.parametrize(("pace", "is_slow"), [(6.0, True), (3.5, True), (3.4, False)])
+    def test_it_has_been_getting_well_since_it_was_asked(self, pace: float, is_slow: bool) -> None:
+        """It took six times its peers' time, by its answer; the figures are of now."""
+        found = answered(replace(CALM, pace=pace), slow=6.0)
+        choice, _ = straggler._weigh(found, policy(), _diagnosis(found), 2)
+        spare = next(price for price in choice.prices if price.option.remedy == Remedy.REPLACE_WORKER)
+        assert (spare.option.refused == "no rank is so slow any more") is not is_slow
+
 
 class TestWayBack:
     def local(self, **plan: Any) -> Observation:
