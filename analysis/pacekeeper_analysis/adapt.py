@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from . import price, shares
-from .diagnose.windows import Window, align
+from .diagnose.windows import WINDOW_SECONDS, Window, align, since_longer
 from .diagnose.work import Seconds, Work, as_if_synchronous, fair_parts, levelled, transfer_seconds
 from .errors import InputError
 from .lengths import SequenceCost
@@ -50,6 +50,10 @@ ALIKE = 1.05
 ENOUGH = 0.5
 """Shares for a slow rank are preferred to Local-SGD where they leave no more than this part of what it costs with equal
 ones."""
+FEW_STEPS = 4
+"""So many steps of a trouble tell what it costs; of fewer, the next answer will."""
+BROKEN = 3.0
+"""A rank so many times slower than its peers is broken rather than slow."""
 NAMED = 8
 """Ranks in a sentence at most."""
 SAME_COST = 0.02
@@ -82,7 +86,7 @@ class Diagnosis:
     exposed_seconds: float  # of them: communication that no computation hides
     rank_slowdown: tuple[float, ...]  # each rank's cost at equal shares over its peers' median
     effects: Mapping[Trouble, float]  # S of every trouble, each by itself
-    window: Window = field(repr=False, compare=False)  # the common steps
+    window: Window = field(repr=False, compare=False)  # the common steps, since the trouble began
 
 
 @dataclass(frozen=True)
@@ -121,13 +125,42 @@ def diagnose(windows: Sequence[RankWindow], threshold: float) -> Diagnosis | Non
     """What costs the synchronous job most.
 
     `Trouble.NONE` where no trouble has an S of `threshold` or more. None where the windows cannot tell: ranks are
-    missing, fewer than 8 common steps since the shares last changed, or a Local-SGD mode is in force.
+    missing, fewer than 8 common steps since the shares last changed, or a Local-SGD mode is in force; or it has begun
+    in the last few steps. One that has begun within the windows is judged by the steps since: those before would only
+    make it look less.
     """
     if any(window.sync_mode not in {"", SyncMode.SYNC} for window in windows):
         return None
     window = align(windows)
     work = None if window is None else Work.of(window, threshold)
-    return None if work is None else _judge(work, threshold)
+    if window is None or work is None:
+        return None
+    found = _judge(work, threshold)
+    since = _since_first_sign(work, found.trouble, threshold)
+    later = None if since is None else Work.of(since, threshold)
+    if since is None or later is None:
+        return found
+    if len(since.steps) < FEW_STEPS:
+        return None if found.trouble is not Trouble.NONE else found
+    alone = _judge(later, threshold)
+    return alone if alone.trouble is found.trouble or _is_broken(alone) else found
+
+
+def _since_first_sign(work: Work, trouble: Trouble, threshold: float) -> Window | None:
+    """The steps since the trouble began, within the window; None: it is older, or it does not show when."""
+    if trouble is Trouble.GARBAGE:
+        return None
+    if trouble is not Trouble.LENGTHS:
+        return since_longer(work.window, threshold)
+    uneven = work.working.max(axis=1) >= threshold * work.level.max(axis=1)  # others, longer or shorter, are between
+    first = int(np.argmax(uneven))
+    return work.window.of(slice(first, None)) if first else None
+
+
+def _is_broken(found: Diagnosis) -> bool:
+    seconds = float(found.window.step_seconds.max(axis=1).sum())
+    slowest = min((found.rank_slowdown[rank] for rank in found.culprits), default=0.0)
+    return found.trouble is Trouble.COMPUTE and seconds >= WINDOW_SECONDS and slowest >= BROKEN
 
 
 def broken(windows: Sequence[RankWindow], plan: Plan, *, threshold: float, global_batch: int = 0) -> Diagnosis | None:

@@ -43,6 +43,11 @@ class Window:
     costs: Costs | None = None  # of each rank, from all steps that it gave; None: some rank's samples are not known
     share_grain: int = 1  # samples that new shares are multiples of, as the present ones are
 
+    def of(self, steps: slice) -> Window:
+        """These of its steps."""
+        arrays = {name: of for name, of in vars(self).items() if isinstance(of, np.ndarray)}
+        return replace(self, **{name: of[steps] for name, of in arrays.items()})
+
     @property
     def shares(self) -> tuple[int, ...]:
         """The newest shares; zeros where the script does not tell them."""
@@ -85,6 +90,24 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
         costs=_costs(by_rank),
     )
     return weighed(replace(window, share_grain=share_grain(by_rank, *window.shares)))
+
+
+def since_longer(window: Window, times: float) -> Window | None:
+    """The last steps, from the one on at which they became `times` as long or more; None: there is no such one.
+
+    Of all places to split the window at, it is the one that explains most of the variance, and at least half of it.
+    """
+    seconds = window.step_seconds.max(axis=1)
+    whole = float(np.square(seconds - seconds.mean()).sum())
+
+    def explained(split: int) -> float:
+        before, after = seconds[:split].mean(), seconds[split:].mean()
+        return float((after - before) ** 2 * split * (len(seconds) - split) / len(seconds))
+
+    split = max(range(1, len(seconds)), key=explained)
+    if explained(split) < 0.5 * whole or seconds[split:].mean() < times * seconds[:split].mean():
+        return None
+    return window.of(slice(split, None))
 
 
 def steps_in_window(most: int, step_seconds: float) -> int:

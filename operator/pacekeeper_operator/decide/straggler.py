@@ -29,9 +29,8 @@ from . import gpu_warning, links, other_ways, waits
 from .pricing import SPARE_SECONDS, replace_option, written
 
 SYNC = SyncMode.SYNC
-BROKEN = 3.0
-"""A rank so many times slower than its peers is broken rather than slow: a spare that is due comes before shares,
-unless they mend it."""
+BROKEN = adapt.BROKEN
+"""From this slowdown of a rank on, a spare that is due comes before shares, unless they mend it."""
 WILD = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
 RECOVERED = 0.5

@@ -24,7 +24,7 @@ SHARED = Member("w0", "127.0.0.1", (0, 1, 2, 3))
 
 def windows(
     own: np.ndarray,
-    exposed: float = 0.005,
+    exposed: float | np.ndarray = 0.005,
     garbage: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
     squares: np.ndarray | None = None,
@@ -489,6 +489,44 @@ def test_lengths_that_do_not_cost_are_not_blamed() -> None:
         diagnosis = found(windows(own, lengths=lengths.sum(axis=2), squares=squares))
         assert diagnosis.trouble is Trouble.COMPUTE
         assert diagnosis.effects[Trouble.LENGTHS] == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("began", [1, 12])
+def test_what_a_trouble_costs_is_told_by_the_steps_since_its_first_sign(began: int) -> None:
+    later = np.arange(STEPS)[:, None] >= began
+    link = windows(work(20), np.where(later[:, 0], 0.1, 0.005))
+    assert found(link).trouble is Trouble.COMMUNICATION
+    assert found(link).slowdown == pytest.approx((WORK + 0.1) / (WORK + 0.01), rel=0.05)
+    slow = windows(work(20) * np.where(later & (np.arange(4) == 2), 2.0, 1.0))
+    if began == 1:  # else too few to be sure of
+        assert found(slow).slowdown == pytest.approx((2 * WORK + 0.005) / (WORK + 0.005), rel=0.05)
+    since = sequences(0)
+    since[:began] = since[:began].mean()
+    lengths = found(of_sequences(since))
+    whole = found(of_sequences(sequences(0)))
+    assert (lengths.trouble, len(lengths.window.steps)) == (Trouble.LENGTHS, STEPS - began)
+    assert lengths.slowdown == pytest.approx(whole.slowdown, rel=0.2)
+
+
+def test_of_three_steps_the_next_answer_will_tell() -> None:
+    """Of eight, in the last of which other ranks are slow in turns."""
+    own = work(20)[:8]
+    for step in (5, 6, 7):
+        own[step, step % 4] *= 2.0
+    assert adapt.diagnose(windows(own), THRESHOLD) is None
+    own[4, 0] *= 2.0
+    assert found(windows(own)).trouble is Trouble.VOLATILE
+    assert found(windows(work(20)[:8])).trouble is Trouble.NONE
+
+
+@pytest.mark.parametrize(("seconds", "slow", "is_seen"), [(1.0, 3.5, True), (1.0, 2.5, False), (0.1, 3.5, False)])
+def test_a_broken_rank_is_known_by_four_long_steps(seconds: float, slow: float, is_seen: bool) -> None:
+    """Of eight. Four short ones may be a hiccup."""
+    own = work(20)[:8] * seconds / WORK
+    own[4:, 2] *= slow
+    diagnosis = found(windows(own, baseline=seconds))
+    assert (diagnosis.culprits == (2,)) is is_seen
+    assert (diagnosis.trouble is Trouble.COMPUTE) is is_seen
 
 
 def test_windows_that_cannot_tell() -> None:
