@@ -120,7 +120,7 @@ class Ours:
             checkpoint_request=self._answered,
             global_batch=self.world.job.batch,
             first_step_at=NOW + self._round_from + 1.0,
-            round_started_at=NOW + self._round_from,
+            round_started_at=NOW + self._round_from + 1.0 - self.world.job.restart_seconds,
             sync_mode=now.setup.way.mode.value,
         )
         self._answered = plan.checkpoint_request

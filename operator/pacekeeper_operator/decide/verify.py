@@ -175,7 +175,7 @@ def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draf
     state = draft.state
     acted = incident.outcome is not Outcome.RECOMMENDED
     seconds = (incident.recovered or now) - incident.first_sign
-    standstill = incident.outcome is Outcome.RECOVERED and not incident.live and incident.cause is not Cause.STRAGGLER
+    new_round = incident.outcome is Outcome.RECOVERED and not incident.live
     past = Past(
         cause=incident.cause,
         at=incident.detected,
@@ -192,10 +192,13 @@ def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draf
     else:
         draft = draft.with_incidents(recommended=(*incidents.recommended, incident.name)[-MAX_PAST:])
     draft = draft.with_incidents(past=(*recent, past)[-MAX_PAST:])
-    if not standstill:
+    if not new_round:
         return draft
-    lost = state.budget.lost_seconds + seconds
-    return draft.with_budget(lost_seconds=lost, restart_seconds=_restart_seconds(incident, state.placement.begun_at))
+    stood = 0.0 if incident.cause is Cause.STRAGGLER else seconds  # it trained, if slowly
+    return draft.with_budget(
+        lost_seconds=state.budget.lost_seconds + stood,
+        restart_seconds=_restart_seconds(incident, state.placement.begun_at),
+    )
 
 
 def _restart_seconds(incident: Incident, begun_at: float) -> float:

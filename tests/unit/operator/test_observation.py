@@ -49,6 +49,20 @@ class TestRestartCost:
         unmeasured = replace(training(), metrics=Metrics())
         assert self.of(unmeasured, snapshot_step=snapshot, checkpoint_age_seconds=700.0) == lost
 
+    def test_before_a_restart_was_measured_it_is_guessed_by_the_start_of_the_round(self) -> None:
+        def seconds(*starts: float) -> float:
+            world = training()
+            for view, start in zip(world.members, starts, strict=False):
+                beat = {"first_step_at": NOW - 100, "round_started_at": NOW - 100 - start}
+                world = change_worker(world, view.name, heartbeat=beat)
+            return world.restart_seconds
+
+        assert seconds(60.0, 61.0, 63.0, 900.0) == 60.0, "nobody's word makes it longer"
+        assert seconds(2.0, 2.0, 2.0, 2.0) == 5.0, "it says nothing of what comes before a restart"
+        assert change_members(training(), round_started_at=0.0).restart_seconds == 5.0, "not told"
+        measured = training().draft.with_budget(restart_seconds=3.0)
+        assert training().with_draft(measured).restart_seconds == 3.0
+
 
 class TestClocks:
     @pytest.mark.parametrize(("ago", "young"), [(0.0, True), (1.9, True), (2.0, False), (-0.1, False)])
