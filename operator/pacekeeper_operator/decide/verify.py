@@ -168,7 +168,7 @@ def _take_back(draft: Draft, incident: Incident, observation: Observation) -> Dr
         return draft.with_plan(shares=None, garbage_every=0, sequence_cost=None)
     if observation.refused:
         return modes.refused(draft, observation.refused, observation.now)
-    return modes.left(draft, f"{draft.plan.sync_mode} has not helped", observation.now)
+    return modes.given_up(draft, f"{draft.plan.sync_mode} has not helped", observation.now)
 
 
 def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draft:

@@ -62,7 +62,7 @@ def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Dr
     plan = way.applied_to(draft.plan)
     if policy.refusal(Remedy.REBALANCE):
         plan = replace(plan, shares=None)
-    return modes.left(replace(draft, plan=plan), way.reason, now)
+    return modes.left(replace(draft, plan=plan), way.reason)
 
 
 def _ask(observation: Observation, adaptation: LocalSgd) -> Draft:

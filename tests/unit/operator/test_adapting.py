@@ -322,10 +322,15 @@ class TestMeasured:
     def test_what_has_not_helped_is_taken_back(self) -> None:
         thought, world = in_local_mode()
         world = later(thought, world, 10.0, metrics=replace(SLOW_LINK, throughput=32 / 0.35))
-        back = think(change_members(world, step=560), policy()).draft
-        assert back.plan.sync_mode is SyncMode.SYNC
-        assert back.state.adaptation.local_sgd is None
-        assert not back.state.adaptation.mode_changes.allows(world.now + HOLD_SECONDS)
+        back = think(change_members(world, step=560), policy())
+        assert back.draft.plan.sync_mode is SyncMode.SYNC
+        assert back.draft.state.adaptation.local_sgd is None
+        assert not back.draft.state.adaptation.mode_changes.allows(world.now + HOLD_SECONDS)
+        world = change_members(later(back, world, 5.0, metrics=SLOW_LINK), sync_mode="Sync")
+        held, world = looked_into(world, exposed=0.25)
+        held, world = looked_into(later(held, world, 6.0), exposed=0.25)
+        assert held.draft.plan.sync_mode is SyncMode.SYNC
+        assert not decisions(held), "nothing to write down while the mode is only held"
 
     def test_ranks_that_refuse_it_go_on_in_sync_and_are_not_asked_again(self) -> None:
         thought, world = in_local_mode()
@@ -437,15 +442,16 @@ class TestBack:
     def test_a_link_that_comes_and_goes_is_followed_ever_more_slowly(self) -> None:
         thought, world = in_local_mode()
         hold = thought.draft.state.adaptation.mode_changes.hold_seconds
-        world = replace(world, now=world.now + hold)
+        world = change_members(later(thought, world, hold, metrics=WELL), step=560)
+        thought = think(world, policy())
+        assert not thought.draft.state.incidents.open, "measured"
         for _ in range(2):
             thought, world = self.look(thought, world, transfer=0.03)
         assert thought.draft.plan.sync_mode is SyncMode.SYNC
         world = change_members(later(thought, world, 5.0, metrics=SLOW_LINK), sync_mode="Sync")
-        held, world = looked_into(world, exposed=0.25)
-        assert held.draft.plan.sync_mode is SyncMode.SYNC
-        assert not decisions(held), "nothing to write down while the mode is only held"
-        assert held.draft.state.adaptation.mode_changes.hold_seconds == 2 * hold
+        again, world = looked_into(world, exposed=0.25)
+        assert again.draft.plan.sync_mode is SyncMode.ASYNC_EDIT, "at once"
+        assert again.draft.state.adaptation.mode_changes.hold_seconds == 2 * hold, "but not back"
 
     def test_questions_get_rarer_with_the_time(self) -> None:
         thought, world = in_local_mode()
