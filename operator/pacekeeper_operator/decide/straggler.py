@@ -157,7 +157,7 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         suspicion = replace(suspicion, shown=shown, clear_at=clear_at)
         draft = _account(observation.with_draft(draft), found)
         if slow and _shares_fit(observation, found) and not _spare_is_due(observation.with_draft(draft), policy):
-            return _tolerate(_drop(draft), observation)
+            return _tolerate(_give_up(observation.with_draft(draft), observation.step_seconds), observation)
     return _ask(draft, suspicion, now)
 
 
@@ -170,6 +170,8 @@ def _forget(observation: Observation, policy: Policy) -> Draft:
         draft = draft.with_adaptation(vain=replace(vain, step_seconds=observation.step_seconds))
     adaptation = draft.state.adaptation
     if (adaptation.tolerated_pace or adaptation.loss is not None) and _alike(observation) and steady(observation):
+        if _shares_outlived(observation):
+            draft = draft.with_adaptation(vain=None)
         return draft.with_adaptation(tolerated_pace=0.0, tolerated_behind=0.0, loss=None)
     return draft
 

@@ -274,6 +274,19 @@ def test_a_straggler_whose_shares_fit_is_looked_into_once_and_then_only_if_it_ch
     assert asks(2.5, 1.33), "another one hides behind it"
 
 
+def test_the_waits_that_such_shares_leave_are_no_question_either() -> None:
+    """Many jobs wait for about a tenth of a step by nature."""
+    thought, world = looked_into(2.5)
+
+    def asks(**metrics: float) -> bool:
+        later = next_pass(thought, world, 30.0, metrics=replace(world.metrics, **metrics))
+        return bool(think(later, policy()).draft.plan.evidence_request)
+
+    assert not asks(pace=2.5, behind=1.2, waiting=0.12)
+    assert asks(pace=2.5, behind=1.2, waiting=0.12, step_seconds=1.2 * world.step_seconds), "longer steps are news"
+    assert asks(pace=1.0, behind=1.2, waiting=0.12), "its straggler is well again: the shares fit no more"
+
+
 def test_nor_is_one_that_shares_have_mended_so_well_that_its_windows_show_no_trouble() -> None:
     thought, _ = looked_into(1.3, shares=(17, 17, 13, 17))
     assert thought.draft.state.adaptation.suspicion is None
