@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,8 +46,8 @@ class Window:
 
     def of(self, steps: slice) -> Window:
         """These of its steps."""
-        arrays = {name: of for name, of in vars(self).items() if isinstance(of, np.ndarray)}
-        return replace(self, **{name: of[steps] for name, of in arrays.items()})
+        kept: dict[str, Any] = {name: of[steps] for name, of in vars(self).items() if isinstance(of, np.ndarray)}
+        return replace(self, **kept)
 
     @property
     def shares(self) -> tuple[int, ...]:

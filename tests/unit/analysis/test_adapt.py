@@ -316,6 +316,7 @@ def test_only_for_a_slow_link_is_there_a_synchronisation_before_it_is_cheap() ->
     turns = work() * np.where(np.arange(STEPS)[:, None] % 4 == np.arange(4), 3.0, 1.0)
     (for_turns,) = (way for way in adapt.ways(found(windows(turns, 0.6)), threshold=THRESHOLD) if way.sync_seconds)
     assert for_link.sync_seconds == pytest.approx(20.0, rel=0.05), "a tenth of the time"
+    assert for_turns.sync_seconds is not None
     assert for_turns.sync_seconds > 20.0, "three hundredths, where it is not longer than 30 s"
 
 

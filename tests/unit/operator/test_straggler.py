@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -278,7 +279,7 @@ def test_the_waits_that_such_shares_leave_are_no_question_either() -> None:
     """Many jobs wait for about a tenth of a step by nature."""
     thought, world = looked_into(2.5)
 
-    def asks(**metrics: float) -> bool:
+    def asks(**metrics: Any) -> bool:
         later = next_pass(thought, world, 30.0, metrics=replace(world.metrics, **metrics))
         return bool(think(later, policy()).draft.plan.evidence_request)
 
