@@ -170,18 +170,28 @@ class Cluster:
 
     async def listing(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Listing:
         """The same, and as of when."""
+        items: Objects = []
+        version = 0
+        async for page in self.pages(kind, namespace, labels=labels, fields=fields):
+            items += page.items
+            version = page.version
+        return Listing(items, version)
+
+    async def pages(
+        self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = ""
+    ) -> AsyncGenerator[Listing]:
+        """The same in parts, for whoever keeps little of each object: thousands of pods take hundreds of megabytes."""
         query = {"limit": str(PAGE)} | ({"labelSelector": labels} if labels else {})
         query |= {"fieldSelector": fields} if fields else {}
-        items: Objects = []
         while True:
             answer = await self._call("GET", _path(kind, namespace), query)
             if "items" not in answer:
                 words = f"the API server has answered a list of {kind.plural} without a list"
                 raise kopf.TemporaryError(words, delay=2)
-            items += answer["items"] or []
             query["continue"] = answer["metadata"].get("continue") or ""
+            yield Listing(answer["items"] or [], int(answer["metadata"]["resourceVersion"]))
             if not query["continue"]:
-                return Listing(items, int(answer["metadata"]["resourceVersion"]))
+                return
 
     async def watch(self, kind: Kind, version: int, namespace: str = "", *, labels: str = "") -> AsyncGenerator[Change]:
         """What has changed since `version`, until the API server ends it. Raises Gone."""

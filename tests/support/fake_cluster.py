@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from pacekeeper_operator.cluster import Cluster, Conflict, Kind, Listing, NotFound, Object
@@ -37,6 +38,11 @@ class FakeCluster(Cluster):
             and all(_field(body, pair.split("=", 1)[0]) == pair.split("=", 1)[1] for pair in fields.split(",") if pair)
         ]
         return Listing(items, self.version)
+
+    async def pages(
+        self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = ""
+    ) -> AsyncGenerator[Listing]:
+        yield await self.listing(kind, namespace, labels=labels, fields=fields)
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
         self._refuse(kind)

@@ -47,6 +47,7 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
     try:
         while not stopped:
             await operator.runtime.either(operator.begin_pass(), stopped.wait())
+            operator.unseen.discard((job.namespace, job.name))
             if stopped:
                 break
             started = operator.runtime.monotonic()
@@ -71,6 +72,7 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
         log.warning("%s cannot be read any more: %s", where, error)
     finally:
         hide(job)
+        operator.unseen.discard((job.namespace, job.name))
         await desk.errands.close()
         await desk.status_writer.close()
 

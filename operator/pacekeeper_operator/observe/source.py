@@ -15,10 +15,10 @@ from typing import Any
 
 import kopf
 
-from ..cluster import Cluster, Gone, Listing, NotFound
+from ..cluster import Cluster, Gone, NotFound
 from ..limits import Backoff
 from ..runtime import Runtime
-from .store import Shelf, read
+from .store import Shelf, read, read_place
 
 AGAIN_SECONDS = 0.1
 """Between a watch's end and the next one: one that ends at once must not be asked for without end."""
@@ -37,9 +37,9 @@ class Source:
     _versions: dict[str, int] = field(default_factory=dict)  # by namespace: up to which all is known
 
     async def read(self) -> None:
-        """Prove what is known by a list. Raises what `Cluster.listing` does, and then knows no less than before."""
-        for place, listing in (await read(self.cluster, self.shelves, self.namespaces)).items():
-            self._versions.setdefault(place, listing.version)  # a watch tells all by itself, or would not seem to live
+        """Prove what is known by a list. Raises what `Cluster.pages` does, and then knows no less than before."""
+        for place, version in (await read(self.cluster, self.shelves, self.namespaces)).items():
+            self._versions.setdefault(place, version)  # a watch tells all by itself, or would not seem to live
 
     async def follow(self) -> None:
         """Tell the shelves of every change, until cancelled."""
@@ -67,16 +67,15 @@ class Source:
         """Until the watch ends. Raises Gone, and what the cluster does."""
         kind, labels = self.shelves[0].kind, self.shelves[0].labels
         if place not in self._versions:
-            self._take(place, await self.cluster.listing(kind, place, labels=labels))
+            await self._list(place)
         async with aclosing(self.cluster.watch(kind, self._versions[place], place, labels=labels)) as changes:
             async for change in changes:
                 for shelf in self.shelves:
                     shelf.hear_of(change)
                 self._versions[place] = max(change.version, self._versions[place])
 
-    def _take(self, place: str, listing: Listing) -> None:
-        """What a watch that begins anew has missed. It proves nothing: not all places may have been listed."""
+    async def _list(self, place: str) -> None:
+        """What a watch that begins anew has missed."""
+        self._versions[place] = await read_place(self.cluster, self.shelves, place)
         for shelf in self.shelves:
-            shelf.take_all(listing, place)
             shelf.unheard = 0
-        self._versions[place] = listing.version

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from ..cluster import Change, Cluster, Denied, Kind, Listing
+from ..cluster import Change, Cluster, Denied, Kind
 
 View = TypeVar("View")
 log = logging.getLogger(__name__)
@@ -97,11 +98,8 @@ class Shelf(Generic[View]):
         """See `read`."""
         await read(cluster, (self,), namespaces)
 
-    def prove_by(self, listings: Mapping[str, Listing]) -> None:
-        """These are all that there are, by namespace ("": of all)."""
-        untold = sum(self.take_all(listing, place) for place, listing in listings.items())
-        if self.listed.is_set():
-            self.unheard += untold
+    def proven(self) -> None:
+        """All that there are has been taken."""
         self._gone.clear()
         self.listed.set()
 
@@ -110,10 +108,12 @@ class Shelf(Generic[View]):
         self.listed.clear()
         self.unheard = 0
 
-    def take_all(self, listing: Listing, namespace: str) -> int:
-        """All that there are of a namespace ("": of all); how many objects were not as they were known."""
-        items, version = listing.items, listing.version
-        there = {key_of(body) for body in items}
+    def take_all(self, bodies: Sequence[Mapping[str, Any]]) -> None:
+        """A part of a list."""
+        self._untold(sum(self._put(body) for body in bodies))
+
+    def keep_only(self, there: Container[Key], version: int, namespace: str) -> None:
+        """These are all that there were of a namespace ("": of all) at that resourceVersion."""
         missing = [
             key
             for key, entry in self._entries.items()
@@ -121,7 +121,11 @@ class Shelf(Generic[View]):
         ]
         for key in missing:
             self._remove(key, version)
-        return len(missing) + sum(self._put(body) for body in items)
+        self._untold(len(missing))
+
+    def _untold(self, changes: int) -> None:
+        if self.listed.is_set():
+            self.unheard += changes
 
     def _put(self, body: Mapping[str, Any]) -> bool:
         """Whether this is news to decisions."""
@@ -165,23 +169,39 @@ class Shelf(Generic[View]):
             del self._groups[group]
 
 
-async def read(cluster: Cluster, shelves: Sequence[Shelf[Any]], namespaces: Sequence[str]) -> dict[str, Listing]:
-    """Prove what shelves of one kind know by lists, of the given namespaces (none: of all), which it returns.
+async def read(cluster: Cluster, shelves: Sequence[Shelf[Any]], namespaces: Sequence[str]) -> dict[str, int]:
+    """Prove what shelves of one kind know by lists, of the given namespaces (none: of all); as of which
+    resourceVersion, by namespace.
 
-    Raises what `Cluster.listing` does; they then know no less than before. A namespace that may not be read (it is
-    being deleted, say) is passed over."""
-    kind, labels = shelves[0].kind, shelves[0].labels
-    found: dict[str, Listing] = {}
-    for place in kind.places(namespaces):
+    Raises what `Cluster.pages` does; they then know no less than before. A namespace that may not be read (it is being
+    deleted, say) is passed over."""
+    found: dict[str, int] = {}
+    for place in shelves[0].kind.places(namespaces):
         try:
-            found[place] = await cluster.listing(kind, place, labels=labels)
+            found[place] = await read_place(cluster, shelves, place)
         except Denied as error:
             if not place:
                 raise
-            log.warning("%s of namespace %s cannot be listed: %s", kind.plural, place, error)
+            log.warning("%s of namespace %s cannot be listed: %s", shelves[0].kind.plural, place, error)
     for shelf in shelves:
-        shelf.prove_by(found)
+        shelf.proven()
     return found
+
+
+async def read_place(cluster: Cluster, shelves: Sequence[Shelf[Any]], namespace: str) -> int:
+    """Tell shelves of one kind of all that there are of a namespace ("": of all); as of which resourceVersion. It
+    proves nothing: not all places may have been listed. Raises what `Cluster.pages` does."""
+    there: set[Key] = set()
+    version = 0
+    async with aclosing(cluster.pages(shelves[0].kind, namespace, labels=shelves[0].labels)) as pages:
+        async for page in pages:
+            there.update(map(key_of, page.items))
+            version = page.version
+            for shelf in shelves:
+                shelf.take_all(page.items)
+    for shelf in shelves:
+        shelf.keep_only(there, version, namespace)
+    return version
 
 
 def key_of(body: Mapping[str, Any]) -> Key:

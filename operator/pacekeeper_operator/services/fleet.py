@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,9 +133,25 @@ class Fleet:
         return decide(quarantine, None if seen is None else seen.node, pod, around, self.runtime.now())
 
     async def approval(self, name: str) -> tuple[QuarantineStep, Known]:
-        """What is to be done, by what all NodeQuarantines are like: as they were read just now, and as has been heard
-        and written since. Who asks at the same time is judged one by one, and an approval counts from here on, see
-        `settled`. Raises Conflict where there is nothing to approve any more."""
+        """What is to be done, by what all NodeQuarantines are like. An approval counts from here on, see `settled`.
+        Raises Conflict where there is nothing to approve any more."""
+        async with self._all_read():
+            known, seen = self.quarantines.get(("", name)), await self.node(name)
+            if known is None or known.quarantine is None or seen is None:
+                raise Conflict(f"the NodeQuarantine or the node {name} has changed", delay=1)
+            return self._judged(known.quarantine, seen), known
+
+    async def approved_at_once(self, quarantine: Quarantine, seen: Seen) -> bool:
+        """Whether one that is about to be made is made as an approved one. It counts from here on, see `settled`."""
+        if witness_of(quarantine, seen.node) is None or not (await self._around(quarantine, seen.node)).unbroken:
+            return False  # most wait for a while, and have to be known meanwhile
+        async with self._all_read():
+            return isinstance(self._judged(quarantine, seen), Approve)
+
+    @asynccontextmanager
+    async def _all_read(self) -> AsyncIterator[None]:
+        """All NodeQuarantines as they were read just now, and as has been heard and written since. Who asks at the same
+        time is judged one by one."""
         async with self._asking:
             if self.runtime.monotonic() - self._read_at > FRESH_SECONDS:
                 began = self.runtime.monotonic()
@@ -143,14 +160,14 @@ class Fleet:
                 self._read_at = began
             if self.runtime.monotonic() - self._pause[0] > APPROVAL_PAUSE_SECONDS:
                 await self._look_whether_paused()
-            known, seen = self.quarantines.get(("", name)), await self.node(name)
-            if known is None or known.quarantine is None or seen is None:
-                raise Conflict(f"the NodeQuarantine or the node {name} has changed", delay=1)
-            around = Around(self.rules, self._census, len(self.nodes), self._pause[1])
-            step = decide(known.quarantine, seen.node, None, around, self.runtime.now())
-            if isinstance(step, Approve):
-                self._census.grant(name)
-            return step, known
+            yield
+
+    def _judged(self, quarantine: Quarantine, seen: Seen) -> QuarantineStep:
+        around = Around(self.rules, self._census, len(self.nodes), self._pause[1])
+        step = decide(quarantine, seen.node, None, around, self.runtime.now())
+        if isinstance(step, Approve):
+            self._census.grant(quarantine.name)
+        return step
 
     async def settled(self, name: str, *, written: bool) -> None:
         """Whether an approval is written is known; where it is not sure, it is looked at."""

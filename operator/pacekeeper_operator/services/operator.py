@@ -75,6 +75,8 @@ class Operator:
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
     next_pass: asyncio.Lock = field(default_factory=asyncio.Lock)
+    unseen: set[JobName] = field(default_factory=set)
+    """Jobs that have not looked yet at what the GPUs of their nodes show anew."""
     computed: float = 0.0  # seconds for which passes have held up everything else since the last one began
     creations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CREATIONS_AT_ONCE))
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
@@ -123,12 +125,12 @@ class Operator:
 
     async def begin_pass(self) -> None:
         """Returns when a pass may begin: one after the other, and all else has at least as much time as they, or four
-        times that after a long one and where hundreds of nodes wait to be held. A thousand jobs that something wakes
-        together would else hold up polls, and the Lease, for seconds. Without the Lease none begins, and none of them
-        needs to find that out by itself."""
+        times that after a long one and where hundreds of nodes wait to be held, unless GPUs show what some job has not
+        looked at yet. A thousand jobs that something wakes together would else hold up polls, and the Lease, for
+        seconds. Without the Lease none begins, and none of them needs to find that out by itself."""
         async with self.next_pass:
             took, self.computed = self.computed, 0.0
-            many = took > LONG_PASS_SECONDS or self.fleet.first.many
+            many = (took > LONG_PASS_SECONDS or self.fleet.first.many) and not self.unseen
             await self.runtime.sleep(min(LONGEST_REST_SECONDS, took * (LONG_REST if many else 1.0)))
             while not self.leads():
                 await self.runtime.sleep(LEADS_SECONDS)
@@ -313,9 +315,10 @@ class Operator:
             news = {value.node for value in {*found.gpu} ^ {*self.gpu}}
             self.gpu = found.gpu
         self.sample = found
-        for (namespace, _), pod in self.pods.items() if news else ():
-            if pod.node in news:
-                self.memory.wake(namespace, pod.job)
+        concerned = {(namespace, pod.job) for (namespace, _), pod in self.pods.items() if pod.node in news}
+        for namespace, job in concerned:
+            self.memory.wake(namespace, job)
+        self.unseen |= concerned & {*jobs}
         metrics.PROMETHEUS_UP.set(not found.unavailable)
 
     def _count_jobs(self) -> None:

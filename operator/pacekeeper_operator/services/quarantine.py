@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -26,6 +27,7 @@ from ..api import (
     TAINT_QUARANTINE,
     ObjectRef,
     QuarantineSpec,
+    QuarantineStatus,
     Sign,
     Verdict,
     Witness,
@@ -55,12 +57,15 @@ from ..runtime import Runtime
 from ..settings import Settings
 from . import events, probing
 from .fleet import Fleet, Known, Seen
+from .nodes_first import FEW
 
 MAX_STEPS = 20
 """Of one call of `reconcile`: what is not done by then is done by the next."""
 AT_ONCE = 16
 """Nodes that are looked after at the same time: so many calls the API server has to answer at once, at most."""
 AGAIN_SECONDS = 1.0
+QUIET_SECONDS = 1.0
+"""Within which more than a few nodes were held: what is to be said of them waits for the others."""
 SHOW_SECONDS = 1.0
 """Between two looks at the metrics."""
 RETRY_SECONDS = 5.0
@@ -113,8 +118,8 @@ async def look(fleet: Fleet, node: str, node_uid: str) -> Ruling | None:
 async def reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
     """Brings node and probe pod to what the NodeQuarantine `name` says; seconds until it wants to be called again.
 
-    Level-triggered and idempotent. math.inf: there is nothing to be done. `words` False: it ends as soon as the node is
-    held, which is written down by the next call.
+    Level-triggered and idempotent. math.inf: there is nothing to be done. `words` False: of a node that is held, nothing is
+    written down; 0 says that there is something.
     Raises InputError where the object is malformed, and what the cluster raises.
     """
     for _ in range(MAX_STEPS):
@@ -130,6 +135,8 @@ async def reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
                 step, known = await fleet.approval(name)
             if isinstance(step, Wait):
                 return step.seconds
+            if isinstance(step, Report) and seen is not None and seen.node.held and not words:
+                return 0.0
             if begins_a_probe(known.legible, step):
                 async with fleet.probes:  # one after the other, so that no more run than may
                     await _carry_out(fleet, await _next(fleet, known, seen), known, seen)
@@ -142,8 +149,6 @@ async def reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
             continue
         if isinstance(step, StartProbe):
             return AGAIN_SECONDS  # pods of its circle wait for each other's addresses
-        if isinstance(step, Hold) and not words:
-            return 0.0
     return AGAIN_SECONDS
 
 
@@ -182,13 +187,14 @@ async def watch_over(fleet: Fleet) -> None:
 @dataclass
 class _Round:
     """Who is looked after now, and who waits for it. Nodes that are not held yet go before words about those that
-    are."""
+    are, and so do suspicions that are still to be raised where many nodes fail at once."""
 
     fleet: Fleet
     _under_way: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _waiting: dict[str, None] = field(default_factory=dict)
     _words: dict[str, None] = field(default_factory=dict)
     _due: dict[str, float] = field(default_factory=dict)  # by the monotonic clock
+    _held_at: deque[float] = field(default_factory=lambda: deque(maxlen=FEW + 1))  # the last ones, by the same clock
     _listed_at: float = -math.inf
     _shown_at: float = -math.inf
 
@@ -203,11 +209,13 @@ class _Round:
         for name in [name for name, at in self._due.items() if at <= now]:
             del self._due[name]
             self._waiting[name] = None
+        quiet_at = self._held_at[0] + QUIET_SECONDS if len(self._held_at) > FEW else now
         for queue, words in ((self._waiting, False), (self._words, True)):
-            room = 0 if now < fleet.busy_until else AT_ONCE - len(self._under_way)
+            wait = now < fleet.busy_until or (words and now < quiet_at)
+            room = 0 if wait else AT_ONCE - len(self._under_way)
             for name in list(islice((name for name in queue if name not in self._under_way), room)):
                 del queue[name]
-                work = self._attend(name, words=words or not self._waiting)
+                work = self._attend(name, words=words)
                 self._under_way[name] = fleet.runtime.start(work, f"quarantine of {name}")
         fleet.first.count(len(self._waiting))
         if now >= self._shown_at + SHOW_SECONDS:
@@ -242,6 +250,7 @@ class _Round:
             del self._under_way[name]
             if delay <= 0 and not words:
                 self._words[name] = None
+                self._held_at.append(self.fleet.runtime.monotonic())
             elif delay < math.inf:
                 self._due[name] = self.fleet.runtime.monotonic() + delay
             self.fleet.news.set()
@@ -353,23 +362,35 @@ def _ended(blame: Blame) -> Ruling | None:
 
 async def _create(fleet: Fleet, blame: Blame, sign: Sign) -> Ruling:
     expiry, of_job = fleet.settings.quarantine_expires_after, not sign.by_platform
-    spec = QuarantineSpec(sign.reason, blame.uid, blame.incident if of_job else None, expiry, signs=(sign,)).to_json()
-    if of_job:
-        spec["incidentRef"] = {"namespace": blame.incident.namespace, "name": blame.incident.name}
+    spec = QuarantineSpec(sign.reason, blame.uid, blame.incident if of_job else None, expiry, signs=(sign,))
+    seen = await fleet.node(blame.node)
+    suspicion = Quarantine(blame.node, "", spec, QuarantineStatus(), guarded=True)
+    approved = seen is not None and await fleet.approved_at_once(suspicion, seen)
     body: Object = {
         "apiVersion": API_VERSION,
         "kind": "NodeQuarantine",
         "metadata": {"name": blame.node, "finalizers": [FINALIZER_QUARANTINE]},
-        "spec": spec,
+        "spec": replace(spec, approved=approved).to_json(),
     }
+    if of_job:
+        body["spec"]["incidentRef"] = {"namespace": blame.incident.namespace, "name": blame.incident.name}
+    known = False
     try:
-        made = await fleet.cluster.create(QUARANTINES, body)
-    except Conflict:  # somebody was faster: what is said here is said again if it stays so
-        there = await fleet.cluster.get(QUARANTINES, blame.node)
+        there, raised = await _made_or_found(fleet, body)
         fleet.quarantines.take(there)
-        return ruling(Quarantine.parse(there), blame.uid)
-    fleet.quarantines.take(made)
-    return replace(ruling(Quarantine.parse(made), blame.uid), raised=True)
+        known = True
+    finally:
+        if approved:
+            await fleet.settled(blame.node, written=known)
+    return replace(ruling(Quarantine.parse(there), blame.uid), raised=raised)
+
+
+async def _made_or_found(fleet: Fleet, body: Object) -> tuple[Object, bool]:
+    """And whether it was made. Where somebody was faster, what is said here is said again if it stays so."""
+    try:
+        return await fleet.cluster.create(QUARANTINES, body), True
+    except Conflict:
+        return await fleet.cluster.get(QUARANTINES, body["metadata"]["name"]), False
 
 
 async def _next(fleet: Fleet, known: Known, seen: Seen | None) -> QuarantineStep:

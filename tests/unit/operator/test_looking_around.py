@@ -284,6 +284,15 @@ class TestTurn:
         await place.timeline.run(0.01)
         assert turn.done(), "nothing has been computed since"
 
+    async def test_a_job_whose_gpus_show_something_new_is_not_kept_waiting(self, place: Place) -> None:
+        """Until its pass has begun, no suspicion is raised."""
+        place.operator.unseen = {("ns", "job")}
+        place.operator.fleet.first.count(FEW + 1)
+        place.operator.computed = 0.1
+        turn = place.runtime.start(place.operator.begin_pass(), "a pass")
+        await place.timeline.run(0.11)
+        assert turn.done()
+
     async def test_what_a_pass_computes_is_counted(self, place: Place) -> None:
         with place.operator.computing():
             place.timeline.now += 0.5

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import kopf
 import pytest
 
-from pacekeeper_operator.cluster import PODS, Denied
+from pacekeeper_operator.cluster import PODS, Denied, Kind, Listing
 from pacekeeper_operator.observe.store import Shelf
 from tests.support.fake_cluster import FakeCluster
 
@@ -156,3 +157,57 @@ async def test_an_object_as_old_as_the_list_that_does_not_show_it_is_gone(known:
     await known.there_are(version=7)
     await known.read()
     assert known.shelf.get(("ns", "a")) is None
+
+
+class InPages(FakeCluster):
+    """One object a page, and what happens between two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between: Callable[[], None] = lambda: None
+
+    async def pages(
+        self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = ""
+    ) -> AsyncGenerator[Listing]:
+        found = await self.listing(kind, namespace, labels=labels, fields=fields)
+        for number, body in enumerate(found.items):
+            if number:
+                self.between()
+            yield Listing([body], found.version)
+
+
+class TestPages:
+    @pytest.fixture
+    async def known(self) -> Known:
+        known = Known()
+        known.cluster = self.cluster = InPages()
+        await known.there_are(pod("a", 3), pod("b", 4), version=7)
+        await known.read()
+        return known
+
+    async def test_what_was_not_in_any_of_them_is_gone(self, known: Known) -> None:
+        await known.there_are(pod("b", 4), pod("c", 8), version=9)
+        await known.read()
+        assert {key[1] for key, _ in known.shelf.items()} == {"b", "c"}
+        assert known.shelf.unheard == 2
+
+    async def test_what_a_watch_tells_between_two_of_them_counts(self, known: Known) -> None:
+        """The list is as of its beginning: b is deleted and d made meanwhile."""
+
+        def between() -> None:
+            known.shelf.hear(pod("b", 11), deleted=True)
+            known.shelf.hear(pod("d", 12, "n"), deleted=False)
+
+        self.cluster.between = between
+        await known.read()
+        assert {key[1] for key, _ in known.shelf.items()} == {"a", "d"}
+
+    async def test_where_the_next_one_fails_nothing_is_taken_away(self, known: Known) -> None:
+        def between() -> None:
+            raise kopf.TemporaryError("the continue parameter is too old")
+
+        self.cluster.between = between
+        await known.there_are(pod("c", 8), pod("d", 8), version=9)
+        with pytest.raises(kopf.TemporaryError):
+            await known.read()
+        assert {key[1] for key, _ in known.shelf.items()} == {"a", "b", "c"}
