@@ -72,7 +72,7 @@ class Prometheus:
         now = self._world.now()
         rows = [
             self._row({"namespace": job[0], "trainingjob": job[1], "figure": name}, value)
-            for job, series in self._by_job(now).items()
+            for job, series in (self._by_job(now).items() if '"figure", "ranks"' in query else ())
             for name, value in figures(series, now)
         ]
         if '"figure", "gpu"' in query:

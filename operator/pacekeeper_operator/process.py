@@ -128,8 +128,8 @@ async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges,
     await _end((following,))
     operator.begin()
     logging.info("%s leads", settings.identity)
-    beside = runtime.start(operator.watch_over(), "watch over"), runtime.start(operator.resync(), "resync")
-    stack.push_async_callback(_end, beside)
+    tasks = {"watch over": operator.watch_over(), "GPUs": operator.watch_gpus(), "resync": operator.resync()}
+    stack.push_async_callback(_end, [runtime.start(task, name) for name, task in tasks.items()])
     stopped = asyncio.Event()
     handling = runtime.start(edges.handle(operator, stopped), "the handlers")
     await runtime.either(asyncio.wait([handling]), _over(runtime, edges))

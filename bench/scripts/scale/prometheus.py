@@ -26,7 +26,7 @@ class StandIn:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         query = (await request.post() if request.method == "POST" else request.query).get("query", "")
-        rows = self._rows(time.time()) if isinstance(query, str) and '"named"' in query else []
+        rows = self._rows(time.time()) if isinstance(query, str) and '"gpu"' in query else []
         return web.json_response({"status": "success", "data": {"resultType": "vector", "result": rows}})
 
     def _rows(self, now: float) -> list[dict[str, Any]]:

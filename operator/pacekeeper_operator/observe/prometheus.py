@@ -106,6 +106,10 @@ class Effort:
     def __str__(self) -> str:
         return f"with {self.seconds:g} s" + (f" for each of {self.parts} parts" if self.parts > 1 else "")
 
+    @property
+    def strained(self) -> bool:
+        return self.parts > 1 or self.seconds > LEAST_SECONDS
+
     def failed(self, now: float, *, more_time: bool) -> None:
         """Time first, where it may help: one question costs Prometheus less than many."""
         if more_time and self.seconds < MOST_SECONDS:
@@ -148,6 +152,7 @@ class Prometheus:
         self._dcgm_namespace = dcgm_namespace
         self._dcgm_node_label = dcgm_node_label
         self._query = query(dcgm_namespace, matchers)
+        self._errors_query = gpu_errors_query(dcgm_namespace, matchers)
         self._signs_query = gpu_signs_query(dcgm_namespace, matchers)
         self._said: dict[str, str] = {}
         self._signs: tuple[GpuValue, ...] = ()
@@ -177,6 +182,18 @@ class Prometheus:
         if self._dcgm_namespace and not 0 <= now - self._signs_at < GPU_SIGNS_SECONDS:
             self._signs, self._signs_at = await self._ask_for_signs(self._ask), now
         return replace(sample, gpu_signs=self._signs)
+
+    async def gpu_errors(self) -> tuple[GpuValue, ...] | None:
+        """Those of a sample, as they are now: the little of it that is worth asking for more often. None: they cannot
+        be had, or Prometheus has enough to do."""
+        if self._ask is None or not self._dcgm_namespace or self._effort.strained:
+            return None
+        answer = _Answer(self._dcgm_node_label)
+        try:
+            self._take(answer.take, await self._ask(self._errors_query, LEAST_SECONDS))
+        except (RequestException, PrometheusApiClientException, ValueError, KeyError):
+            return None  # the next sample says why
+        return tuple(answer.gpu)
 
     def _queries(self, jobs: Collection[JobName]) -> Sequence[str]:
         """For all jobs in one; in parts, the GPUs in one of their own."""
@@ -253,14 +270,21 @@ def query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
 
 def gpu_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
     """The errors of all GPUs, and whether the scrape says on which node they are."""
-    place = (f'__name__=~"{GPU_NAMES}"', f'namespace="{dcgm_namespace}"', *matchers)
-    return _together(
-        {
-            "gpu": f"{_selector(*place)} > 0",
-            "named": "count(" + _selector(*place, 'node!=""') + ")",
-            "unnamed": "count(" + _selector(*place, 'node=""') + ")",
-        }
-    )
+    place = _of_gpus(dcgm_namespace, matchers)
+    counts = {
+        "named": "count(" + _selector(*place, 'node!=""') + ")",
+        "unnamed": "count(" + _selector(*place, 'node=""') + ")",
+    }
+    return f"{gpu_errors_query(dcgm_namespace, matchers)} or {_together(counts)}"
+
+
+def gpu_errors_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
+    """Few rows: most GPUs have none."""
+    return _together({"gpu": f"{_selector(*_of_gpus(dcgm_namespace, matchers))} > 0"})
+
+
+def _of_gpus(dcgm_namespace: str, matchers: Matchers) -> Matchers:
+    return f'__name__=~"{GPU_NAMES}"', f'namespace="{dcgm_namespace}"', *matchers
 
 
 def gpu_signs_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:

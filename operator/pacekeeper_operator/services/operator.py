@@ -37,6 +37,8 @@ LONG_PASS_SECONDS, LONG_REST = 0.05, 4.0
 """After such a pass, of a job of thousands, the next one waits for so many times its time, as each does while hundreds
 of nodes are to be held: what all its workers have to say at once, after a restart, is to be heard meanwhile."""
 LONGEST_REST_SECONDS = 1.0
+GPU_SECONDS = 0.5
+"""Between two looks at the errors of GPUs."""
 LEADS_SECONDS = 0.25
 """Between two looks whether the Lease is held again."""
 FIRST_WORD_SECONDS = 2 * SILENT_SECONDS
@@ -299,6 +301,16 @@ class Operator:
             self.paused = paused
             self.memory.wake_all()
 
+    async def watch_gpus(self) -> None:
+        """Ask for their errors more often than for all else, as long as Prometheus answers: until cancelled."""
+        while True:
+            await self.runtime.sleep(GPU_SECONDS)
+            if self.active and not self.sample.unavailable:
+                found = await self.prometheus.gpu_errors()
+                if found is not None:
+                    self._hear_of_gpus(found)
+                    self.sample = replace(self.sample, gpu=found)
+
     def _ask_prometheus(self) -> None:
         """Beside everything else: an answer may take its time, and counts from when it was asked for."""
         if self._asking is None or self._asking.done():
@@ -310,16 +322,20 @@ class Operator:
         found = await self.prometheus.sample(now, jobs)
         if found.slow and not self.sample.unavailable and now - self.sample.at <= STALE_SECONDS:
             return  # what was heard before is not stale yet
-        news: set[str] = set()
         if not found.unavailable:  # that nothing is heard is no word on a GPU
-            news = {value.node for value in {*found.gpu} ^ {*self.gpu}}
-            self.gpu = found.gpu
+            self._hear_of_gpus(found.gpu)
         self.sample = found
-        concerned = {(namespace, pod.job) for (namespace, _), pod in self.pods.items() if pod.node in news}
-        for namespace, job in concerned:
-            self.memory.wake(namespace, job)
-        self.unseen |= concerned & {*jobs}
         metrics.PROMETHEUS_UP.set(not found.unavailable)
+
+    def _hear_of_gpus(self, found: tuple[GpuValue, ...]) -> None:
+        """Jobs on nodes whose GPUs show something new look at it."""
+        news = {value.node for value in {*found} ^ {*self.gpu}}
+        self.gpu = found
+        for (namespace, _), pod in self.pods.items() if news else ():
+            memory = self.memory.find(namespace, pod.job) if pod.node in news else None
+            if memory is not None:
+                memory.wake.set()
+                self.unseen.add((namespace, pod.job))
 
     def _count_jobs(self) -> None:
         phases = [memory.phase for _, memory in self.memory]

@@ -118,8 +118,8 @@ async def look(fleet: Fleet, node: str, node_uid: str) -> Ruling | None:
 async def reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
     """Brings node and probe pod to what the NodeQuarantine `name` says; seconds until it wants to be called again.
 
-    Level-triggered and idempotent. math.inf: there is nothing to be done. `words` False: of a node that is held, nothing is
-    written down; 0 says that there is something.
+    Level-triggered and idempotent. math.inf: there is nothing to be done. `words` False: of a node that is held,
+    nothing is written down; 0 says that there is something.
     Raises InputError where the object is malformed, and what the cluster raises.
     """
     for _ in range(MAX_STEPS):

@@ -21,6 +21,7 @@ from pacekeeper_operator.services import incidents
 from pacekeeper_operator.services.nodes_first import FEW
 from pacekeeper_operator.services.operator import (
     FIRST_WORD_SECONDS,
+    GPU_SECONDS,
     LONG_REST,
     LONGEST_REST_SECONDS,
     MISSED_EVENTS,
@@ -66,6 +67,8 @@ class Asked(Prometheus):
         self.times: list[float] = []
         self.trouble, self.slow, self.takes = "", False, 0.0
         self.gpu: tuple[GpuValue, ...] = ()
+        self.errors: tuple[GpuValue, ...] | None = ()
+        self.looks = 0
         self.runtime: VirtualRuntime
 
     async def sample(self, now: float, jobs: Collection[JobName] = ()) -> Sample:  # noqa: ARG002
@@ -73,6 +76,10 @@ class Asked(Prometheus):
         if self.takes:
             await self.runtime.sleep(self.takes)
         return Sample(now, gpu=self.gpu, unavailable=self.trouble, slow=self.slow)
+
+    async def gpu_errors(self) -> tuple[GpuValue, ...] | None:
+        self.looks += 1
+        return self.errors
 
 
 class Place:
@@ -229,6 +236,33 @@ class TestPrometheus:
             here.wake.clear()
             await place.timeline.run(SAMPLE_SECONDS)
             assert not here.wake.is_set(), "that it is as it was is no news"
+
+    async def test_errors_of_gpus_are_asked_for_more_often_and_make_their_jobs_pass_first(self, place: Place) -> None:
+        metadata = {"name": "j-w0-0", "namespace": "ns", "labels": {LABEL_JOB: "j"}, "uid": "u"}
+        pod: Object = {"metadata": metadata | {"creationTimestamp": format_time(NOW)}}
+        place.operator.pods.hear(
+            pod | {"spec": {"nodeName": "node-0", "containers": []}, "status": {"phase": "Running"}}, deleted=False
+        )
+        known = place.memory.of(replace(job(), name="j", uid="j"))
+        known.phase = JobPhase.RUNNING
+        looking = place.runtime.start(place.operator.watch_gpus(), "GPUs")
+        await place.timeline.run(2)
+        assert place.prometheus.looks == 0, "where no sample has come, none of it is asked for either"
+        async with Watching(place):
+            await place.timeline.run(0.1)
+            known.wake.clear()
+            error = GpuValue("node-0", "0", "DCGM_FI_DEV_XID_ERRORS", 79.0)
+            place.prometheus.errors = (error,)
+            await place.timeline.run(GPU_SECONDS)
+            assert len(place.prometheus.times) == 1
+            assert known.wake.is_set()
+            assert place.operator.unseen == {("ns", "j")}
+            assert place.operator.sample.of("ns", "j").gpu == (error,)
+            place.prometheus.errors = None
+            await place.timeline.run(GPU_SECONDS)
+            assert place.operator.sample.gpu == (error,), "what cannot be had is no word on a GPU"
+        assert not looking.done()
+        looking.cancel()
 
     @pytest.mark.parametrize(("trouble", "up"), [("", 1.0), ("it does not answer", 0.0)])
     async def test_whether_it_answers_is_measured(self, place: Place, trouble: str, up: float) -> None:

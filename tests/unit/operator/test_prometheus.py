@@ -119,6 +119,15 @@ class TestTooMuch:
 
     JOBS = tuple(("ns", f"j{n}") for n in range(10))
 
+    async def test_is_not_asked_for_errors_of_gpus_more_often(self) -> None:
+        ask = self.Limited(most=3)
+        prometheus = Prometheus("http://p", "gpus", "Hostname", ask)
+        assert await prometheus.gpu_errors() == ()
+        await prometheus.sample(NOW, self.JOBS)
+        ask.queries.clear()
+        assert await prometheus.gpu_errors() is None
+        assert not ask.queries
+
     async def test_is_asked_for_in_parts_until_it_fits(self) -> None:
         ask = self.Limited(most=3)
         prometheus = Prometheus("http://p", "gpus", "Hostname", ask, ('cluster="a"',))
@@ -250,6 +259,7 @@ class TestGpuSeries:
             GpuValue("node-3", "0", self.XID, 48.0, vouched=False),
         )
         assert "16 GPU series of namespace gpus name their node themselves" in sample.unvouched
+        assert await Prometheus(url, "gpus", "Hostname").gpu_errors() == sample.gpu
 
     async def test_it_says_whether_they_are_a_witness(self, url: str) -> None:
         FakePrometheus.rows = [row("named", 8)]
@@ -336,3 +346,4 @@ async def test_what_is_no_answer_of_prometheus_is_none(url: str, words: str) -> 
     prometheus = Prometheus(url, "gpus", "Hostname")
     assert "does not answer" in (await prometheus.sample(NOW)).unavailable
     assert "does not answer" in (await prometheus.link_rates("up")).trouble
+    assert await prometheus.gpu_errors() is None
