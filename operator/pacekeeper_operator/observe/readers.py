@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Collection
+from itertools import islice
 
 AT_ONCE = 32
 """So many are answered before everything else has its turn again: an answer takes a third of a millisecond, and a job
@@ -16,6 +16,7 @@ class Readers:
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], str] = {}
+        self._due: dict[asyncio.Future[None], str] = {}  # these are to be told, in this order
 
     async def next(self, worker: str) -> None:
         """Returns when the next one is written, on behalf of this worker."""
@@ -25,17 +26,22 @@ class Readers:
             await told
         finally:
             self._waiting.pop(told, None)
+            self._due.pop(told, None)
 
     def tell(self, first: Collection[str] = ()) -> None:
-        """All who wait now: these workers first, the others in the order in which they came."""
-        waiting, self._waiting = self._waiting, {}
-        _tell(deque(sorted(waiting, key=lambda told: waiting[told] not in first)))
+        """All who wait now: these workers first, the others in the order in which they came. Who is still to be told of
+        the one before stands in the same row: a spare that joins need not wait until thousands have heard of that."""
+        under_way = bool(self._due)
+        due = self._due | self._waiting
+        self._due = {told: worker for told, worker in due.items() if worker in first} | due
+        self._waiting = {}
+        if not under_way:
+            self._go_on()
 
-
-def _tell(waiting: deque[asyncio.Future[None]]) -> None:
-    for _ in range(min(AT_ONCE, len(waiting))):
-        told = waiting.popleft()
-        if not told.done():  # nobody waits for it any more
-            told.set_result(None)
-    if waiting:
-        asyncio.get_running_loop().call_soon(_tell, waiting)
+    def _go_on(self) -> None:
+        for told in list(islice(self._due, AT_ONCE)):
+            del self._due[told]
+            if not told.done():  # nobody waits for it any more
+                told.set_result(None)
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._go_on)

@@ -68,3 +68,14 @@ async def test_two_pieces_of_news_at_once_leave_nobody_behind() -> None:
     readers.tell(first={"late"})
     await asyncio.wait_for(asyncio.gather(*tasks), 5)
     assert sorted(told) == sorted([*workers, "late"])
+
+
+async def test_who_joins_by_the_next_plan_does_not_wait_until_all_have_heard_of_the_one_before() -> None:
+    readers, told = Readers(), list[str]()
+    tasks = await _waiting(readers, [*(f"w{n}" for n in range(10 * AT_ONCE)), "spare"], told)
+    readers.tell()
+    await asyncio.sleep(0)
+    readers.tell(first={"spare"})
+    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert told.index("spare") <= 2 * AT_ONCE
+    assert len(told) == len(set(told)) == 10 * AT_ONCE + 1
