@@ -305,11 +305,12 @@ class Operator:
         """Ask for their errors more often than for all else, as long as Prometheus answers: until cancelled."""
         while True:
             await self.runtime.sleep(GPU_SECONDS)
-            if self.active and not self.sample.unavailable:
-                found = await self.prometheus.gpu_errors()
-                if found is not None:
-                    self._hear_of_gpus(found)
-                    self.sample = replace(self.sample, gpu=found)
+            if not self.active or self.sample.unavailable:
+                continue
+            found = await self.prometheus.gpu_errors()
+            if found is not None and not self.sample.unavailable:
+                self._hear_of_gpus(found)
+                self.sample = replace(self.sample, gpu=found)
 
     def _ask_prometheus(self) -> None:
         """Beside everything else: an answer may take its time, and counts from when it was asked for."""
