@@ -26,6 +26,7 @@ from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.services import bookkeeping
+from pacekeeper_operator.services import reconcile as reconciling
 from pacekeeper_operator.services.desk import Desk
 from pacekeeper_operator.services.nodes_first import FEW
 from pacekeeper_operator.services.operator import Operator
@@ -164,6 +165,16 @@ class TestPause:
         pauses = [await place.step() for _ in range(20)]
         mean = 1000 / LOOKS_A_SECOND
         assert (1 - SPREAD) * mean <= min(pauses) < mean < max(pauses) <= (1 + SPREAD) * mean, "and they part"
+
+    async def test_one_of_thousands_of_workers_is_not_looked_at_all_the_time(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(reconciling, "WORKERS_A_SECOND", 1.0)  # of its four
+        place = await at(training(), Settings(network_policies=False, sample_seconds=3.0))
+        pauses = [await place.step() for _ in range(20)]
+        assert (1 - SPREAD) * 4.0 <= min(pauses) < 4.0 < max(pauses) <= (1 + SPREAD) * 4.0
+        place.desk.memory.contacts["j-w1-0"].cut = True
+        assert await place.step() == 3.0, "there is news"
 
     async def test_but_not_one_of_which_there_is_news(self) -> None:
         """A worker whose poll has ended; an incident that is open."""
