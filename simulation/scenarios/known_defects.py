@@ -73,8 +73,8 @@ SCENARIOS: dict[str, Scenario] = {
     # What is not known is no news.
     "failed-list": _scenario(
         "one failed list of pods when the operator restarts ends the workers of a healthy job",
-        _at(CALM, operators.OperatorKilled()),
-        *[_at(CALM + 0.1, control_plane.NextRequest("GET", "/v1/pods", Fate.REFUSED, 503)) for _ in range(3)],
+        _at(CALM + 1.0, operators.OperatorKilled()),
+        *[_at(CALM + 1.1, control_plane.NextRequest("GET", "/v1/pods", Fate.REFUSED, 503)) for _ in range(3)],
     ),
     # Crashes.
     "broken-gpu": _scenario(
