@@ -540,13 +540,12 @@ def _planned_garbage(work: Work, reference: float) -> Way:
 def _plan_garbage(garbage: Seconds) -> tuple[int, float]:
     """Steps between two collections, as often as the ranks collect by themselves, and what they cost a step then.
 
-    A window is looked at because of a pause, so that all but one of its pauses say how often there is one. All collect
-    in the same step, so the longest pause counts, once. garbage: (steps, ranks).
+    All collect in the same step, so the longest pause counts, once. garbage: (steps, ranks).
     """
     if garbage.max() <= 0:
         return 1, 0.0
     pauses = garbage >= 0.25 * garbage.max()
-    often = max(1, int(pauses.sum()) - 1) / pauses.size
+    often = float(pauses.mean())
     lengths = np.where(pauses, garbage, 0.0).sum(axis=0) / np.maximum(pauses.sum(axis=0), 1)
     return max(1, round(1.0 / often)), often * float(lengths.max()) + float(garbage[~pauses].sum()) / garbage.size
 

@@ -348,16 +348,6 @@ def test_the_price_of_async_edit_is_what_a_simulation_of_it_takes(exposed: float
     assert way.step_seconds == pytest.approx(seconds / (done / 4), rel=0.06)
 
 
-@pytest.mark.parametrize(("pauses", "every"), [(1, 32), (3, 16), (5, 8)])
-def test_of_a_few_pauses_one_is_why_they_are_counted_here(pauses: int, every: int) -> None:
-    """Eight steps of four ranks, in which each rank collects in a step of its own."""
-    garbage = np.zeros((8, 4))
-    for each in range(pauses):
-        garbage[each + 1, each % 4] = 3 * WORK
-    way = next(way for way in adapt.ways(found(windows(work()[:8], garbage=garbage)), threshold=THRESHOLD))
-    assert (way.remedy, way.garbage_every) == ("PlanGarbage", every)
-
-
 def test_a_single_hiccup_is_no_trouble() -> None:
     own = work(11)
     own[7, 2] *= 30
