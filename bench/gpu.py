@@ -1,4 +1,5 @@
-"""On one NVIDIA GPU: are times right, what does recording cost, what does overlap hide, how soon is a rank back?
+"""On one NVIDIA GPU: are times right, what do recording and keeping the state cost, what does overlap hide, how soon is
+a rank back?
 
 It takes a Python with torch and numpy and no more: `make bench NAME=gpu`, by GPU_PYTHON. Without a GPU it is not run
 (exit status 77). Two ranks share the GPU, and talk over gloo, which stages their tensors through pinned memory.
@@ -11,11 +12,12 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 from dataclasses import asdict
 from typing import Any
 
 from bench.__main__ import NOT_RUN
-from bench.scripts.gpu import measures
+from bench.scripts.gpu import keeping, measures, transfers
 from bench.scripts.gpu.machine import DEVICE, ON_GPU, facts, why_not
 from bench.scripts.gpu.recovery import recovery
 from bench.scripts.gpu.workers import run_workers
@@ -28,6 +30,12 @@ LAYERS, WIDTH = 24, 1024 if ON_GPU else 64
 """Some 100 MB of gradients: several all-reduces a step."""
 OVERHEAD = 0.005
 HIDDEN = 0.5
+STATE_BYTES = 8 * 10**9 if ON_GPU else 2 * 10**8
+KEPT = 2 if os.environ.get("QUICK") else 5
+"""Snapshots, checkpoints and ways back, of each kind."""
+MOST_OF_THE_TIME = 0.01
+COPY_MARGIN = 1.25
+"""A checkpoint may hold a step up so many times as long as the bare copy of the state to pinned memory."""
 NCCL = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
 
 
@@ -37,7 +45,7 @@ def main() -> int:
         return NOT_RUN
     result: dict[str, Any] = {"bench": "gpu", "device": str(DEVICE), "machine": facts()}
     holds: dict[str, bool] = {}
-    for part in (times_alone, times_of_two, overhead, overlap, back_after_sigkill):
+    for part in (times_alone, times_of_two, overhead, overlap, transfers_told, keeping_state, back_after_sigkill):
         say(f"{part.__name__} …")
         try:
             found, goals = part()
@@ -112,6 +120,71 @@ def overlap() -> tuple[dict[str, Any], dict[str, bool]]:
     hidden = 1 - (on - alone) / (off - alone) if off > alone else 0.0
     milliseconds = {side: round(value * 1e3, 2) for side, value in (("alone", alone), ("off", off), ("on", on))}
     return {"forward_ms": milliseconds, "hidden": round(hidden, 3), **size}, {"overlap_half": hidden >= HIDDEN}
+
+
+def transfers_told() -> tuple[dict[str, Any], dict[str, bool]]:
+    """What NCCL's plugin adds to an all-reduce of two ranks over sockets; in turns. They share the GPU by milliseconds,
+    and all-reduces wait for that: only what is added to it shows."""
+    took: dict[bool, list[float]] = {True: [], False: []}
+    pairs = min(REPEATS, 3)
+    for repeat in range(pairs):
+        for watched in (True, False) if repeat % 2 else (False, True):
+            ranks = run_workers(f"{transfers.__name__}:timed", 2, nbytes=1 << 20, count=200, watched=watched)
+            took[watched].append(max(ranks))
+    added = _median(took[True]) / _median(took[False]) - 1
+    found = {
+        "without_ms": round(_median(took[False]) * 1e3, 3),
+        "with_ms": round(_median(took[True]) * 1e3, 3),
+        "overhead": round(added, 5),
+        "pairs": pairs,
+    }
+    return found, {"plugin_1_percent": added <= MOST_OF_THE_TIME}
+
+
+def keeping_state() -> tuple[dict[str, Any], dict[str, bool]]:
+    """What snapshots and checkpoints of 8 GB hold a step up, and how soon they are back on the GPU.
+
+    The volume is in memory, too, so that no disk stands between the sides; each is written beside the steps anyway.
+    """
+    size: dict[str, Any] = {"nbytes": STATE_BYTES, "step_seconds": 4 * STEP_SECONDS, "count": KEPT}
+    with (
+        tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-", dir=keeping.folder_in_memory()) as runtime,
+        tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-", dir=keeping.folder_in_memory()) as volume,
+    ):
+        (taken,) = run_workers(f"{keeping.__name__}:snapshots", 1, runtime=runtime, **size)
+        say(json.dumps(taken))
+        (kept,) = run_workers(f"{keeping.__name__}:checkpoints", 1, volume=volume, **size)
+        say(json.dumps(kept["seconds"]))
+        ways: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+            "snapshot": ("restore", {"runtime": runtime, "volume": None}, taken["digest"]),
+            "checkpoint": ("restore", {"runtime": None, "volume": volume}, kept["digest"][keeping.OURS]),
+            "dcp": ("load_dcp", {"volume": volume}, kept["digest"][keeping.DCP]),
+        }
+        back: dict[str, list[float]] = {name: [] for name in ways}
+        exact = dict.fromkeys(ways, True)
+        for _ in range(KEPT):
+            for name, (function, where, state) in ways.items():
+                ((seconds, found),) = run_workers(f"{keeping.__name__}:{function}", 1, nbytes=STATE_BYTES, **where)
+                back[name].append(seconds)
+                exact[name] &= found == state
+    step, usual = _median(taken["plain"]), taken["with"][keeping.MAKE_SLOTS :]
+    stall = _median(usual) - step + _median(taken["settle"][keeping.MAKE_SLOTS :])
+    share = stall / (taken["interval"] * step)
+    stalls = {side: _median(its[1:]) - _median(kept["seconds"]["plain"]) for side, its in kept["seconds"].items()}
+    found = {
+        "bytes": taken["bytes"],
+        "snapshot_s": {"stall": round(stall, 4), "first": round(max(taken["with"]) - step, 3), "step": round(step, 4)},
+        "snapshot_interval": taken["interval"],
+        "snapshot_share": round(share, 5),
+        "checkpoint_stall_s": {side: round(its, 4) for side, its in stalls.items()},
+        "restore_s": {name: round(_median(its), 3) for name, its in back.items()},
+        "bit_for_bit": exact,
+    }
+    return found, {
+        "snapshot_1_percent": share <= MOST_OF_THE_TIME,
+        "checkpoint_as_the_copy": stalls[keeping.OURS] <= COPY_MARGIN * stalls["copy"],
+        "restored_bit_for_bit": all(exact.values()),
+    }
 
 
 def back_after_sigkill() -> tuple[dict[str, Any], dict[str, bool]]:

@@ -10,8 +10,9 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from bench.scripts.gpu.machine import ON_GPU, facts
+from bench.scripts.gpu.machine import ON_GPU
 from bench.scripts.gpu.recovery import STAGES, recovery
+from bench.scripts.gpu.workers import on_a_host_of_its_own
 from pacekeeper_analysis.diagnose.hang import HangKind, verdict
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reports import Fault, FaultKind
@@ -19,9 +20,6 @@ from tests.support.launchers import Team, team
 
 PATIENCE_SECONDS = 180.0
 PORT = 29571
-MULTI_RANK_NCCL = (2, 30)
-"""From this version on NCCL takes several ranks on one GPU."""
-
 
 CAPTURING = """
 import json, threading
@@ -35,10 +33,11 @@ torch.cuda.set_device(gpu)
 dist.init_process_group("nccl", store=torch_internals.HashStore(), rank=0, world_size=1, device_id=gpu)
 x, y, side, graph = torch.ones(1024, device=gpu), torch.ones(8, device=gpu), torch.cuda.Stream(), torch.cuda.CUDAGraph()
 dist.all_reduce(x)
+y *= 1  # CUDA loads a kernel when it is used first, and waits for the GPU then
 torch.cuda.synchronize()
 assert torch_internals.used_gpus() == [0], torch_internals.used_gpus()
 records = []
-torch.cuda._sleep(4_000_000_000)  # clock ticks
+torch.cuda._sleep(10_000_000_000)  # clock ticks
 work = dist.all_reduce(x, async_op=True)
 with torch.cuda.stream(side):
     graph.capture_begin()
@@ -75,43 +74,40 @@ class Faults(unittest.TestCase):
 
     def test_a_rank_that_waits_for_its_endless_kernel_is_named(self) -> None:
         """It reads its loss, so it never comes to the collective that its peer waits in."""
-        self.check_hang("gloo", reads_loss=True, kind=HangKind.NEVER_ENTERED, environment={})
+        self.check_hang("gloo", reads_loss=True, kind=HangKind.NEVER_ENTERED)
 
     def test_a_rank_whose_endless_kernel_holds_up_its_collective_is_named(self) -> None:
         """Both have entered it: NCCL's flight recorder tells which of them has not started it."""
         if not ON_GPU:
             self.skipTest("it takes NCCL")
-        version = tuple(facts().get("nccl", ()))
-        if version[:2] < MULTI_RANK_NCCL:
-            self.skipTest(f"NCCL {version} does not take two ranks on one GPU; {MULTI_RANK_NCCL} does")
-        sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
-        self.check_hang(
-            "cuda:nccl,cpu:gloo",
-            reads_loss=False,
-            kind=None,
-            environment={"NCCL_MULTI_RANK_GPU_ENABLE": "1", **sockets},
-        )
+        told = self.check_hang("cuda:nccl,cpu:gloo", reads_loss=False, kind=HangKind.KERNEL)
+        self.assertIn("1 communicator: all ranks alike", {fault.ras for fault in told}, "RAS has been asked")
+        for fault in told:
+            peer = {"a": 1, "b": 0}[fault.worker]
+            self.assertRegex(fault.transfers, rf"(sends to|receives from) rank {peer} in a communicator of 2")
 
-    def check_hang(self, backend: str, *, reads_loss: bool, kind: HangKind | None, environment: dict[str, str]) -> None:
-        """Rank 1 hangs: it is named, ended, and the job trains on. kind: None: any that names it."""
+    def check_hang(self, backend: str, *, reads_loss: bool, kind: HangKind) -> list[Fault]:
+        """Rank 1 hangs: it is named, ended, and the job trains on. Returns what the launchers told of it."""
         fault = {"rank": 1, "round": 1, "step": 9, "reads_loss": reads_loss}
         script = Path(__file__).with_name("hanging.py")
         # Not a TemporaryDirectory: ranks are forks of this process, and one that ends in order would remove it.
         folder = Path(tempfile.mkdtemp(prefix="pacekeeper-gpu-"))
         self.addCleanup(shutil.rmtree, folder)
         with team(folder, steps=12, faults=[fault], script=script) as one:
-            one.environment |= {"BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo", **environment}
-            one.start("a")
-            one.start("b")
+            one.environment |= {"BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo"}
+            for rank, name in enumerate("ab"):
+                one.environment |= on_a_host_of_its_own(rank)
+                one.start(name)
             members = one.members(a=[0], b=[1])
             one.give(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5))
             one.wait_for(lambda: "round 1 kernel" in one.diary(1), "the kernel", PATIENCE_SECONDS)
             found = one.wait_for(lambda: verdict(stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
             self.assertEqual(found.ranks, (1,), found)
-            if kind is not None:
-                self.assertEqual(found.kind, kind, found)
+            self.assertEqual(found.kind, kind, found)
+            told = stalls(one)
             one.give(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
             one.wait_for(lambda: "round 2 end" in one.diary(0), "round 2 trains to the end", PATIENCE_SECONDS)
+        return told
 
 
 def stalls(one: Team) -> list[Fault]:

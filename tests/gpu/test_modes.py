@@ -12,6 +12,7 @@ from bench.scripts.gpu.machine import ON_GPU
 from bench.scripts.gpu.workers import run_workers
 
 UNTIL = 24
+NCCL = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
 TRAIN = f"{training.__name__}:train"
 
 
@@ -34,6 +35,15 @@ class Modes(unittest.TestCase):
     def test_live_switches(self) -> None:
         self.check({0: "Sync", 4: "EDiT", 11: "AsyncEDiT", 19: "Sync"})
 
+    def test_live_switches_over_nccl(self) -> None:
+        self.check({0: "Sync", 4: "EDiT", 11: "AsyncEDiT", 19: "Sync"}, NCCL)
+
+    def test_fully_sharded_over_nccl(self) -> None:
+        """Two ranks share one replica."""
+        ranks = run_workers(TRAIN, 2, until=UNTIL, modes={0: "Sync"}, sharded=True, backend=NCCL)
+        for rank in ranks:
+            self.assert_equal(rank["parameters"], training.single_process(UNTIL))
+
     def test_sync_of_a_single_rank_over_nccl(self) -> None:
         """Watched: of its collectives, those that are not asynchronous give no `Work`."""
         self.check_alone(sharded=False)
@@ -41,8 +51,16 @@ class Modes(unittest.TestCase):
     def test_fully_sharded_single_rank_over_nccl(self) -> None:
         self.check_alone(sharded=True)
 
-    def check(self, modes: dict[int, str]) -> list[Any]:
-        ranks = run_workers(TRAIN, 2, until=UNTIL, modes=modes)
+    @unittest.skipUnless(ON_GPU, "test_models has torch.compile on CPUs")
+    def test_live_switches_of_a_compiled_model(self) -> None:
+        self.check({0: "Sync", 4: "EDiT", 11: "AsyncEDiT", 19: "Sync"}, NCCL, compiled="default")
+
+    @unittest.skipUnless(ON_GPU, "CUDA graphs")
+    def test_cuda_graphs(self) -> None:
+        self.check_alone(sharded=False, compiled="reduce-overhead")
+
+    def check(self, modes: dict[int, str], backend: str = "gloo", compiled: str = "") -> list[Any]:
+        ranks = run_workers(TRAIN, 2, until=UNTIL, modes=modes, backend=backend, compiled=compiled)
         wanted = training.replay(UNTIL, [rank["steps"] for rank in ranks])
         for rank in ranks:
             self.assertEqual(rank["modes"], list(modes.values()))
@@ -51,9 +69,9 @@ class Modes(unittest.TestCase):
         self.assertEqual(used, Counter(range(UNTIL * training.BATCH)), "each sample once")
         return ranks
 
-    def check_alone(self, sharded: bool) -> None:
-        backend = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
-        (rank,) = run_workers(TRAIN, 1, until=UNTIL, modes={0: "Sync"}, sharded=sharded, backend=backend)
+    def check_alone(self, sharded: bool, compiled: str = "") -> None:
+        how: dict[str, Any] = {"modes": {0: "Sync"}, "sharded": sharded, "backend": NCCL, "compiled": compiled}
+        (rank,) = run_workers(TRAIN, 1, until=UNTIL, **how)
         self.assert_equal(rank["parameters"], training.single_process(UNTIL))
         self.assertGreater(rank["loss"], 0)
 

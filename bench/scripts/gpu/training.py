@@ -54,8 +54,11 @@ def loss_sum(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def train(until: int, modes: dict[str, str], backend: str = "gloo", sharded: bool = False) -> dict[str, Any]:
-    """A rank of a job. `modes`: from the job's step on, by the plan; "0": from the beginning.
+def train(
+    until: int, modes: dict[str, str], backend: str = "gloo", sharded: bool = False, compiled: str = ""
+) -> dict[str, Any]:
+    """A rank of a job. `modes`: from the job's step on, by the plan; "0": from the beginning. compiled: "", or by which
+    mode of torch.compile the model is.
 
     Returns its parameters, the modes of its steps in order, and `steps`: of each the number of common parameters that
     there were before it, and the samples that it used.
@@ -70,6 +73,7 @@ def train(until: int, modes: dict[str, str], backend: str = "gloo", sharded: boo
     job = pk.init(backend=backend)
     net = make_net().to(DEVICE)
     model = job.fully_shard(net) if sharded else job.replicate(net)
+    forward: Any = torch.compile(model, mode=compiled) if compiled else model
     optimizer = job.optimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), outer=PLAIN, warmup_steps=0)
     loader = job.dataloader(Samples(until * BATCH), BATCH, max_microbatch=3, shuffle=False)
     job.register(model=model, optimizer=optimizer, loader=loader)
@@ -84,8 +88,8 @@ def train(until: int, modes: dict[str, str], backend: str = "gloo", sharded: boo
         synchronous += not replication.local
         for indices, x, y in step.microbatches():
             busy(BUSY_SECONDS[rank] / 2)
-            loss = loss_sum(model, x.to(DEVICE), y.to(DEVICE))
-            step.add_loss(loss)
+            loss = loss_sum(forward, x.to(DEVICE), y.to(DEVICE))
+            step.add_loss(loss.detach())
             (loss / step.total_weight).backward()
             steps[-1][1].extend(indices.tolist())
         optimizer.step()

@@ -1,7 +1,8 @@
 """Runs a function in ranks that share one GPU: fresh processes, each a worker with one rank, as in pods of their own.
 
-Every worker finds the one GPU as its first (LOCAL_RANK 0). NCCL refuses two ranks on one GPU, so they talk over gloo,
-which stages tensors of a GPU through pinned memory.
+Every worker finds the one GPU as its first (LOCAL_RANK 0). NCCL refuses two ranks of one host on one GPU: so each is
+told that it is a host of its own (NCCL_HOSTID), and its bytes go through sockets, by NCCL's proxy threads, as they do
+between machines without RDMA. Over gloo tensors of a GPU are staged through pinned memory.
 """
 
 from __future__ import annotations
@@ -19,11 +20,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pacekeeper.launcher.nccl import plugin_environment, usable_plugin
 from pacekeeper.observe.ring import create_ring
 from pacekeeper.runtime import Runtime
 
+from .machine import ON_GPU
+
 PROJECT = Path(__file__).parents[3]
 PATIENCE_SECONDS = 240.0
+
+
+def on_a_host_of_its_own(rank: int) -> dict[str, str]:
+    """The environment in which NCCL takes the rank for one on another host than all others."""
+    sockets = {"NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+    return {"NCCL_HOSTID": f"host-{rank}", **sockets}
 
 
 def run_workers(
@@ -37,7 +47,7 @@ def run_workers(
 ) -> list[Any]:
     """What `function` ("module:name"), called with these arguments, returns in each rank; all of it JSON.
 
-    watched: whether each has a ring, so that it records.
+    watched: whether each has a ring, so that it records, and NCCL's plugin.
     Raises RuntimeError with the last words of ranks that failed, or that did not end in time.
     """
     with tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-") as place:
@@ -83,11 +93,13 @@ def _start(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "PACEKEEPER_ROUND": "1",
+        **on_a_host_of_its_own(rank),
         **environment,
     }
     if watched:
         create_ring(runtime.ring(0), rank, round_=1)
         variables["PACEKEEPER_RUNTIME"] = str(runtime.root)
+        variables |= plugin_environment(variables, usable_plugin() if ON_GPU else None, runtime.transport(0))
     command = [sys.executable, "-m", __spec__.name, function, json.dumps(arguments), str(_answer_file(folder, rank))]
     with (folder / f"log-{rank}").open("wb") as log:
         return subprocess.Popen(command, cwd=PROJECT, env=variables, stdout=log, stderr=log)

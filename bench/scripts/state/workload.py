@@ -17,11 +17,11 @@ def layers_for(nbytes: int) -> int:
     return max(1, round(nbytes / LAYER_BYTES))
 
 
-def make_net(layers: int) -> nn.Sequential:
+def make_net(layers: int, device: torch.device | str = "cpu") -> nn.Sequential:
     """Filled quickly, and differently from layer to layer."""
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    net.to_empty(device="cpu")
+    net.to_empty(device=device)
     for number, parameter in enumerate(net.parameters()):
         nn.init.constant_(parameter, (number + 1) / (layers * WIDTH))
     return net
@@ -34,7 +34,8 @@ def make_optimizer(net: nn.Module) -> torch.optim.AdamW:
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """One step."""
     generator = torch.Generator().manual_seed(seed)
-    net(torch.randn(BATCH, WIDTH, generator=generator)).square().mean().backward()
+    device = next(net.parameters()).device
+    net(torch.randn(BATCH, WIDTH, generator=generator).to(device)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 

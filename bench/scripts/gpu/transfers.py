@@ -1,0 +1,70 @@
+"""All-reduces of two ranks over NCCL's sockets, with our plugin in it. Each function here runs in the ranks of
+`run_workers`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pacekeeper.observe.transport import TransportReader
+from pacekeeper_analysis.transport import Flag, flows
+
+from .machine import DEVICE, wait_until_done
+
+MEASURE_NS = 60 * 10**9
+PATIENCE_SECONDS = 10.0
+
+
+def all_reduces(nbytes: int, count: int) -> dict[str, Any]:
+    """What the plugin has told of `count` all-reduces of so many bytes, its steps measured.
+
+    `communicators`: their ids, sizes, places. `collectives`: what was told of. `waits`: seconds of all sends by
+    what they waited for; `seconds`: of all operations; `flows`: bytes sent by peer, as the sidecar adds them up.
+    """
+    dist.init_process_group("cuda:nccl,cpu:gloo")
+    tensor = torch.ones(nbytes // 4, device=DEVICE)
+    dist.all_reduce(tensor)  # makes the communicator
+    wait_until_done()
+    reader = TransportReader(Path(os.environ["PACEKEEPER_TRANSPORT"]))
+    before = len(reader.operations())
+    reader.measure_steps(time.monotonic_ns() + MEASURE_NS)
+    dist.barrier()
+    for _ in range(count):
+        dist.all_reduce(tensor)
+    wait_until_done()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not len(told := reader.operations()[before:]) or not told["end_ns"].all():  # proxy threads are behind the GPU
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"transfers have not ended within {PATIENCE_SECONDS:g} s")
+        time.sleep(0.01)
+    communicators = reader.communicators()
+    sends = told["flags"] & Flag.SEND != 0
+    sent: dict[int, int] = {}
+    for flow in flows(told, communicators, dist.get_rank(), time.monotonic_ns()):
+        sent[flow.peer] = sent.get(flow.peer, 0) + flow.sent_bytes
+    return {
+        "communicators": [[int(each[name]) for name in ("id", "size", "rank")] for each in communicators],
+        "collectives": sorted({int(each) for each in told["collective"]}),
+        "waits": {name: float(told[sends][f"{name}_us"].sum()) * 1e-6 for name in ("network", "gpu", "credit")},
+        "seconds": float((told["end_ns"] - told["start_ns"]).sum()) * 1e-9,
+        "flows": {str(peer): nbytes for peer, nbytes in sent.items()},
+    }
+
+
+def timed(nbytes: int, count: int) -> float:
+    """Seconds of one all-reduce: the mean of `count`, behind some that warm up."""
+    dist.init_process_group("cuda:nccl,cpu:gloo")
+    tensor = torch.ones(nbytes // 4, device=DEVICE)
+    for _ in range(20):
+        dist.all_reduce(tensor)
+    wait_until_done()
+    start = time.perf_counter()
+    for _ in range(count):
+        dist.all_reduce(tensor)
+    wait_until_done()
+    return (time.perf_counter() - start) / count

@@ -1,0 +1,23 @@
+"""NVML tells a launcher that a sound GPU at work is sound."""
+
+from __future__ import annotations
+
+import unittest
+
+from bench.scripts.gpu import health
+from bench.scripts.gpu.machine import ON_GPU
+from bench.scripts.gpu.workers import run_workers
+
+
+@unittest.skipUnless(ON_GPU, "there is no GPU to be asked about")
+class Health(unittest.TestCase):
+    def test_a_sound_gpu_at_work_shows_no_sign(self) -> None:
+        (found,) = run_workers(f"{health.__name__}:look", 1, seconds=12.0)
+        self.assertEqual(found["events"], [])
+        gpu = found["health"][0]
+        self.assertRegex(gpu["gpu"], "^(GPU|MIG)-")
+        self.assertEqual((gpu["signs"], gpu["memory_errors"]), ([], 0))
+        self.assertGreater(gpu["pcie_width"], 0)
+        self.assertTrue(10 < gpu["temperature"] < 100, gpu)
+        self.assertTrue(10 < gpu["power"] < 2000, gpu)
+        self.assertTrue(0.3 < gpu["clock_share"] <= 1.05, gpu)

@@ -1,0 +1,44 @@
+"""NCCL itself loads our plugin, and what it tells of transfers between ranks is what they have exchanged."""
+
+from __future__ import annotations
+
+import unittest
+from typing import Any
+
+from bench.scripts.gpu import transfers
+from bench.scripts.gpu.machine import ON_GPU
+from bench.scripts.gpu.workers import run_workers
+from pacekeeper_analysis.records import Collective
+
+NBYTES, COUNT = 16 << 20, 20
+
+
+@unittest.skipUnless(ON_GPU, "it takes NCCL")
+class Transport(unittest.TestCase):
+    def test_of_two_ranks_each_tells_what_it_has_sent_to_the_other(self) -> None:
+        ranks = self.all_reduces(2)
+        for rank, found in enumerate(ranks):
+            self.assertEqual(found["flows"].keys(), {str(1 - rank)})
+            self.assert_sent(found["flows"][str(1 - rank)], NBYTES)
+
+    def test_of_three_ranks_in_a_ring_each_sends_to_the_next_one(self) -> None:
+        ranks = self.all_reduces(3)
+        for rank, found in enumerate(ranks):
+            after, before = str((rank + 1) % 3), str((rank + 2) % 3)
+            self.assertEqual(found["flows"].keys(), {after, before})
+            self.assert_sent(found["flows"][after], NBYTES * 4 / 3)
+            self.assertEqual(found["flows"][before], 0, "of what comes in, the other end tells")
+
+    def all_reduces(self, size: int) -> list[Any]:
+        ranks = run_workers(f"{transfers.__name__}:all_reduces", size, nbytes=NBYTES, count=COUNT)
+        (identity,) = {found["communicators"][0][0] for found in ranks}  # the same on all its ranks
+        for rank, found in enumerate(ranks):
+            self.assertEqual(found["communicators"], [[identity, size, rank]])
+            self.assertEqual(found["collectives"], [Collective.ALL_REDUCE])
+            self.assertGreater(found["waits"]["network"], 0)
+            self.assertLess(sum(found["waits"].values()), found["seconds"])
+        return ranks
+
+    def assert_sent(self, nbytes: int, of_each: float) -> None:
+        """Exact where steps were measured, which begins with the second of them."""
+        self.assertAlmostEqual(nbytes / (of_each * (COUNT - 1)), 1, delta=0.001)
