@@ -36,6 +36,7 @@ PATIENT = {"PACEKEEPER_LEASE_SECONDS": "30s"}
 """An operator's settings while jobs begin: the work of thousands of kubelets and sidecars leaves it too little of two
 cores for a Lease of six seconds. What is measured is an operator as it is shipped."""
 OPERATOR, SIDECARS = "operator", "sidecars"
+TAKEN_AT = "taken_at"
 
 
 @dataclass
@@ -53,7 +54,9 @@ class World:
     pid: int = 0
     """Of the operator."""
     sidecars: dict[str, float] = field(default_factory=dict)
-    """What the process of all sidecars has said last."""
+    """What the processes of all sidecars have said last: counts together, of moments the last one."""
+    heard: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The same of each process."""
     said: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start_operator(self, settings: Mapping[str, str]) -> None:
@@ -128,7 +131,7 @@ class World:
             await asyncio.sleep(0.5)
 
     async def until(self, condition: Callable[[dict[str, float]], bool], seconds: float) -> bool:
-        """Of what the process of all sidecars says; False: not within so many seconds."""
+        """Of what the processes of all sidecars say; False: not within so many seconds."""
         try:
             async with asyncio.timeout(seconds):
                 while not condition(self.sidecars):
@@ -159,8 +162,9 @@ def say(words: str) -> None:
 
 
 @asynccontextmanager
-async def made(nodes: int) -> AsyncIterator[World]:
-    """With so many nodes, and no jobs and no operator yet."""
+async def made(nodes: int, *, spares_apart: bool = False) -> AsyncIterator[World]:
+    """With so many nodes, and no jobs and no operator yet. `spares_apart`: spares' sidecars have a process of their
+    own, so that what is told a spare is not taken in behind what is told thousands of others."""
     async with AsyncExitStack() as stack:
         plane = stack.enter_context(running())
         api = await stack.enter_async_context(connect(plane.url, plane.admin_token, plane.context()))
@@ -180,7 +184,8 @@ async def made(nodes: int) -> AsyncIterator[World]:
             kubeconfig,
             max(LEAST_MEMORY, nodes * 2**19),
         )
-        await stack.enter_async_context(_speaking(world))
+        for of in ("spares", "others") if spares_apart else ("all",):
+            await stack.enter_async_context(_speaking(world, of))
         yield world
 
 
@@ -225,19 +230,19 @@ async def _token(api: Api) -> str:
 
 
 @asynccontextmanager
-async def _speaking(world: World) -> AsyncIterator[None]:
-    """The process of all sidecars."""
-    plane, folder = world.plane, world.plane.folder / "tokens"
+async def _speaking(world: World, of: str) -> AsyncIterator[None]:
+    """The process of all sidecars, or of some: see `sidecars`."""
+    plane, folder = world.plane, world.plane.folder / f"tokens-{of}"
     folder.mkdir(mode=0o700)
-    said = {"api": plane.url, "authority": str(plane.authority), "token": plane.admin_token, "folder": str(folder)}
-    with plane.log(SIDECARS).open("ab") as log:
+    told = {"api": plane.url, "authority": str(plane.authority), "token": plane.admin_token, "folder": str(folder)}
+    with plane.log(f"{SIDECARS}-{of}").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "bench.scripts.scale.sidecars", cwd=REPOSITORY,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
         )  # fmt: skip
     assert process.stdin is not None
-    process.stdin.write(f"{json.dumps(said)}\n".encode())
-    listening = asyncio.create_task(_listen(world, process))
+    process.stdin.write(f"{json.dumps(told | {'of': of})}\n".encode())
+    listening = asyncio.create_task(_listen(world, process, of))
     try:
         yield
     finally:
@@ -246,8 +251,13 @@ async def _speaking(world: World) -> AsyncIterator[None]:
         listening.cancel()
 
 
-async def _listen(world: World, process: asyncio.subprocess.Process) -> None:
+async def _listen(world: World, process: asyncio.subprocess.Process, of: str) -> None:
     assert process.stdout is not None
     async for line in process.stdout:
-        world.sidecars = json.loads(line)
+        world.heard[of] = json.loads(line)
+        names = {name for each in world.heard.values() for name in each}
+        world.sidecars = {
+            name: (max if name == TAKEN_AT else sum)(each.get(name, 0) for each in world.heard.values())
+            for name in names
+        }
         world.said.set()

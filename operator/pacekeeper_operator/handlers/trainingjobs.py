@@ -47,7 +47,7 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
     try:
         while not stopped:
             await operator.runtime.either(operator.begin_pass(), stopped.wait())
-            operator.unseen.discard((job.namespace, job.name))
+            operator.passes((job.namespace, job.name))
             if stopped:
                 break
             started = operator.runtime.monotonic()
@@ -72,7 +72,7 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
         log.warning("%s cannot be read any more: %s", where, error)
     finally:
         hide(job)
-        operator.unseen.discard((job.namespace, job.name))
+        operator.passes((job.namespace, job.name))
         await desk.errands.close()
         await desk.status_writer.close()
 
@@ -94,6 +94,7 @@ async def _take_down(operator: Operator, body: kopf.Body) -> None:
             log.warning("job %s/%s is being deleted: %s", job.namespace, job.name, error)
         await operator.runtime.sleep(1)
     operator.memory.forget(job)
+    operator.passes((job.namespace, job.name))  # the ends of its own pods are no losses
 
 
 @kopf.on.event(GROUP, VERSION, "trainingjobs")

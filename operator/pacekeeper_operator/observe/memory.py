@@ -208,10 +208,12 @@ class Memory:
         for _, job in self:
             job.wake.set()
 
-    def wake(self, namespace: str, job: str) -> None:
+    def wake(self, namespace: str, job: str) -> JobMemory | None:
+        """That of the job that looks around now; None: nothing is known of it."""
         memory = self.find(namespace, job)
         if memory is not None:
             memory.wake.set()
+        return memory
 
 
 def _members(plan: Plan | None) -> set[str]:

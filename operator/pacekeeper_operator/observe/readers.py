@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Collection
 from itertools import islice
 
-AT_ONCE = 32
-"""So many are answered before everything else has its turn again: an answer takes a third of a millisecond, and a job
-may have thousands of workers, while the Lease is to be renewed and the next worker may be lost."""
+AT_ONCE = 8
+"""So many are answered before everything else has its turn again: an answer, and the poll that follows it, take a
+millisecond and a half, and a job may have thousands of workers, while the Lease is to be renewed and the next worker
+may be lost: what is done about it needs a dozen turns."""
 
 
 class Readers:

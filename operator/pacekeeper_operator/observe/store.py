@@ -54,6 +54,9 @@ class Shelf(Generic[View]):
     def __iter__(self) -> Iterator[View]:
         return iter([entry.view for entry in self._entries.values()])
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
     def items(self) -> Iterator[tuple[Key, View]]:
         return iter([(key, entry.view) for key, entry in self._entries.items()])
 

@@ -23,7 +23,7 @@ from ..observe.memory import Memory
 from ..observe.neighbourhood import KnownNodes
 from ..observe.prometheus import Prometheus, Sample
 from ..observe.source import Source
-from ..observe.store import Shelf
+from ..observe.store import Key, Shelf
 from ..observe.views import view_node, view_pod
 from ..runtime import Runtime
 from ..settings import Settings
@@ -79,6 +79,8 @@ class Operator:
     next_pass: asyncio.Lock = field(default_factory=asyncio.Lock)
     unseen: set[JobName] = field(default_factory=set)
     """Jobs that have not looked yet at what the GPUs of their nodes show anew."""
+    bereft: set[JobName] = field(default_factory=set)
+    """Jobs that have not looked yet at a worker that they have just lost."""
     computed: float = 0.0  # seconds for which passes have held up everything else since the last one began
     creations: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CREATIONS_AT_ONCE))
     looked_at: float = 0.0  # when `watch_over` last came round, by the monotonic clock
@@ -103,7 +105,7 @@ class Operator:
             view_pod,
             LABEL_JOB,
             group=lambda key, pod: (key[0], pod.job),
-            changed=lambda key, pod: self.memory.wake(key[0], pod.job),
+            changed=self._hear_of_pod,
         )
         self.nodes = Shelf(
             NODES,
@@ -127,15 +129,22 @@ class Operator:
 
     async def begin_pass(self) -> None:
         """Returns when a pass may begin: one after the other, and all else has at least as much time as they, or four
-        times that after a long one and where hundreds of nodes wait to be held, unless GPUs show what some job has not
-        looked at yet. A thousand jobs that something wakes together would else hold up polls, and the Lease, for
-        seconds. Without the Lease none begins, and none of them needs to find that out by itself."""
+        times that after a long one, unless a worker was lost, and where hundreds of nodes wait to be held, unless GPUs
+        show what some job has not looked at yet. A thousand jobs that something wakes together would else hold up
+        polls, and the Lease, for seconds. Without the Lease none begins, and none of them needs to find that out by
+        itself."""
         async with self.next_pass:
             took, self.computed = self.computed, 0.0
-            many = (took > LONG_PASS_SECONDS or self.fleet.first.many) and not self.unseen
+            long = took > LONG_PASS_SECONDS and not self.bereft
+            many = (long or self.fleet.first.many) and not self.unseen
             await self.runtime.sleep(min(LONGEST_REST_SECONDS, took * (LONG_REST if many else 1.0)))
             while not self.leads():
                 await self.runtime.sleep(LEADS_SECONDS)
+
+    def passes(self, job: JobName) -> None:
+        """Its pass looks at whatever has become known by now."""
+        self.unseen.discard(job)
+        self.bereft.discard(job)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -333,10 +342,18 @@ class Operator:
         news = {value.node for value in {*found} ^ {*self.gpu}}
         self.gpu = found
         for (namespace, _), pod in self.pods.items() if news else ():
-            memory = self.memory.find(namespace, pod.job) if pod.node in news else None
-            if memory is not None:
-                memory.wake.set()
+            if pod.node in news and self.memory.wake(namespace, pod.job) is not None:
                 self.unseen.add((namespace, pod.job))
+
+    def _hear_of_pod(self, key: Key, pod: PodView) -> None:
+        """Its job looks at it; at once where it was a worker that was to stay."""
+        memory = self.memory.wake(key[0], pod.job)
+        if memory is None or memory.draft is None:
+            return
+        worker = memory.draft.state.placement.worker(pod.name)
+        there = key in self.pods and not (pod.deleting or pod.ended)
+        if worker is not None and worker.uid == pod.uid and not worker.leaving and not there:
+            self.bereft.add((key[0], pod.job))
 
     def _count_jobs(self) -> None:
         phases = [memory.phase for _, memory in self.memory]

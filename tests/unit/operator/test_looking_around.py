@@ -327,6 +327,61 @@ class TestTurn:
         await place.timeline.run(0.11)
         assert turn.done()
 
+    async def test_after_a_long_pass_a_lost_worker_is_looked_at_soon_but_behind_hundreds_of_nodes(
+        self, place: Place
+    ) -> None:
+        place.operator.bereft = {("ns", "job")}
+        for waiting, rest in ((FEW, 0.1), (FEW + 1, 0.1 * LONG_REST)):
+            place.operator.fleet.first.count(waiting)
+            place.operator.computed = 0.1
+            turn = place.runtime.start(place.operator.begin_pass(), "a pass")
+            await place.timeline.run(rest - 0.01)
+            assert not turn.done()
+            await place.timeline.run(0.02)
+            assert turn.done()
+
+    @pytest.mark.parametrize(
+        ("changes", "lost"),
+        [
+            ({}, False),
+            ({"deleted": True}, True),
+            ({"deleting": True}, True),
+            ({"phase": "Failed"}, True),
+            ({"deleted": True, "uid": "another"}, False),
+            ({"deleted": True, "leaving": "it is not wanted any more"}, False),
+            ({"deleted": True, "name": "stray"}, False),
+        ],
+        ids=["there", "gone", "about to go", "ended", "another of its name", "given up", "no worker"],
+    )
+    async def test_a_worker_that_was_to_stay_is_lost_until_its_jobs_pass_begins(
+        self, place: Place, changes: dict[str, Any], lost: bool
+    ) -> None:
+        world = training()
+        memory = place.memory.of(world.job)
+        first, *others = world.draft.state.placement.workers
+        first = replace(first, leaving=changes.get("leaving", ""))
+        memory.draft = world.draft.with_placement(workers=(first, *others))
+        name = world.job.namespace, world.job.name
+        metadata: Object = {
+            "name": changes.get("name", first.name),
+            "namespace": name[0],
+            "labels": {LABEL_JOB: name[1]},
+            "uid": changes.get("uid", first.uid),
+            "creationTimestamp": format_time(NOW),
+        }
+        pod: Object = {"metadata": metadata, "spec": {"containers": []}, "status": {"phase": "Running"}}
+        place.operator.pods.hear(pod, deleted=False)
+        memory.wake.clear()
+        assert not place.operator.bereft
+        if "deleting" in changes:
+            metadata["deletionTimestamp"] = format_time(NOW)
+        pod["status"] = {"phase": changes.get("phase", "Running"), "podIP": "10.0.0.9"}
+        place.operator.pods.hear(pod, deleted=changes.get("deleted", False))
+        assert memory.wake.is_set()
+        assert place.operator.bereft == ({name} if lost else set())
+        place.operator.passes(name)
+        assert not place.operator.bereft
+
     async def test_what_a_pass_computes_is_counted(self, place: Place) -> None:
         with place.operator.computing():
             place.timeline.now += 0.5
