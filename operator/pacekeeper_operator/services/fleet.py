@@ -143,7 +143,10 @@ class Fleet:
 
     async def approved_at_once(self, quarantine: Quarantine, seen: Seen) -> bool:
         """Whether one that is about to be made is made as an approved one. It counts from here on, see `settled`."""
-        if witness_of(quarantine, seen.node) is None or not (await self._around(quarantine, seen.node)).unbroken:
+        if not quarantine.suspicion or witness_of(quarantine, seen.node) is None:
+            return False
+        await self._count_nodes()
+        if not Around(self.rules, nodes=len(self.nodes)).unbroken:
             return False  # most wait for a while, and have to be known meanwhile
         async with self._all_read():
             return isinstance(self._judged(quarantine, seen), Approve)
