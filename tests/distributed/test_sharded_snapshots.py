@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from pacekeeper.environment import Environment
-from pacekeeper.keep.copies import TornCopyError
+from pacekeeper.keep.copies import CopyTime, HostCopies, TornCopyError
 from pacekeeper.keep.snapshots import Snapshots
 from pacekeeper.keep.state import TrainingState
 from pacekeeper.keep.store import Store
@@ -23,6 +27,16 @@ from pacekeeper.runtime import Runtime
 from tests.support.ranks import run_ranks
 
 RANKS = 2
+PATIENCE = 30.0
+
+
+class Beside(HostCopies):
+    """As of a state on a device: the host's part goes on beside the training."""
+
+    asynchronous = True
+
+    def finish(self) -> CopyTime | None:
+        return CopyTime(held=0.0, beside=0.0)
 
 
 class _Rank:
@@ -103,3 +117,96 @@ def test_a_copy_that_is_torn_on_one_rank_is_void_on_all(tmp_path: Path) -> None:
         raise TornCopyError("changed meanwhile")
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [2] * RANKS
+
+
+def test_beside_a_device_memory_is_taken_and_a_copy_is_made_valid_while_the_training_goes_on(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> int:
+        dist.init_process_group("gloo")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pacekeeper.keep.store.copies_for", lambda _: Beside())
+            hold = _Hold(patch, "_new_slot")
+            writer = _Rank(rank, tmp_path)
+            writer.step()
+            for step in (1, 2):
+                writer.store.snapshot(step, samples=step)  # left out: there is no memory for it yet
+                assert writer.store.settle(wait=True) == -1
+            hold.end()
+            newest = max(_snapshot(writer, 3), _snapshot(writer, 20))  # both slots
+            hold = _Hold(patch, "publish")
+            writer.store.snapshot(newest + 1, samples=0)
+            assert writer.store.settle() == -1, "the training goes on"
+            hold.end()
+            assert writer.store.settle(wait=True) == newest + 1
+        restored = _Rank(rank, tmp_path)
+        restored.step()
+        back = restored.store.restore()
+        assert back is not None
+        return back.step - newest
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [1] * RANKS
+
+
+def test_no_copy_is_written_over_before_all_ranks_have_the_next_one(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> list[int]:
+        dist.init_process_group("gloo")
+        seen: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pacekeeper.keep.store.copies_for", lambda _: Beside())
+            writer = _Rank(rank, tmp_path)
+            writer.step()
+            for step in (1, 2):
+                writer.store.snapshot(step, samples=step, leaving=True)
+                assert writer.store.settle(wait=True) == step
+            hold = _Hold(patch, "publish") if rank == 1 else None
+            writer.store.snapshot(3, samples=3)
+            assert writer.store.settle(wait=rank == 0) == (3 if rank == 0 else -1)
+            if hold is not None:
+
+                def look_then_go_on() -> None:
+                    time.sleep(0.2)  # that something does not happen
+                    steps = [path.read_bytes()[8] for path in tmp_path.rglob("shard-0-of-2.*")]
+                    seen.extend(sorted(steps))
+
+                hold.before_end(look_then_go_on)
+            writer.store.snapshot(4, samples=4)
+            assert writer.store.settle(wait=True) == 4
+        return seen
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[], [2, 3]]
+
+
+def _snapshot(writer: _Rank, step: int) -> int:
+    """The step of the first that is kept, from this one on: the ranks try alike."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        writer.store.snapshot(step, samples=step)
+        if writer.store.settle(wait=True) == step:
+            return step
+        assert time.monotonic() < deadline, "no snapshot is kept"
+        step += 1
+
+
+class _Hold:
+    """A method of `Snapshots` does not begin before this ends."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, method: str) -> None:
+        self._go = threading.Event()
+        before: Callable[..., Any] = getattr(Snapshots, method)
+
+        def held(*arguments: Any) -> Any:
+            assert self._go.wait(PATIENCE)
+            return before(*arguments)
+
+        patch.setattr(Snapshots, method, held)
+
+    def end(self) -> None:
+        self._go.set()
+
+    def before_end(self, call: Callable[[], None]) -> None:
+        """In a thread: the call, then the end."""
+
+        def work() -> None:
+            call()
+            self.end()
+
+        threading.Thread(target=work, daemon=True).start()

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from pacekeeper.environment import Environment
 from pacekeeper.keep import sources
-from pacekeeper.keep.copies import HostCopies
+from pacekeeper.keep.copies import CopyTime, HostCopies
 from pacekeeper.keep.sources import send_slot
 from pacekeeper.keep.state import TrainingState
 from pacekeeper.keep.store import Store
@@ -42,13 +42,13 @@ class Worker:
         environment = Environment(rank, ranks, local_rank=rank % local, round=1, runtime=runtime)
         self.store = Store(environment, CpuGroup(Recorder(NoRing())), state, None)
 
-    def snapshot(self, step: int) -> int:
-        """Of a state that `step` tells; what `settle` says."""
+    def snapshot(self, step: int, wait: bool = False) -> int:
+        """Of a state that `step` tells; what `settle` says. wait: for what is done beside the training."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(step)
-        self.store.snapshot(step, samples=step)
-        return self.store.settle()
+        self.store.snapshot(step, samples=step, leaving=wait)
+        return self.store.settle(wait)
 
     @property
     def slots(self) -> list[str]:
@@ -122,21 +122,25 @@ def test_what_rank_0_has_no_room_for_is_no_cheaper_for_the_others(tmp_path: Path
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [True] * 2
 
 
-@pytest.mark.parametrize(("device_seconds", "cost"), [(None, 50.0), (0.25, 0.25)], ids=["host", "device"])
-def test_on_a_device_a_snapshot_costs_what_the_copy_takes_there(
-    device_seconds: float | None, cost: float, tmp_path: Path
+@pytest.mark.parametrize(
+    ("device", "cost"), [(None, 50.0), (CopyTime(held=0.25, beside=3.0), 0.55)], ids=["host", "device"]
+)
+def test_a_snapshot_costs_what_it_holds_up_and_a_tenth_of_what_goes_on_beside(
+    device: CopyTime | None, cost: float, tmp_path: Path
 ) -> None:
     """Launching it may wait for all that the device has to do before: that is the training's own time."""
     now = 0.0
 
     class Launched(HostCopies):
+        asynchronous = device is not None
+
         def begin(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             nonlocal now
             super().begin(targets, sources)
             now += 50.0
 
-        def finish(self) -> float | None:
-            return device_seconds
+        def finish(self) -> CopyTime | None:
+            return device
 
     def rank_main(rank: int) -> float:
         dist.init_process_group("gloo")
@@ -145,12 +149,12 @@ def test_on_a_device_a_snapshot_costs_what_the_copy_takes_there(
         here.setattr("pacekeeper.keep.snapshot_writer.time", SimpleNamespace(perf_counter=lambda: now))
         worker = Worker(rank, tmp_path, ranks=1, local=1)
         for step in (1, 2):
-            worker.snapshot(step)
+            assert worker.snapshot(step, wait=True) == step
         assert worker.store.snapshot_seconds == 0.0, "taking memory is not counted"
-        worker.snapshot(3)
+        assert worker.snapshot(3, wait=True) == 3
         return worker.store.snapshot_seconds
 
-    assert run_ranks(rank_main, 1, runtime=tmp_path) == [cost]
+    assert run_ranks(rank_main, 1, runtime=tmp_path) == [pytest.approx(cost)]
 
 
 def test_one_rank_of_a_worker_fetches_the_replica_that_it_lacks_for_all(tmp_path: Path) -> None:

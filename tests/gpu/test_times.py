@@ -27,7 +27,7 @@ class Times(unittest.TestCase):
 
     def test_own_work_and_waits_of_a_slow_rank_and_its_peer(self) -> None:
         """Two processes take turns on the GPU, by milliseconds: hence the long steps."""
-        fast, slow = (0.2, 0.3) if ON_GPU else (0.02, 0.03)
+        fast, slow = (0.4, 0.6) if ON_GPU else (0.02, 0.03)
         ranks = run_workers(STEPS, 2, own_seconds=[fast, slow], count=COUNT)
         if not ON_GPU:
             return

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ BACKEND = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
 WARM_UP_STEPS = 3
 MAKE_SLOTS = 2
 """Snapshots that take memory."""
+SETTLE_STEPS = 8
+"""Behind a snapshot, in which it becomes valid."""
+MOST_STEPS = 1000
 OURS, DCP = "ours", "dcp"
 
 
@@ -78,34 +82,38 @@ class Rank:
 
 
 def snapshots(nbytes: int, step_seconds: float, runtime: str, count: int) -> dict[str, Any]:
-    """Seconds of steps that begin with a snapshot (`with`), the first MAKE_SLOTS of which take memory; of plain steps
-    (`plain`), in turns; and of making each snapshot valid afterwards (`settle`). `interval`: steps that the job would
-    have between two of them. `digest`: of the state that the last one holds."""
+    """Seconds of steps that begin with a snapshot which is kept (`with`), the first MAKE_SLOTS of which have memory
+    that none had before; of making each valid, beside the steps behind it (`settle`); of the longest of these
+    (`longest`), and of plain steps (`plain`). `longest_making`: of steps while memory is taken. `interval`: steps that
+    the job would have between two snapshots. `digest`: of the state that the last one holds."""
     rank = Rank(nbytes, step_seconds)
     store = rank.store(runtime, None)
     for number in range(WARM_UP_STEPS):
         rank.step(number)
-    beside: list[float] = []
-    plain: list[float] = []
-    settle: list[float] = []
-    kept: list[int] = []
-    for number in range(WARM_UP_STEPS, WARM_UP_STEPS + MAKE_SLOTS + count):
-        kept = digest(rank.net, rank.optimizer)
-        beside.append(rank.step(2 * number, lambda its=number: store.snapshot(its, its)))  # type: ignore[misc]
-        start = time.perf_counter()
-        settled = store.settle()
-        settle.append(time.perf_counter() - start)
-        assert settled == number, f"the snapshot of step {number} is not kept"
-        plain.append(rank.step(2 * number + 1))
-    interval = snapshot_interval(store.snapshot_seconds, statistics.median(plain))
-    return {
-        "bytes": rank.nbytes,
-        "with": beside,
-        "plain": plain,
-        "settle": settle,
-        "interval": interval,
-        "digest": kept,
-    }
+    found: dict[str, list[float]] = {"with": [], "settle": [], "longest": [], "plain": []}
+    longest_making, number, kept = 0.0, WARM_UP_STEPS, []
+    while len(found["with"]) < MAKE_SLOTS + count and number < MOST_STEPS:
+        number, state = number + 1, digest(rank.net, rank.optimizer)
+        first = rank.step(number, partial(store.snapshot, number, number))
+        settle, settled, steps = 0.0, -1, [0.0]
+        for _ in range(SETTLE_STEPS):
+            start = time.perf_counter()
+            settled = store.settle()
+            settle += time.perf_counter() - start
+            if settled >= 0:
+                break
+            number += 1
+            steps.append(rank.step(number))
+        if settled < 0:  # there is no memory for it yet
+            longest_making = max(longest_making, first, *steps)
+            continue
+        kept = state
+        for name, seconds in (("with", first), ("settle", settle), ("longest", max(steps))):
+            found[name].append(seconds)
+        number += 1
+        found["plain"].append(rank.step(number))
+    interval = snapshot_interval(store.snapshot_seconds, statistics.median(found["plain"]))
+    return found | {"bytes": rank.nbytes, "longest_making": longest_making, "interval": interval, "digest": kept}
 
 
 def checkpoints(nbytes: int, step_seconds: float, volume: str, count: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from statistics import fmean
 
 import torch
@@ -14,15 +15,19 @@ import torch.distributed as dist
 
 from pacekeeper.observe.cpu_group import CpuGroup
 
-from .copies import TornCopyError
+from .beside import beside
+from .copies import CopyTime, TornCopyError
 from .rank_state import RANK_STATE_BYTES, capture_rank_state, fingerprint
 from .refusals import Refusals
-from .snapshots import Snapshots
+from .snapshots import Snapshots, Written
 from .state import TrainingState
 
 _SAID = struct.Struct("<??d")
 """What a rank says beside its rank state: whether it is to keep a copy, whether it has one of this snapshot, and what
 one costs it, in seconds."""
+BESIDE_SHARE = 0.1
+"""Of the time that a snapshot takes beside the training (the device's copying, the host's checksum), what counts as its
+cost: so where it may cost 1 % of the time, a tenth of it may go on beside."""
 _log = logging.getLogger(__name__)
 
 
@@ -56,6 +61,11 @@ class SnapshotWriter:
         self._makes = False
         """Whether memory was taken for the snapshot that is under way."""
         self._host_seconds = 0.0
+        """For which the training thread has been busy with it."""
+        self._sealing: Future[tuple[int, float]] | None = None
+        """Its step, and the seconds that the checksum took."""
+        self._copy_time: CopyTime | None = None
+        """None: the host made the copy."""
 
     @property
     def keeps(self) -> bool:
@@ -70,12 +80,17 @@ class SnapshotWriter:
         """
         return max(self._own_cost, self._cost_of_peers)
 
-    def write(self, step: int, samples: int) -> None:
-        """Copies the state after `step`; `settle` makes it valid. Collective. `samples`: of this rank."""
+    def write(self, step: int, samples: int, wait: bool = False) -> None:
+        """Copies the state after `step`; `settle` makes it valid, and has made the one before valid. Collective.
+
+        samples: of this rank. wait: for memory that is being taken beside the training.
+        """
         if self._in_vain.leaves_out():
             return
         start = time.perf_counter()
-        kept = self._copy(step)
+        if self._state.sharded:
+            self._peers.all_agree(True)  # all have the one before, which the job needs while this one is written
+        kept = self._copy(step, wait)
         said = _SAID.pack(self._keeps, kept, self._own_cost)
         mine = torch.frombuffer(bytearray(capture_rank_state(samples) + said), dtype=torch.uint8)
         everybody = torch.empty(self._peers.group.size() * len(mine), dtype=torch.uint8)
@@ -84,11 +99,31 @@ class SnapshotWriter:
         self._exchange = (work, everybody.view(-1, len(mine)), kept)
         self._host_seconds = time.perf_counter() - start
 
-    def settle(self) -> int:
-        """Makes what was written last valid, now that all rank states have come; returns its step, -1 without one."""
-        if self._exchange is None:
+    def settle(self, wait: bool = False) -> int:
+        """Makes what was written last valid, now that all rank states have come; returns its step, -1 without one.
+
+        Where the training goes on beside the host, its checksum is made meanwhile: then it is valid at a later call,
+        or with `wait` at this one.
+        """
+        if self._exchange is not None:
+            exchange, self._exchange = self._exchange, None
+            self._conclude(*exchange)
+        sealing = self._sealing
+        if sealing is None or not (wait or sealing.done()):
             return -1
-        (work, rows, kept), self._exchange = self._exchange, None
+        start = time.perf_counter()
+        step, seal_seconds = sealing.result()
+        self._sealing = None
+        if not self._makes:  # taking memory is dear, and rare
+            self._costs.append(self._host_seconds + time.perf_counter() - start + self._beside_training(seal_seconds))
+        return step
+
+    def _beside_training(self, seal_seconds: float) -> float:
+        """What the copy and the checksum cost it, beside the time of its thread."""
+        copy = self._copy_time
+        return 0.0 if copy is None else copy.held + BESIDE_SHARE * (copy.beside + seal_seconds)
+
+    def _conclude(self, work: dist.Work, rows: torch.Tensor, kept: bool) -> None:
         self._peers.wait(work)
         if not self._helps(rows[:, RANK_STATE_BYTES:]):
             self._in_vain.refused()
@@ -96,38 +131,45 @@ class SnapshotWriter:
             if self._snapshots is not None and kept:
                 self._snapshots.give_up()
                 self._costs.append(self._host_seconds)
-            return -1
+            return
         self._in_vain.end()
-        if self._snapshots is None or not kept:
-            return -1
-        return self._publish(self._snapshots, rows[:, :RANK_STATE_BYTES])
+        if self._snapshots is not None and kept:
+            self._seal(self._snapshots, rows[:, :RANK_STATE_BYTES].reshape(-1))
 
-    def _publish(self, snapshots: Snapshots, rank_states: torch.Tensor) -> int:
-        whole, copy_seconds = True, None
+    def _seal(self, snapshots: Snapshots, rank_states: torch.Tensor) -> None:
+        whole, self._copy_time = True, None
         try:
-            copy_seconds = snapshots.finish_copy()
+            self._copy_time = snapshots.finish_copy()
         except TornCopyError as error:
             whole = False
             _log.warning("no snapshot on rank %d: %s", self._peers.group.rank(), error)
         if self._state.sharded:
             whole = self._peers.all_agree(whole)  # else the next one would be written over what all ranks have
         if not whole:
-            return -1  # the slot stays void
-        start = time.perf_counter()
-        step = snapshots.publish(rank_states.reshape(-1))
-        if not self._makes:  # taking memory is dear, and rare
-            copying = self._host_seconds if copy_seconds is None else copy_seconds
-            self._costs.append(copying + time.perf_counter() - start)
-        return step
+            return  # the slot stays void
 
-    def _copy(self, step: int) -> bool:
+        def publish() -> tuple[int, float]:
+            start = time.perf_counter()
+            step = snapshots.publish(rank_states)
+            return step, time.perf_counter() - start
+
+        if self._copy_time is not None:
+            self._host_seconds = 0.0  # its launching may wait for all that the device has to do before
+            self._sealing = beside(publish, "pacekeeper-seal")
+            return
+        self._sealing = Future()
+        step, seconds = publish()
+        self._host_seconds += seconds
+        self._sealing.set_result((step, seconds))
+
+    def _copy(self, step: int, wait: bool) -> bool:
         """Whether this rank has a copy."""
         if self._snapshots is None or self._refusals.leaves_out():
             return False
         start = time.perf_counter()
         try:
             state = self._state.own()
-            self._makes = self._snapshots.write(step, state, fingerprint(self._state.own_description(state)))
+            written = self._snapshots.write(step, state, fingerprint(self._state.own_description(state)), wait)
         except OSError as error:
             self._refusals.refused()
             self._costs.append(time.perf_counter() - start)  # so that trying again costs no more than a snapshot may
@@ -139,7 +181,8 @@ class SnapshotWriter:
             )
             return False
         self._refusals.end()
-        return True
+        self._makes = written is Written.MADE_AND_COPIED
+        return written is not Written.LATER
 
     def _helps(self, said: torch.Tensor) -> bool:
         """Whether a job could come back from what the ranks have: shards from all together, a replica from any."""

@@ -21,7 +21,9 @@ import os
 import struct
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,22 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from pacekeeper.cgroup import memory_left
-from pacekeeper.plain import aligned, describe_layout, layout_of, put_together, read_layout, size, take_apart, views
+from pacekeeper.plain import (
+    Layout,
+    aligned,
+    describe_layout,
+    layout_of,
+    put_together,
+    read_layout,
+    size,
+    take_apart,
+    views,
+)
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
 
-from .copies import HostCopies, SlotCopies, TornCopyError
+from .beside import beside
+from .copies import CopyTime, HostCopies, SlotCopies, TornCopyError
 from .rank_state import RANK_STATE_BYTES
 from .versions import NOTHING, Version
 
@@ -57,6 +70,14 @@ _LOOK_AGAIN_SECONDS = 0.01
 SLOTS = 2
 """One is valid while the other is being written."""
 _log = logging.getLogger(__name__)
+
+
+class Written(Enum):
+    """What has become of a state that was to be copied into a slot."""
+
+    COPIED = "Copied"
+    MADE_AND_COPIED = "MadeAndCopied"  # the slot had to be made for it, which takes much longer
+    LATER = "Later"  # not copied: the slot is being made for it, beside the training
 
 
 class Snapshots:
@@ -95,28 +116,31 @@ class Snapshots:
         self._slots: list[Slot | None] = [None] * SLOTS
         self._next = 0
         """The slot that is written next, or that is being written."""
+        self._making: Future[Slot] | None = None
+        """It, beside the training."""
 
     def held(self) -> list[tuple[Version, int]]:
         """What the two slots hold of this model: two versions and their bytes; NOTHING for a slot without."""
         return [self._version(path) for path in self._paths]
 
-    def write(self, step: int, state: Any, fingerprint: int) -> bool:
+    def write(self, step: int, state: Any, fingerprint: int, wait: bool = False) -> Written:
         """Copies `state` into the older slot. It becomes valid with `publish`, when the rank states have come.
 
         fingerprint: of the model as it is in `state`; it may have grown since the round began.
+        wait: for a slot that is made beside the training.
 
-        Returns whether the slot had to be made for it, which takes much longer. Raises OSError where memory does not
-        suffice, InputError where `state` has what cannot be kept.
+        Raises OSError where memory does not suffice, InputError where `state` has what cannot be kept.
         """
         tensors: list[torch.Tensor] = []
         skeleton = _described(take_apart(state, tensors), tensors)
-        slot = self._slots[self._next]
-        makes = slot is None or not slot.fits(tensors, skeleton)
-        if slot is None or makes:
-            slot = None  # its memory goes first: there is room for two slots, not for three
-            slot = self._make(tensors, len(skeleton))
+        slot, written = self._slots[self._next], Written.COPIED
+        if slot is None or not slot.fits(tensors, skeleton):
+            made = self._make(tensors, skeleton, wait)
+            if made is None:
+                return Written.LATER
+            slot, written = made, Written.MADE_AND_COPIED
         slot.fill(step, self._round, fingerprint, tensors, skeleton, self._copies)
-        return makes
+        return written
 
     def publish(self, rank_states: torch.Tensor) -> int:
         """Makes what was written last valid; returns its step. rank_states: uint8, world size · RANK_STATE_BYTES."""
@@ -125,7 +149,7 @@ class Snapshots:
         self._next = (self._next + 1) % SLOTS
         return slot.publish(rank_states)
 
-    def finish_copy(self) -> float | None:
+    def finish_copy(self) -> CopyTime | None:
         """Until what was written last is there; as `SlotCopies.finish`."""
         return self._copies.finish()
 
@@ -216,13 +240,25 @@ class Snapshots:
         """It is not `held` any longer."""
         self._doubted.add(version)
 
-    def _make(self, tensors: Sequence[torch.Tensor], skeleton_bytes: int) -> Slot:
-        self.give_up()
+    def _make(self, tensors: Sequence[torch.Tensor], skeleton: bytes, wait: bool) -> Slot | None:
+        """The next slot, made for these; None: it is being made, beside the training, where that goes on meanwhile."""
+        if not (making := self._making):
+            self.give_up()  # its memory goes first: there is room for two slots, not for three
+            layout, path = layout_of(tensors), self._paths[self._next]
+            if not self._copies.asynchronous:
+                slot = self._slots[self._next] = self._new_slot(path, layout, len(skeleton))
+                return slot
+            making = self._making = beside(lambda: self._new_slot(path, layout, len(skeleton)), "pacekeeper-slot")
+        if not wait and not making.done():
+            return None
+        self._making = None
+        slot = self._slots[self._next] = making.result()
+        return slot if slot.fits(tensors, skeleton) else self._make(tensors, skeleton, wait)  # it has grown meanwhile
+
+    def _new_slot(self, path: Path, layout: Layout, skeleton_bytes: int) -> Slot:
         self._clean()
-        path = self._paths[self._next]
-        slot = Slot(lambda total: self._allocate_first(path, total), self._world_size, tensors, skeleton_bytes)
+        slot = Slot(lambda total: self._allocate_first(path, total), self._world_size, layout, skeleton_bytes)
         slot.unpin = self._copies.pin(slot.content)
-        self._slots[self._next] = slot
         return slot
 
     def _by_age(self) -> list[int]:
@@ -488,11 +524,11 @@ class Slot:
         self,
         allocate: Callable[[int], mmap.mmap],
         world_size: int,
-        tensors: Sequence[torch.Tensor],
+        layout: Layout,
         skeleton_bytes: int,
     ) -> None:
         """`allocate`: gives so many bytes of shared memory, or raises OSError."""
-        self._layout = layout_of(tensors)
+        self._layout = layout
         self._ranks_end = HEADER_BYTES + world_size * RANK_STATE_BYTES
         self._world_size = world_size
         self._skeleton_room = 2 * skeleton_bytes + 4096  # numbers in it may grow

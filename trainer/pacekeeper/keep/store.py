@@ -144,16 +144,19 @@ class Store:
         samples: of this rank, since the job's beginning. leaving: some rank is about to be gone, and what it has with
         it; there is no later one, so that before this one is left out, the one before is waited for.
         """
-        self.settle()
+        self.settle(wait=True)
         if not self._neighbours.have_last(LAST_COPY_SECONDS if leaving else 0.0):
             return
         self._neighbours.begin_snapshot()
         self._state.equalise_buffers()
-        self._snapshot_writer.write(step, samples)
+        self._snapshot_writer.write(step, samples, wait=leaving)
 
-    def settle(self) -> int:
-        """Makes the newest snapshot valid, now that all rank states have come; returns its step, -1 without one."""
-        step = self._snapshot_writer.settle()
+    def settle(self, wait: bool = False) -> int:
+        """Makes the newest snapshot valid, now that all rank states have come; returns its step, -1 without one.
+
+        wait: as for `SnapshotWriter.settle`.
+        """
+        step = self._snapshot_writer.settle(wait)
         if step >= 0:
             self._neighbours.send(Version(step, self._environment.round))
         return step

@@ -151,7 +151,7 @@ class Retention:
         """Told to leave, all ranks keep the state."""
         if snapshot:
             self.snapshot(leaving=True)
-            self._store.settle()
+            self._store.settle(wait=True)
         self.finish()
 
     def wait(self) -> None:

@@ -10,27 +10,28 @@ import pytest
 import torch
 from torch import nn
 
-from pacekeeper.keep.copies import DeviceCopies, HostCopies, TornCopyError, copies_for
+from pacekeeper.keep.copies import CopyTime, DeviceCopies, HostCopies, TornCopyError, copies_for
 
 PINNED_FROM = 64
 """Bytes of memory that the device of this test can pin."""
 
 
 class Event:
-    def __init__(self, device: Device, name: str) -> None:
-        self._device, self.name = device, name
+    def __init__(self, device: Device, name: str, number: float) -> None:
+        """`number`: that many quarters of a second after the device's first one."""
+        self._device, self.name, self.number = device, name, number
 
     def record(self, stream: Any) -> None:
         raise AssertionError(f"it was when it was made, and not on {stream}")
 
     def query(self) -> bool:
-        raise AssertionError("nobody asks again and again")
+        return self._device.reached
 
     def synchronize(self) -> None:
         self._device.log.append(f"host waits for {self.name}")
 
     def elapsed_time(self, end_event: Any) -> float:
-        return 250.0 * (int(end_event.name) - int(self.name))
+        return 250.0 * float(end_event.number - self.number)
 
 
 class Device:
@@ -39,6 +40,9 @@ class Device:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.captures = False
+        self.reached = True
+        self.number: float | None = None
+        """Of the next event; None: they are numbered."""
         self._stream = "own"
         self._events = 0
 
@@ -52,7 +56,8 @@ class Device:
     def event(self) -> Event:
         self._events += 1
         self.log.append(f"{self._stream}: event {self._events}")
-        return Event(self, str(self._events))
+        number, self.number = self.number, None
+        return Event(self, str(self._events), self._events if number is None else number)
 
     def wait(self, event: Any) -> None:
         self.log.append(f"{self._stream} waits for {event.name}")
@@ -117,18 +122,34 @@ def test_what_optimizers_change_is_copied_beside_and_their_next_step_waits_for_i
     assert device.log == [
         "own: event 1",
         "own: copy [2, 3]",  # the next forward pass may change a buffer, and nobody knows who changes the bias
+        "own: event 2",
         "side waits for own",
         "side: copy [1, 4]",
-        "side: event 2",
+        "side: event 3",
         "forward and backward pass",
-        "own waits for 2",
-        "own waits for 2",
+        "own: event 4",
+        "own waits for 3",
+        "own waits for 3",
     ]
     assert [float(target) for target in targets] == [1, 2, 3, 4]
     device.log.clear()
-    assert copies.finish() == 0.25, "what the device took for the copy, not what it had to do before"
+    assert copies.finish() == CopyTime(held=0.25, beside=0.25), "not what the device had to do before"
     optimizer.step()
-    assert device.log == ["host waits for 2"]
+    assert device.log == ["host waits for 3"]
+
+
+def test_an_optimizer_that_comes_before_the_copy_is_over_is_held_up_until_then() -> None:
+    device = Device()
+    model, optimizer = training()
+    copies = DeviceCopies(device, [optimizer])
+    copies.begin(room(state(model, optimizer)), state(model, optimizer))
+    device.number = 2.5  # 1: begun; 2: what could not be copied beside was; 3: over
+    optimizer.step()
+    assert copies.finish() == CopyTime(held=0.25 + 0.125, beside=0.25)
+    copies.begin(room(state(model, optimizer)), state(model, optimizer))
+    optimizer.step()
+    device.reached = False  # the device has not come to where it would wait
+    assert copies.finish() == CopyTime(held=0.25, beside=0.25)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -161,7 +182,13 @@ def test_an_optimizer_in_a_graph_waits_for_nothing_so_all_is_copied_before_what_
     optimizer.step()
     device.captures = False
     copies.begin(room(state(model, optimizer)), state(model, optimizer))
-    assert device.log == ["own: event 1", "own: copy [1, 2, 3, 4]", "side waits for own", "side: event 2"]
+    assert device.log == [
+        "own: event 1",
+        "own: copy [1, 2, 3, 4]",
+        "own: event 2",
+        "side waits for own",
+        "side: event 3",
+    ]
 
 
 def test_an_optimizer_whose_graph_was_captured_before_asks_nobody_so_all_is_copied_before_what_comes() -> None:
@@ -170,7 +197,13 @@ def test_an_optimizer_whose_graph_was_captured_before_asks_nobody_so_all_is_copi
     model, optimizer = training()
     copies = DeviceCopies(device, [optimizer])
     copies.begin(room(state(model, optimizer)), state(model, optimizer))
-    assert device.log == ["own: event 1", "own: copy [1, 2, 3, 4]", "side waits for own", "side: event 2"]
+    assert device.log == [
+        "own: event 1",
+        "own: copy [1, 2, 3, 4]",
+        "own: event 2",
+        "side waits for own",
+        "side: event 3",
+    ]
     copies.finish()
     step_in_vain(model, optimizer)
     for copied in ("own: copy [2, 3]", "own: copy [1, 2, 3, 4]"):

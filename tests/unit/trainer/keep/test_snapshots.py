@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES, capture_rank_state, restore_rank_state
-from pacekeeper.keep.snapshots import HEADER_BYTES, Snapshots, taking_turns, unpack
+from pacekeeper.keep.snapshots import HEADER_BYTES, Snapshots, Written, taking_turns, unpack
 from pacekeeper.keep.versions import NOTHING, Version
 from pacekeeper_analysis.errors import InputError
 
@@ -210,11 +210,11 @@ def test_what_is_given_up_leaves_the_other_slot_and_its_place_is_written_next(tm
     writer = make(tmp_path)
     for step in (5, 10):
         keep(writer, step, state(step))
-    assert writer.write(15, state(15), MODEL) is False, "the slot was there"
+    assert writer.write(15, state(15), MODEL) is Written.COPIED, "the slot was there"
     writer.give_up()
     assert [path.name for path in tmp_path.glob("replica.*")] == ["replica.1"]
     assert versions(make(tmp_path)) == [NOTHING, Version(10, 1)]
-    assert writer.write(20, state(20), MODEL) is True
+    assert writer.write(20, state(20), MODEL) is Written.MADE_AND_COPIED
     writer.publish(rank_states(20))
     assert versions(make(tmp_path)) == [Version(20, 1), Version(10, 1)]
 
