@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pacekeeper_operator.api import Condition, JobPhase, Reason, parse_duration
 
 from ..network import API
-from .record import Books, JobRecord, Record
+from .record import Books, JobRecord, Object, Record
 from .rules import Rule
 
 if TYPE_CHECKING:
@@ -108,7 +108,16 @@ class JobsEndTruly(Rule):
             training = self.world.trainings.of_job(job.uid)
             failing = 0 if training is None else len(training.failed_on)
             return failing > 1 or (failing > 0 and not spec.get("spares"))
+        if reason == Reason.IMAGE_PULL_FAILED:
+            return any(_lacks_images(pod) for pod in self.record.pods.values() if self.record.job_of(pod) is job)
         return False
+
+
+def _lacks_images(pod: Object) -> bool:
+    """By the word of its node."""
+    status = pod.get("status", {})
+    containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
+    return any(its["state"].get("waiting", {}).get("reason") == "ErrImagePull" for its in containers)
 
 
 def is_calm(world: World) -> bool:

@@ -285,6 +285,15 @@ def test_a_deadline_that_there_is_not_is_no_reason(court: TrainingCourt) -> None
     assert court.complaints == ["a job is Complete or Failed for the reason that it tells"]
 
 
+@pytest.mark.parametrize("reason", ["ErrImagePull", "ContainerCreating"])
+def test_images_that_came_are_no_reason(court: TrainingCourt, reason: str) -> None:
+    waits = {"containerStatuses": [{"name": "trainer", "state": {"waiting": {"reason": reason}}}]}
+    court.create_pod("j-w0-0")
+    court.api.patch("pods", "j-w0-0", court.job.namespace, {"status": waits}, subresource="status")
+    fail(court, "ImagePullFailed")
+    assert bool(court.complaints) == (reason != "ErrImagePull")
+
+
 # The end.
 
 
