@@ -20,13 +20,13 @@ from .scripts.scale import connections, jobs, nodes, passes, replicas, whatif, w
 from .scripts.scale.figure import Figure
 
 PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {
-    "replicas": replicas.measured,
     "nodes": nodes.measured,
     "workers": workers.measured,
     "jobs": jobs.measured,
     "connections": connections.measured,
     "passes": passes.measured,
     "whatif": whatif.measured,
+    "replicas": replicas.measured,  # at the end: it brings up the test cluster, whose programs take time of the cores
 }
 """Measures, quick or not; what a part is doing it says on standard error."""
 
