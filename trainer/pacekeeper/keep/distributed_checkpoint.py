@@ -12,11 +12,14 @@ import io
 import mmap
 import os
 import re
+import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -54,7 +57,12 @@ TORCHS_INDEX = ".metadata"
 _RESERVE_BYTES = 64 << 20
 """Of the memory that the control group has left, what the copy of the state leaves to the training."""
 
+READERS = 4
+"""Threads that read items and check them: a core checks 1 GB a second."""
+AHEAD_BYTES = 1 << 30
+"""That they may be ahead of who takes the items up."""
 
+Item = TypeVar("Item")
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 """As `SlotCopies.pin`."""
 
@@ -276,8 +284,9 @@ def load(state: dict[str, Any], folder: Path, files: Mapping[str, FileSum]) -> N
     plan = planner.finish_plan(planner.create_local_plan())
     reader = _Reader(folder, found.sums, files)
     places = found.metadata.storage_data
-    for item in sorted(plan.items, key=lambda its: _place(places[its.storage_index])):
-        content = io.BytesIO(reader.read(places[item.storage_index]))
+    items = [(its, places[its.storage_index]) for its in plan.items]
+    for item, read in ahead(sorted(items, key=lambda its: _place(its[1])), reader.read):
+        content = io.BytesIO(read)
         if item.type == LoadItemType.BYTE_IO:
             planner.load_bytes(item, content)
             continue
@@ -287,6 +296,26 @@ def load(state: dict[str, Any], folder: Path, files: Mapping[str, FileSum]) -> N
         target = planner.resolve_tensor(item).detach()
         target.copy_(tensor)
         planner.commit_tensor(item, target)
+
+
+def ahead(
+    items: Iterable[tuple[Item, StorageInfo]], read: Callable[[StorageInfo], bytes]
+) -> Iterator[tuple[Item, bytes]]:
+    """Each item with what is read of it, in their order: in threads, while those before are taken up.
+
+    No more than AHEAD_BYTES lie there at a time, or one item. Raises what `read` raises, when it is the item's turn.
+    """
+    with ThreadPoolExecutor(READERS, "pacekeeper-reader") as readers:
+        coming: deque[tuple[Item, int, Future[bytes]]] = deque()
+        for item, place in items:
+            while coming and (
+                len(coming) > READERS or place.length + sum(nbytes for _, nbytes, _ in coming) > AHEAD_BYTES
+            ):
+                first, _, content = coming.popleft()
+                yield first, content.result()
+            coming.append((item, place.length, readers.submit(read, place)))
+        for first, _, content in coming:
+            yield first, content.result()
 
 
 @dataclass(frozen=True)
@@ -448,16 +477,16 @@ class _Reader:
         self._files = files
         self._whole: set[str] = set()
         """Files that were checked as a whole: the index has no sums of them."""
+        self._turn = threading.Lock()
+        """For who checks a whole file, which is done once."""
 
     def read(self, storage: StorageInfo) -> bytes:
         """Raises Torn."""
         name, offset = _place(storage)
         path = self._folder / name
         try:
-            if name not in self._sums and name not in self._whole:
-                if checksum(path) != self._files.get(name):
-                    raise Torn(f"{path}: its checksum is another than when it was written")
-                self._whole.add(name)
+            if name not in self._sums:
+                self._check_whole(name, path)
             with path.open("rb") as file:
                 file.seek(offset)
                 content = file.read(storage.length)
@@ -466,6 +495,14 @@ class _Reader:
         if name in self._sums and zlib.crc32(content) != self._sums[name].get(offset):
             raise Torn(f"{path}: what lies at {offset} has another checksum than when it was written")
         return content
+
+    def _check_whole(self, name: str, path: Path) -> None:
+        with self._turn:
+            if name in self._whole:
+                return
+            if checksum(path) != self._files.get(name):
+                raise Torn(f"{path}: its checksum is another than when it was written")
+            self._whole.add(name)
 
 
 class _Planner(DefaultLoadPlanner):

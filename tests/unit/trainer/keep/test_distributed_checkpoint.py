@@ -22,6 +22,7 @@ from pacekeeper.keep.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, 
 from pacekeeper.keep.manifests import checksum
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper.plain import pack, unpack
+from pacekeeper.torch_internals import StorageInfo
 from pacekeeper_analysis.errors import InputError
 
 DATA = "__0_0.distcp"
@@ -209,6 +210,38 @@ def test_a_flipped_bit_is_seen_by_who_reads_it_and_by_nobody_else(
         load(none_of(a_state(2.0)), folder, files)
     load(found := {"half": torch.zeros(3, dtype=torch.bfloat16)}, folder, files)
     assert torch.equal(found["half"], a_state(2.0)["half"])
+
+
+def test_items_are_read_ahead_in_order_and_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_checkpoint, "AHEAD_BYTES", 100)
+    sizes = [40, 30, 30, 10, 250, 60, 50, 1, 1, 1, 1, 1, 1, 1]
+    begun: list[int] = []
+
+    def read(place: StorageInfo) -> bytes:
+        begun.append(place.offset)
+        return bytes([place.offset])
+
+    items = [(number, StorageInfo("file", number, size)) for number, size in enumerate(sizes)]
+    taken: list[int] = []
+    for number, content in distributed_checkpoint.ahead(items, read):
+        assert content == bytes([number])
+        taken.append(number)
+        there = [sizes[its] for its in begun if its not in taken]
+        assert sum(there) <= 100 or len(there) == 1
+        assert len(there) <= distributed_checkpoint.READERS + 1
+    assert taken == list(range(len(sizes)))
+
+
+def test_what_cannot_be_read_fails_when_it_is_its_turn() -> None:
+    def read(place: StorageInfo) -> bytes:
+        if place.offset == 2:
+            raise Torn("it is torn")
+        return b""
+
+    found = distributed_checkpoint.ahead([(number, StorageInfo("file", number, 1)) for number in range(4)], read)
+    assert [next(found)[0], next(found)[0]] == [0, 1]
+    with pytest.raises(Torn):
+        next(found)
 
 
 def test_nothing_is_read_but_what_is_loaded(saver: Saver, folder: Path) -> None:
