@@ -186,9 +186,9 @@ def test_a_replica_that_one_worker_has_comes_to_the_others_from_each_other(
 ) -> None:
     sent: list[int] = []
 
-    def send(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:
+    def send(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> list[dist.Work]:
         sent.append(receiver)
-        send_slot(slot, receiver, group)
+        return send_slot(slot, receiver, group)
 
     monkeypatch.setattr(sources, "send_slot", send)
 

@@ -201,6 +201,10 @@ class KeptShards:
         """As `Snapshots.read`."""
         return self._shards[rank].read(version)
 
+    def unchecked(self, rank: int, version: Version) -> torch.Tensor | None:
+        """As `Snapshots.unchecked`."""
+        return self._shards[rank].unchecked(version)
+
     def doubt(self, version: Version) -> None:
         """It is not `held` any longer."""
         for shard in self._shards.values():

@@ -162,8 +162,10 @@ class Snapshots:
             slot.unpin()
         self._paths[self._next].unlink(missing_ok=True)
 
-    def read(self, version: Version) -> torch.Tensor | None:
+    def read(self, version: Version, proved: bool = False) -> torch.Tensor | None:
         """The whole slot that holds `version`, uint8, mapped; `unpack` makes a state of it.
+
+        proved: it has been held against its checksum as it came.
 
         What is mapped does not change: the first write of a round makes the slot anew. None: no slot has it, or its
         bytes are not those that were written. The slot is void then, for whoever looks: a copy of it from elsewhere
@@ -175,7 +177,8 @@ class Snapshots:
         path = self._paths[number]
         try:
             slot = _mapped(path)
-            check(slot)
+            if not proved:
+                check(slot)
         except (OSError, ValueError, InputError) as error:
             _log.warning("the snapshot of step %d in %s is not used: %s", version.step, path, error)
             if not isinstance(error, InputError) or not _voided_for_all(path):
@@ -205,20 +208,22 @@ class Snapshots:
             )
         return "it is not there any more"
 
-    def room(self, nbytes: int, may_replace: bool = False) -> torch.Tensor:
-        """A slot's memory for a peer's snapshot, uint8, of so many bytes: where what is held is the oldest.
+    def room(self, nbytes: int, may_replace: bool = False) -> GuestSlot:
+        """A slot for a peer's snapshot of so many bytes: where what is held is the oldest.
 
         may_replace: whether it may be in the place of the other one, where there is memory for one slot only.
         Raises OSError where memory does not suffice.
         """
-        oldest, other = self._by_age()
+        oldest, other = (self._paths[number] for number in self._by_age())
+        replaced = oldest
         try:
-            memory = self._allocate(self._paths[oldest], nbytes)
+            self._allocate(oldest, nbytes).close()
         except OSError:
-            if not may_replace or self.held()[other][1] < nbytes:  # nor would there be room without it
+            if not may_replace or self._version(other)[1] < nbytes:  # nor would there be room without it
                 raise
-            memory = self._allocate(self._paths[other], nbytes)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+            self._allocate(other, nbytes).close()
+            replaced = other
+        return GuestSlot(replaced)
 
     def guest_room(self, nbytes: int, spared: int = 0) -> GuestSlot:
         """A slot for the shard of another worker's rank: where what is held is the oldest.
@@ -329,7 +334,9 @@ def _headed(path: Path) -> tuple[Version, int, int]:
     if len(header) < _HEADER.size:
         return nothing
     magic, step, round_, fingerprint, _, _, _, total, _ = _HEADER.unpack(header)
-    return nothing if magic != _MAGIC or step < 0 or total != nbytes else (Version(step, round_), fingerprint, nbytes)
+    if magic != _MAGIC or step < 0 or total != nbytes or nbytes < HEADER_BYTES or nbytes % WORD_BYTES:
+        return nothing
+    return Version(step, round_), fingerprint, nbytes
 
 
 def _voided_for_all(path: Path) -> bool:
@@ -465,6 +472,10 @@ class GuestSlot:
         _check(header, self._end, self._sums)
         self._write(memoryview(header)[16:], 16)
         self._write(memoryview(header)[:16], 0)  # the magic number and the step make it valid
+
+    def content(self) -> torch.Tensor:
+        """What lies there by now, mapped, uint8."""
+        return _mapped(self._path)
 
     def _write(self, content: memoryview, start: int) -> None:
         with self._path.open("r+b", buffering=0) as file:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +19,12 @@ from .checkpoints import CheckpointFolder
 from .distributed_checkpoint import Torn, load
 from .manifests import Manifest
 from .neighbours import KeptShards
-from .snapshots import HEADER_BYTES, SLOTS, Snapshots, unpack
+from .snapshots import HEADER_BYTES, SLOTS, GuestSlot, Snapshots, unpack
 from .state import TrainingState
 from .versions import NOTHING, Version, choose, transfers
 
-_PART_BYTES = 64 << 20
-"""Of a slot that goes to another rank: the group's time-out counts for each part."""
+_PART_BYTES = 8 << 20
+"""Of a slot that goes to another rank: the group's time-out counts for each part, which is to stay in the cache."""
 _log = logging.getLogger(__name__)
 
 
@@ -105,11 +106,27 @@ class SnapshotSource:
         return offers
 
     def load(self, version: Version) -> int | None:
-        copies = self._read(version)
-        if not self._peers.all_agree(copies is not None):
-            return None  # a torn one is none any more, and `newest` looks who else has what it held
-        assert copies is not None, "all ranks agree that they have it"
-        return self._agreed(version, self._load(version, copies))
+        rank, holds = self._peers.group.rank(), [version in dict(its) for its in self._held]
+        parcels = [] if all(holds) else self._parcels(version, holds)
+        shards = self._shards_to_send(version, [its.receiver for its in parcels if its.sender == rank])
+        if not self._peers.all_agree(shards is not None):
+            return None  # it has gone meanwhile, and `newest` looks who else has it
+        assert shards is not None, "all ranks agree that they have theirs"
+        comes = next((its for its in parcels if its.receiver == rank), None)
+        room = None if comes is None else self._room(version, comes.nbytes)
+        if not self._peers.all_agree(room is not None or comes is None):
+            return self._agreed(version, None)
+        slot = self._distribute(version, parcels, shards, room, holds[rank])
+        usable = self._peers.gather(slot is not None)
+        if not all(usable):
+            torn = [its for its in shards if not usable[its] and self._kept.read(its, version) is None]
+            found = bool(torn) or (holds[rank] and slot is None)
+            # What is torn is none any more, and `newest` looks who else has it; where no rank has found the reason,
+            # it would name the same for ever.
+            return None if any(self._peers.gather(found)) else self._agreed(version, None)
+        assert slot is not None, "all ranks have theirs"
+        self.origin = StateOrigin.MEMORY if holds[rank] else StateOrigin.NEIGHBOUR
+        return self._agreed(version, self._load(version, slot))
 
     def check_unchanged(self) -> None:
         if self._failure:
@@ -118,54 +135,67 @@ class SnapshotSource:
                 "(another spec.checkpoint.path, and no pods of its round before)"
             )
 
-    def _read(self, version: Version) -> _Copies | None:
-        """What this rank has of it, for itself and for others; None: one is not what was written."""
-        rank, holds = self._peers.group.rank(), [version in dict(its) for its in self._held]
-        parcels = [] if all(holds) else self._parcels(version, holds)
-        own = self._snapshots.read(version) if self._snapshots is not None and holds[rank] else None
-        found = _Copies(parcels, own)
-        for receiver in (its.receiver for its in parcels if self._state.sharded and its.sender == rank):
-            kept = self._kept.read(receiver, version)
-            if kept is None:
+    def _shards_to_send(self, version: Version, receivers: list[int]) -> dict[int, torch.Tensor] | None:
+        """What this rank keeps for these, unread: they hold it against its checksum. None: one has gone meanwhile."""
+        shards: dict[int, torch.Tensor] = {}
+        for receiver in receivers if self._state.sharded else []:
+            shard = self._kept.unchecked(receiver, version)
+            if shard is None:
+                self._kept.doubt(version)
                 return None
-            found.of_others[receiver] = kept
-        return None if holds[rank] and own is None else found
+            shards[receiver] = shard
+        return shards
 
-    def _load(self, version: Version, copies: _Copies) -> int | None:
-        """None: this rank cannot, or another one. All ranks come here, and take the same part in what is collective."""
-        slot = copies.own
-        self.origin = StateOrigin.NEIGHBOUR if slot is None else StateOrigin.MEMORY
-        if copies.parcels:
-            if not self._distribute(version, copies):
-                return None
-            if slot is None and self._snapshots is not None:
-                slot = self._snapshots.read(version)
-        found = None if slot is None else self._unpacked(slot, version)
-        if not self._peers.all_agree(found is not None):
-            return None
-        assert found is not None, "all ranks agree that they have it"
-        return self._take_over(version, *found)
+    def _distribute(
+        self,
+        version: Version,
+        parcels: list[_Parcel],
+        shards: Mapping[int, torch.Tensor],
+        room: GuestSlot | None,
+        holds: bool,
+    ) -> torch.Tensor | None:
+        """Fills the room of whoever lacks this replica, or a shard of its own, with the bytes of whoever has it.
 
-    def _distribute(self, version: Version, copies: _Copies) -> bool:
-        """Has a slot made wherever this replica, or a rank's own shard, is lacking, with the bytes of whoever has it.
-
-        Whether there was memory for it on all of them. Collective.
+        This rank's slot then, held against its checksum: each rank checks what it goes on from itself, and nothing
+        else. None: its bytes are not those that were written. `holds`: it had one before. Collective.
         """
-        rank, group = self._peers.group.rank(), self._peers.group
-        mine = next((its for its in copies.parcels if its.receiver == rank), None)
-        room = None if mine is None else self._room(version, mine.nbytes)
-        if not self._peers.all_agree(room is not None or mine is None):
-            return False
-        whole = room if copies.own is None else copies.own  # a replica is sent on by who has just received it
-        for its in copies.parcels:  # in one order for all: who sends to each other would wait for each other
+        rank, group, snapshots = self._peers.group.rank(), self._peers.group, self._snapshots
+        proved = False
+        sends: list[dist.Work] = []
+        for its in parcels:  # in one order for all: who sends to each other would wait for each other
             if its.receiver == rank:
                 assert room is not None, "this rank is ready"
-                receive_slot(room, its.sender, group)
+                proved = self._receive(version, room, its)
             elif its.sender == rank:
-                sent = copies.of_others.get(its.receiver, whole)
-                assert sent is not None, "it is sent by who has it"
-                send_slot(sent, its.receiver, group)
-        return self._peers.all_agree(True)  # the ranks of a worker wait for the one that receives
+                sends += send_slot(self._sent(version, shards.get(its.receiver), room), its.receiver, group)
+        own = snapshots.read(version, proved) if snapshots is not None and (holds or proved) else None
+        for send in sends:  # which went on meanwhile
+            send.wait()
+        if parcels and not self._state.sharded:
+            self._peers.all_agree(True)  # the ranks of a worker wait for the one that receives
+            if own is None and room is None and snapshots is not None:
+                own = snapshots.read(version)
+        return own
+
+    def _receive(self, version: Version, room: GuestSlot, parcel: _Parcel) -> bool:
+        """Whether it is what was written."""
+        try:
+            receive_slot(room, parcel.nbytes, parcel.sender, self._peers.group)
+        except InputError as error:
+            _log.warning("the snapshot of step %d from rank %d is not used: %s", version.step, parcel.sender, error)
+            return False
+        return True
+
+    def _sent(self, version: Version, shard: torch.Tensor | None, room: GuestSlot | None) -> torch.Tensor:
+        """Another rank's shard, or this replica; it is sent on by who has just received it."""
+        if shard is not None:
+            return shard
+        if room is not None:
+            return room.content()
+        assert self._snapshots is not None, "it holds a replica"
+        slot = self._snapshots.unchecked(version)
+        assert slot is not None, "nobody removes a replica before all ranks are back"
+        return slot
 
     def _parcels(self, version: Version, holds: list[bool]) -> list[_Parcel]:
         if not self._state.sharded:
@@ -174,7 +204,7 @@ class SnapshotSource:
         lacking = (rank for rank, has in enumerate(holds) if not has)
         return [_Parcel(self._offers[rank, version][0], rank, self._offers[rank, version][1]) for rank in lacking]
 
-    def _room(self, version: Version, nbytes: int) -> torch.Tensor | None:
+    def _room(self, version: Version, nbytes: int) -> GuestSlot | None:
         try:
             if self._snapshots is None:
                 raise OSError("this rank has no runtime folder")
@@ -187,6 +217,14 @@ class SnapshotSource:
                 error,
             )
             return None
+
+    def _load(self, version: Version, slot: torch.Tensor) -> int | None:
+        """None: this rank cannot, or another one. Collective."""
+        found = self._unpacked(slot, version)
+        if not self._peers.all_agree(found is not None):
+            return None
+        assert found is not None, "all ranks agree that they have it"
+        return self._take_over(version, *found)
 
     def _unpacked(self, slot: torch.Tensor, version: Version) -> tuple[Any, list[bytes]] | None:
         try:
@@ -225,18 +263,6 @@ class _Parcel:
     sender: int
     receiver: int
     nbytes: int
-
-
-@dataclass
-class _Copies:
-    """What one rank brings to a version's coming back. The bytes are those that were written."""
-
-    parcels: list[_Parcel]
-    """What goes from rank to rank, of all of them."""
-    own: torch.Tensor | None
-    """The slot that this rank has for itself."""
-    of_others: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The shards that it sends, by the rank that they go to."""
 
 
 class CheckpointSource:
@@ -301,19 +327,35 @@ class CheckpointSource:
             )
 
 
-def send_slot(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> None:
-    """To a rank of the group, which calls `receive_slot`."""
-    for part in _parts(slot):
-        dist.send(part, group=group, group_dst=receiver)
+def send_slot(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Begins to send it to a rank of the group, which calls `receive_slot`; the slot stays until all of it is done.
+
+    The header goes last: until it has come, what is there is no slot.
+    """
+    sends = [
+        dist.isend(part, group=group, group_dst=receiver)
+        for part in (*slot[HEADER_BYTES:].split(_PART_BYTES), slot[:HEADER_BYTES])
+    ]
+    return [its for its in sends if its is not None]
 
 
-def receive_slot(room: torch.Tensor, sender: int, group: dist.ProcessGroup) -> None:
-    """Into `room`, which has as many bytes as the slot."""
-    for part in _parts(room):
-        dist.recv(part, group=group, group_src=sender)
+def receive_slot(room: GuestSlot, nbytes: int, sender: int, group: dist.ProcessGroup) -> None:
+    """A slot of so many bytes into its room. Raises InputError where it is not what was written: there is none then.
 
-
-def _parts(slot: torch.Tensor) -> list[torch.Tensor]:
-    """The header last: until it has come, what is there is no slot."""
-    header, content = slot[:HEADER_BYTES], slot[HEADER_BYTES:]
-    return [*content.split(_PART_BYTES), header]
+    While a part is on its way, the one before is added up and lies down.
+    """
+    whole, rest = divmod(nbytes - HEADER_BYTES, _PART_BYTES)
+    lengths = [_PART_BYTES] * whole + [rest] * bool(rest)
+    buffers = torch.empty(2, min(_PART_BYTES, nbytes), dtype=torch.uint8)
+    parts = [buffers[number % 2, :length] for number, length in enumerate(lengths)]
+    header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+    coming = [*parts, header]
+    arrival = dist.irecv(coming[0], group=group, group_src=sender)
+    for part, after in zip(parts, coming[1:], strict=True):
+        assert arrival is not None, "this rank belongs to the group"
+        arrival.wait()
+        arrival = dist.irecv(after, group=group, group_src=sender)
+        room.add(part.numpy().data)
+    assert arrival is not None, "this rank belongs to the group"
+    arrival.wait()
+    room.finish(bytearray(header.numpy()))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES, capture_rank_state, restore_rank_state
-from pacekeeper.keep.snapshots import HEADER_BYTES, Snapshots, Written, taking_turns, unpack
+from pacekeeper.keep.snapshots import HEADER_BYTES, GuestSlot, Snapshots, Written, taking_turns, unpack
 from pacekeeper.keep.versions import NOTHING, Version
 from pacekeeper_analysis.errors import InputError
 
@@ -41,6 +41,12 @@ def read(snapshots: Snapshots, version: Version) -> torch.Tensor:
     slot = snapshots.read(version)
     assert slot is not None
     return slot
+
+
+def fill(slot: GuestSlot, content: bytes) -> None:
+    """`content`: of a whole slot."""
+    slot.add(memoryview(content)[HEADER_BYTES:])
+    slot.finish(bytearray(content[:HEADER_BYTES]))
 
 
 def state(step: int) -> dict[str, Any]:
@@ -128,7 +134,7 @@ def test_a_torn_slot_is_none_for_whoever_looks_and_a_peers_copy_of_it_counts(tmp
     reader, other = make(tmp_path), make(tmp_path)
     assert reader.read(Version(10, 1)) is None
     assert versions(reader) == versions(other) == [Version(5, 1), NOTHING]
-    reader.room(len(good)).copy_(torch.frombuffer(bytearray(good), dtype=torch.uint8))
+    fill(reader.room(len(good)), good)
     for each in (reader, other):
         assert_same(unpack(read(each, Version(10, 1)), None)[0], state(10))
         assert_same(unpack(read(each, Version(5, 1)), None)[0], state(5))
@@ -229,7 +235,7 @@ def test_a_peers_replica_takes_the_place_of_the_oldest(tmp_path: Path) -> None:
     keep(writer, 15, state(15))
     content = read(writer, Version(15, 1))
     receiver = make(lacking, round_=2)
-    receiver.room(len(content)).copy_(content)
+    fill(receiver.room(len(content)), bytes(content.numpy()))
     assert versions(receiver) == [Version(15, 1), Version(10, 1)]
     assert_same(unpack(read(receiver, Version(15, 1)), None)[0], state(15))
 
@@ -254,7 +260,7 @@ def test_a_worker_with_room_for_one_slot_gets_a_peers_replica_in_the_place_of_wh
     with pytest.raises(OSError, match="a slot takes 20 MiB"):
         receiver.room(len(content))
     assert set(versions(receiver)) == {Version(10, 1), NOTHING}
-    receiver.room(len(content), may_replace=True).copy_(content)
+    fill(receiver.room(len(content), may_replace=True), bytes(content.numpy()))
     assert set(versions(receiver)) == {Version(15, 1), NOTHING}
     with pytest.raises(OSError, match="a slot takes 40 MiB"):
         receiver.room(2 * len(content), may_replace=True)
@@ -272,9 +278,7 @@ def test_what_a_round_that_went_back_leaves_ahead_of_it_is_the_first_to_go(tmp_p
     for step in (52, 54, 56):
         keep(after, step, state(step))
         content = read(after, Version(step, 2))
-        slot = shelf.guest_room(len(content))
-        slot.add(content.numpy().data[HEADER_BYTES:])
-        slot.finish(bytearray(content[:HEADER_BYTES].tolist()))
+        fill(shelf.guest_room(len(content)), bytes(content.numpy()))
         held.append(sorted(versions(shelf)))
     assert held == [
         [Version(52, 2), Version(100, 1)],
