@@ -23,7 +23,7 @@ from .snapshots import HEADER_BYTES, SLOTS, GuestSlot, Snapshots, unpack
 from .state import TrainingState
 from .versions import NOTHING, Version, choose, transfers
 
-_PART_BYTES = 8 << 20
+_PART_BYTES = 4 << 20
 """Of a slot that goes to another rank: the group's time-out counts for each part, which is to stay in the cache."""
 _log = logging.getLogger(__name__)
 
