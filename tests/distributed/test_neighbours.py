@@ -17,10 +17,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from pacekeeper.environment import Environment
-from pacekeeper.keep import neighbours, store
+from pacekeeper.keep import neighbours, snapshots, sources, store
 from pacekeeper.keep.checkpoint_writer import WriteOutcome
 from pacekeeper.keep.checkpoints import CheckpointFolder
-from pacekeeper.keep.sources import CheckpointSource
+from pacekeeper.keep.snapshots import check
+from pacekeeper.keep.sources import CheckpointSource, send_slot
 from pacekeeper.keep.state import TrainingState
 from pacekeeper.keep.store import Store
 from pacekeeper.keep.versions import Version
@@ -157,6 +158,54 @@ def test_what_is_lost_comes_back_from_the_neighbour_bit_for_bit(loss: Loss, tmp_
         return found.step, all(map(torch.equal, later.shards(), kept[found.step]))
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(loss.restored, True)] * RANKS
+
+
+def test_what_changes_on_its_way_back_is_not_taken_and_not_asked_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its sender has it whole, nobody knows a torn copy that could be left out."""
+
+    def send(slot: torch.Tensor, receiver: int, group: dist.ProcessGroup) -> list[dist.Work]:
+        if slot[8] == 4 and receiver == 3:
+            slot = slot.clone()
+            slot[-1] ^= 1
+        return send_slot(slot, receiver, group)
+
+    monkeypatch.setattr(sources, "send_slot", send)
+
+    def rank_main(rank: int) -> tuple[int | None, bool]:
+        dist.init_process_group("gloo")
+        writer = Rank(rank, tmp_path)
+        kept = {step: writer.step(step) for step in (1, 2, 3, 4)}
+        dist.barrier()
+        later = Rank(rank, tmp_path, "ac")
+        found = later.store.restore()
+        assert found is not None
+        return found.step, all(map(torch.equal, later.shards(), kept[found.step]))
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(3, True)] * RANKS
+
+
+def test_each_shard_is_held_against_its_checksum_by_who_goes_on_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is received, as it comes; who sends it does not read it twice."""
+    checked: list[int] = []
+
+    def count(slot: torch.Tensor) -> None:
+        checked.append(len(slot))
+        check(slot)
+
+    monkeypatch.setattr(snapshots, "check", count)
+
+    def rank_main(rank: int) -> int:
+        dist.init_process_group("gloo")
+        Rank(rank, tmp_path).step(1)
+        dist.barrier()
+        assert Rank(rank, tmp_path, "ac").store.restore() is not None
+        return len(checked)
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [1, 1, 0, 0]
 
 
 def test_the_ranks_of_a_worker_share_what_it_has_of_a_lost_one(tmp_path: Path) -> None:
