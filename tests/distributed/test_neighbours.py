@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from pacekeeper.environment import Environment
 from pacekeeper.keep import neighbours, snapshots, sources, store
@@ -87,8 +88,12 @@ class Rank:
         return -1 if courier is None else courier.delivered.step
 
     def shards(self) -> list[torch.Tensor]:
+        return [shard.to_local().detach().clone() for shard in self.state_tensors()]
+
+    def state_tensors(self) -> list[DTensor]:
+        """Parameters and moments."""
         moments = [its[name] for its in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
-        return [shard.to_local().detach().clone() for shard in [*self.model.parameters(), *moments]]
+        return [its for its in [*self.model.parameters(), *moments] if isinstance(its, DTensor)]
 
 
 def lose(folder: Path, worker: str, ranks: Collection[int] = range(RANKS)) -> None:
@@ -184,6 +189,27 @@ def test_what_changes_on_its_way_back_is_not_taken_and_not_asked_for_for_ever(
         return found.step, all(map(torch.equal, later.shards(), kept[found.step]))
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(3, True)] * RANKS
+
+
+def test_what_came_back_is_where_it_was_and_nothing_of_it_stays_in_the_slot(tmp_path: Path) -> None:
+    """The slot's memory would be kept with it; a captured graph has the tensors that were there."""
+
+    def rank_main(rank: int) -> tuple[bool, bool, bool]:
+        dist.init_process_group("gloo")
+        kept = Rank(rank, tmp_path).step(1)
+        dist.barrier()
+        new = Rank(rank, tmp_path, "ac")
+        assert new.store.restore() is not None
+        mapped = "/c/snapshots/" in Path("/proc/self/maps").read_text()
+        before = new.state_tensors()
+        with torch.no_grad():
+            for its in before:
+                its.to_local().zero_()
+        assert new.store.restore() is not None
+        in_place = all(one is other for one, other in zip(before, new.state_tensors(), strict=True))
+        return mapped, in_place, all(map(torch.equal, new.shards(), kept))
+
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(False, True, True)] * RANKS
 
 
 def test_each_shard_is_held_against_its_checksum_by_who_goes_on_from_it(

@@ -224,11 +224,11 @@ class SnapshotSource:
         if not self._peers.all_agree(found is not None):
             return None
         assert found is not None, "all ranks agree that they have it"
-        return self._take_over(version, *found)
+        return self._take_over(version, *found, slot)
 
     def _unpacked(self, slot: torch.Tensor, version: Version) -> tuple[Any, list[bytes]] | None:
         try:
-            state, rank_states = unpack(slot, self._state.mesh, copying=self._state.models)
+            state, rank_states = unpack(slot, self._state.mesh, copying=self._state.copiers)
             if different := self._state.misfit_own(state):
                 raise InputError(different)
         except (InputError, LookupError, TypeError, AttributeError) as error:
@@ -236,9 +236,9 @@ class SnapshotSource:
             return None
         return state, rank_states
 
-    def _take_over(self, version: Version, state: Any, rank_states: list[bytes]) -> int | None:
+    def _take_over(self, version: Version, state: Any, rank_states: list[bytes], slot: torch.Tensor) -> int | None:
         try:
-            return self._state.set_own(state, rank_states[self._peers.group.rank() % len(rank_states)])
+            return self._state.set_own(state, rank_states[self._peers.group.rank() % len(rank_states)], slot)
         except Exception as error:  # an object of the script's may raise anything
             _log.warning("the snapshot of step %d could not be taken over", version.step, exc_info=True)
             self._failure = f"the snapshot of step {version.step} could not be taken over: {error!r}"

@@ -93,22 +93,24 @@ class TrainingState:
                 return f"{name}: it has groups of {own} parameters, in the snapshot of {its}"
         return differences(self.description, self.own_description(state))
 
-    def set_own(self, state: Mapping[str, Any], rank_state: bytes) -> int:
+    def set_own(self, state: Mapping[str, Any], rank_state: bytes, slot: torch.Tensor | None = None) -> int:
         """What `own` and `capture_rank_state` gave; returns the rank's samples.
+
+        slot: in which the tensors of `copiers` may lie; when this returns, none of theirs does.
 
         The tensors of models and optimizers stay where they are: a graph that was captured before, or whoever has their
         `data`, sees what they are now. Objects of the script's may keep what they are given. Raises whatever an object
         raises that does not take its part; those before it have taken theirs.
         """
         for name, item in self._everything(state).items():
-            with _in_place(item):
+            with _in_place(item, slot):
                 item.load_state_dict(state[name])
         return restore_rank_state(rank_state)
 
     @property
-    def models(self) -> frozenset[str]:
-        """Their names in `own`."""
-        return frozenset(self._models)
+    def copiers(self) -> frozenset[str]:
+        """Names in `own` of what `set_own` leaves with memory of its own, whatever it is given."""
+        return frozenset(self._models) | {name for name, its in self._optimizers.items() if _loads_as_torch_does(its)}
 
     @property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -225,8 +227,11 @@ class TrainingState:
 
 
 @contextmanager
-def _in_place(item: Any) -> Iterator[None]:
-    """What an optimizer loads inside goes into the tensors that it has; its own `load_state_dict` gives it others."""
+def _in_place(item: Any, slot: torch.Tensor | None = None) -> Iterator[None]:
+    """What an optimizer loads inside goes into the tensors that it has; its own `load_state_dict` gives it others.
+
+    What it has none for, and still lies in `slot`, is copied out of it.
+    """
     if not isinstance(item, torch.optim.Optimizer):
         yield
         return
@@ -237,6 +242,29 @@ def _in_place(item: Any) -> Iterator[None]:
         _keep_tensors(its, moments.get(parameter, {}))
     for group, before in zip(item.param_groups, settings, strict=True):
         _keep_tensors(group, before)
+    if slot is not None:
+        address = slot.untyped_storage().data_ptr()
+        for key in item.state:
+            item.state[key] = _copied_out(item.state[key], address)
+
+
+def _loads_as_torch_does(optimizer: torch.optim.Optimizer) -> bool:
+    """Its tensors are all in its `state` then."""
+    own = type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+    return not own and "load_state_dict" not in vars(optimizer)
+
+
+def _copied_out(value: Any, slot: int) -> Any:
+    """`slot`: the address of the storage that no tensor in `value` is to lie in any longer."""
+    if isinstance(value, torch.Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        return value.clone() if local.untyped_storage().data_ptr() == slot else value
+    if isinstance(value, dict):
+        for key in value:
+            value[key] = _copied_out(value[key], slot)
+    elif type(value) in (list, tuple):
+        return type(value)(_copied_out(its, slot) for its in value)
+    return value
 
 
 @torch.no_grad()
