@@ -133,12 +133,13 @@ class Snapshots:
         """
         tensors: list[torch.Tensor] = []
         skeleton = _described(take_apart(state, tensors), tensors)
-        slot, written = self._slots[self._next], Written.COPIED
-        if slot is None or not slot.fits(tensors, skeleton):
-            made = self._make(tensors, skeleton, wait)
-            if made is None:
-                return Written.LATER
-            slot, written = made, Written.MADE_AND_COPIED
+        written = Written.COPIED
+        if not self._fits(tensors, skeleton):
+            written = Written.MADE_AND_COPIED
+            self._make(tensors, skeleton, wait)
+        slot = self._slots[self._next]
+        if slot is None:
+            return Written.LATER
         slot.fill(step, self._round, fingerprint, tensors, skeleton, self._copies)
         return written
 
@@ -245,20 +246,26 @@ class Snapshots:
         """It is not `held` any longer."""
         self._doubted.add(version)
 
-    def _make(self, tensors: Sequence[torch.Tensor], skeleton: bytes, wait: bool) -> Slot | None:
-        """The next slot, made for these; None: it is being made, beside the training, where that goes on meanwhile."""
-        if not (making := self._making):
-            self.give_up()  # its memory goes first: there is room for two slots, not for three
-            layout, path = layout_of(tensors), self._paths[self._next]
-            if not self._copies.asynchronous:
-                slot = self._slots[self._next] = self._new_slot(path, layout, len(skeleton))
-                return slot
-            making = self._making = beside(lambda: self._new_slot(path, layout, len(skeleton)), "pacekeeper-slot")
-        if not wait and not making.done():
-            return None
-        self._making = None
-        slot = self._slots[self._next] = making.result()
-        return slot if slot.fits(tensors, skeleton) else self._make(tensors, skeleton, wait)  # it has grown meanwhile
+    def _fits(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> bool:
+        """Whether the next slot is there, and has room for these."""
+        slot = self._slots[self._next]
+        return slot is not None and slot.fits(tensors, skeleton)
+
+    def _make(self, tensors: Sequence[torch.Tensor], skeleton: bytes, wait: bool) -> None:
+        """The next slot, for these; where the training goes on meanwhile, beside it: then there is none at first."""
+        layout, path = layout_of(tensors), self._paths[self._next]
+        while not self._fits(tensors, skeleton):  # what they were when it was begun, they may not be when it is made
+            if self._making is None:
+                self.give_up()  # its memory goes first: there is room for two slots, not for three
+                if not self._copies.asynchronous:
+                    self._slots[self._next] = self._new_slot(path, layout, len(skeleton))
+                    return
+                self._making = beside(lambda: self._new_slot(path, layout, len(skeleton)), "pacekeeper-slot")
+            if not wait and not self._making.done():
+                return
+            making, self._making = self._making, None
+            self._slots[self._next] = making.result()
+            del making  # it holds the slot, too
 
     def _new_slot(self, path: Path, layout: Layout, skeleton_bytes: int) -> Slot:
         self._clean()

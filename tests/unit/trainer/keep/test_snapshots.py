@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from pacekeeper.keep.copies import HostCopies
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES, capture_rank_state, restore_rank_state
 from pacekeeper.keep.snapshots import HEADER_BYTES, GuestSlot, Snapshots, Written, taking_turns, unpack
 from pacekeeper.keep.versions import NOTHING, Version
@@ -346,6 +348,48 @@ def test_a_process_that_is_forked_in_mid_delivery_does_not_keep_a_guests_memory(
     slot.add(memoryview(bytes(4096)))
     assert in_a_fork(lambda: "replica.0" not in in_use())
     slot.add(memoryview(bytes(4096)))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_slot_that_does_not_fit_any_more_is_gone_before_another_is_made(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostCopies, "asynchronous", asynchronous)
+    writer = make(tmp_path)
+    held: list[int] = []
+    before = os.posix_fallocate
+
+    def allocate(file: int, offset: int, nbytes: int) -> None:
+        held.append(in_use().count("replica.0 (deleted)"))
+        before(file, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    for nbytes in (1 << 20, 2 << 20):
+        weight = torch.zeros(nbytes, dtype=torch.uint8)
+        assert writer.write(5, {"weight": weight}, MODEL, wait=True) is Written.MADE_AND_COPIED
+    assert held == [0, 0]
+
+
+def test_a_slot_that_was_begun_for_a_smaller_state_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostCopies, "asynchronous", True)
+    writer, go = make(tmp_path), threading.Event()
+    before = os.posix_fallocate
+
+    def allocate(*arguments: int) -> None:
+        assert go.wait(10.0)
+        before(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    assert writer.write(5, {"weight": torch.zeros(10)}, MODEL) is Written.LATER
+    go.set()
+    assert writer.write(6, {"weight": torch.ones(20)}, MODEL, wait=True) is Written.MADE_AND_COPIED
+    writer.publish(torch.zeros(2 * RANK_STATE_BYTES, dtype=torch.uint8))
+    slot = writer.read(Version(6, 1))
+    assert slot is not None
+    state, _ = unpack(slot, None)
+    assert state["weight"].tolist() == [1.0] * 20
 
 
 def in_use() -> str:
