@@ -8,6 +8,7 @@ be taken for a bad one: docs/decisions/0007-local-sgd.md.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -47,6 +48,31 @@ class Penalty:
     """What the replicas' data counts for: 1 weighs each by its samples, 0 all alike."""
     clip: float = 10.0
     """φ: the largest norm of a unit's mean pseudo-gradient."""
+    as_published: bool = False
+    """True: norms are judged as they are, however many steps a replica has done, and a replica weighs
+    exp(−G / temperature); mean and variance begin at zero, and the newest norm moves them by `alpha` from the first on
+    (see `paper`)."""
+
+    @classmethod
+    def paper(cls, warmup: int = 100) -> Self:
+        """The rules and constants that EDiT has published (arXiv 2412.07210, section 3.3), without our changes.
+
+        Anomalous is z = (G − μ) / σ > 3, with μ ← αG + (1 − α)μ and σ² ← α(G − μ)² + (1 − α)σ² by the new μ, α = 0.02;
+        the others weigh softmax(−G); their mean is scaled by min(1, φ / (‖Δ̄‖ + ε)), φ = 10. What begins at zero, and
+        for how many synchronisations `warmup` lasts, is as in the authors' code. What the paper does not treat is
+        ours: a replica whose norm is not finite is anomalous in all units.
+        """
+        return cls(
+            threshold=3.0,
+            alpha=0.02,
+            warmup=warmup,
+            least_deviation=0.0,
+            patience=sys.maxsize,
+            temperature=1.0,
+            rho=0.0,
+            clip=10.0,
+            as_published=True,
+        )
 
     def __post_init__(self) -> None:
         for name in ("threshold", "temperature", "clip"):
@@ -148,15 +174,19 @@ def weigh(
         nothing = np.zeros(norms.shape, np.bool_)
         return Weights(base, nothing, nothing[:, 0]), statistics
     finite = np.broadcast_to(np.isfinite(norms).all(axis=0), norms.shape)
-    moved = finite & (norms > 0)
-    grown = np.where(moved, norms, 0.0) / np.maximum(steps, 1.0) ** GROWTHS[:, None, None]
+    moved = finite & ((norms > 0) | penalty.as_published)
+    growths = np.zeros_like(GROWTHS) if penalty.as_published else GROWTHS
+    grown = np.where(moved, norms, 0.0) / np.maximum(steps, 1.0) ** growths[:, None, None]
     anomalous = ~finite | _outliers(grown, statistics, penalty)
-    weights = np.where(anomalous, 0.0, base * np.exp(-_excess(grown, moved & ~anomalous) / penalty.temperature))
+    counted = moved & ~anomalous
+    excess = _above_least(grown[0], counted) if penalty.as_published else _excess(grown, counted)
+    weights = np.where(anomalous, 0.0, base * np.exp(-excess / penalty.temperature))
     total = weights.sum(axis=1, keepdims=True)
     rolled_back = total[:, 0] == 0
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-    learnt = _learn(statistics, grown, moved & ~anomalous, penalty.alpha)
-    return Weights(weights, anomalous, rolled_back), _count_strikes(learnt, anomalous, finite, penalty.patience)
+    learnt = _learn_as_published if penalty.as_published else _learn
+    statistics = learnt(statistics, grown, counted, penalty.alpha)
+    return Weights(weights, anomalous, rolled_back), _count_strikes(statistics, anomalous, finite, penalty.patience)
 
 
 def _share_of_data(samples: Floats, rho: float) -> Floats:
@@ -188,12 +218,31 @@ def _excess(grown: Floats, counted: Flags) -> Floats:
     return excess
 
 
+def _above_least(norms: Floats, counted: Flags) -> Floats:
+    """[units, replicas] by how much a norm is above the counted replicas' least: exp(−this) is softmax(−norm), scaled so
+    that it never vanishes for all."""
+    least = np.where(counted, norms, np.inf).min(axis=1, keepdims=True)
+    return np.where(counted, norms - least, 0.0)
+
+
 def _learn(statistics: Statistics, grown: Floats, counted: Flags, alpha: float) -> Statistics:
     """With the counted norms taken in. The first ones move the mean as a plain average does."""
     rate = np.maximum(alpha, 1 / (statistics.count + 1))
     difference = grown - statistics.mean
     mean = statistics.mean + rate * difference
     variance = (1 - rate) * (statistics.variance + rate * difference**2)
+    return replace(
+        statistics,
+        mean=np.where(counted, mean, statistics.mean),
+        variance=np.where(counted, variance, statistics.variance),
+        count=statistics.count + counted,
+    )
+
+
+def _learn_as_published(statistics: Statistics, grown: Floats, counted: Flags, alpha: float) -> Statistics:
+    """With the counted norms taken in: each moves the mean by `alpha`, and the variance by its square from the new mean."""
+    mean = (1 - alpha) * statistics.mean + alpha * grown
+    variance = (1 - alpha) * statistics.variance + alpha * (grown - mean) ** 2
     return replace(
         statistics,
         mean=np.where(counted, mean, statistics.mean),

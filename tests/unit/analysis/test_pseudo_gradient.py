@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.pseudo_gradient import Penalty, Statistics, Weights, weigh
@@ -157,6 +158,58 @@ def test_off_the_data_alone_weighs() -> None:
     assert not anomalous.any()
     assert not rolled_back.any()
     np.testing.assert_allclose(once([[1.0] * 2], [3, 1], off).weights, [[0.75, 0.25]])
+
+
+def published(norms: NDArray[np.float64], warmup: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Weights and anomalies [synchronisations, replicas] of one unit, number by number as the paper has it."""
+    alpha, replicas = 0.02, norms.shape[1]
+    mean, variance, count = [0.0] * replicas, [0.0] * replicas, [0] * replicas
+    weights, anomalies = np.zeros_like(norms), np.zeros(norms.shape, np.bool_)
+    for number, row in enumerate(norms):
+        for replica, norm in enumerate(row):
+            if count[replica] >= warmup and norm > mean[replica] + 3 * variance[replica] ** 0.5:
+                anomalies[number, replica] = True
+                continue
+            mean[replica] = alpha * norm + (1 - alpha) * mean[replica]
+            variance[replica] = alpha * (norm - mean[replica]) ** 2 + (1 - alpha) * variance[replica]
+            count[replica] += 1
+        exponentials = np.where(anomalies[number], 0.0, np.exp(-row))
+        if exponentials.any():
+            weights[number] = exponentials / exponentials.sum()
+    return weights, anomalies
+
+
+@pytest.mark.parametrize("steps", [[8, 8, 8], [20, 10, 1]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_the_published_rules_are_those_of_the_paper(steps: list[int], scale: float) -> None:
+    """However many steps and samples: also an anomaly of all, and more of them in a row than our patience."""
+    norms = scale * (1 + 0.1 * np.random.default_rng(7).standard_normal((160, 3)))
+    norms[100, 1] *= 9
+    norms[120] *= 9
+    norms[130:140, 2] *= 9
+    norms[150, 0] = 0.0
+    expected, anomalies = published(norms, warmup=100)
+    assert anomalies[100:].sum() == 14
+    statistics = Statistics.fresh(1, 3)
+    for row, weights, anomalous in zip(norms, expected, anomalies, strict=True):
+        result, statistics = weigh([row], steps, statistics, Penalty.paper(), samples=[5, 6, 7])
+        np.testing.assert_allclose(result.weights[0], weights, rtol=1e-12)
+        np.testing.assert_array_equal(result.anomalous[0], anomalous)
+        assert result.rolled_back[0] == anomalous.all()
+
+
+def test_the_published_weights_hold_for_norms_of_any_size() -> None:
+    weights = once([[5000.0, 5001.0], [0.001, 0.002]], [4, 4], Penalty.paper()).weights
+    np.testing.assert_allclose(weights[0, 1] / weights[0, 0], np.exp(-1))
+    np.testing.assert_allclose(weights[1, 1] / weights[1, 0], np.exp(-0.001))
+
+
+def test_not_finite_counts_nothing_by_the_published_rules_too() -> None:
+    weights, anomalous, rolled_back = once([[1.0, np.nan], [1.0, 1.0]], [4, 4], Penalty.paper())
+    np.testing.assert_array_equal(weights, [[1, 0], [1, 0]])
+    assert anomalous.tolist() == [[False, True]] * 2
+    assert not rolled_back.any()
+    assert once([[np.inf, np.nan]], [4, 4], Penalty.paper()).rolled_back.all()
 
 
 def test_rho_mixes_samples_in() -> None:
