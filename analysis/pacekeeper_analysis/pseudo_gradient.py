@@ -219,8 +219,10 @@ def _excess(grown: Floats, counted: Flags) -> Floats:
 
 
 def _above_least(norms: Floats, counted: Flags) -> Floats:
-    """[units, replicas] by how much a norm is above the counted replicas' least: exp(−this) is softmax(−norm), scaled so
-    that it never vanishes for all."""
+    """[units, replicas] by how much a norm is above the counted replicas' least.
+
+    exp(−this) is softmax(−norm), scaled so that it never vanishes for all.
+    """
     least = np.where(counted, norms, np.inf).min(axis=1, keepdims=True)
     return np.where(counted, norms - least, 0.0)
 
@@ -240,7 +242,7 @@ def _learn(statistics: Statistics, grown: Floats, counted: Flags, alpha: float) 
 
 
 def _learn_as_published(statistics: Statistics, grown: Floats, counted: Flags, alpha: float) -> Statistics:
-    """With the counted norms taken in: each moves the mean by `alpha`, and the variance by its square from the new mean."""
+    """With the counted norms taken in, each by `alpha`; the variance by the difference from the new mean."""
     mean = (1 - alpha) * statistics.mean + alpha * grown
     variance = (1 - alpha) * statistics.variance + alpha * (grown - mean) ** 2
     return replace(

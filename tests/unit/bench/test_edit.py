@@ -1,0 +1,121 @@
+"""`bench edit`: the replicas' rules against those of torch, whose data is garbled when, and its goals."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bench import edit
+from bench.scripts.edit import training
+from bench.scripts.edit.training import SYNC_EVERY, Fleet, Run
+from bench.scripts.stragglers.workload import GPT, make_optimizer
+from pacekeeper.replication.local_sgd import OuterSGD
+from pacekeeper_analysis.pseudo_gradient import Penalty
+
+RUN = Run(replicas=4, steps=400, warmup=16, learning_rate=1e-3, seed=3, clean_periods=5, dirty=True)
+Parameters = list[torch.Tensor]
+
+
+def moved(fleet: Fleet, scale: float, replica: int, seed: int) -> None:
+    """Something that the replica has learnt."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in fleet._models[replica].parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
+
+
+def fleet_of(settings: OuterSGD, replicas: int = 3) -> tuple[GPT, Fleet]:
+    torch.manual_seed(1)
+    model = GPT()
+    return model, Fleet(model, make_optimizer(model, 1e-3), settings, replicas)
+
+
+def test_diloco_is_torchs_sgd_with_nesterov_momentum_on_the_plain_mean() -> None:
+    """Which is what torchft's DiLoCo does with its outer optimizer."""
+    settings = edit.SIDES["diloco"]
+    assert settings is not None
+    model, fleet = fleet_of(settings)
+    theirs = copy.deepcopy(model)
+    outer = torch.optim.SGD(theirs.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for number in range(3):
+        for replica in range(3):
+            moved(fleet, 0.01, replica, 10 * number + replica)
+        replicas = [list(its.parameters()) for its in fleet._models]
+        for index, parameter in enumerate(theirs.parameters()):
+            parameter.grad = torch.stack([parameter.detach() - its[index].detach() for its in replicas]).mean(dim=0)
+        outer.step()
+        fleet.synchronise()
+        for one, other in zip(model.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    for its in fleet._models:
+        for one, other in zip(its.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_replica_gone_bad_does_not_move_the_common_model() -> None:
+    model, fleet = fleet_of(OuterSGD(lr=1.0, momentum=0.0, penalty=Penalty()))
+    with torch.no_grad():
+        for replica in (1, 2):
+            next(iter(fleet._models[replica].parameters())).fill_(torch.nan)
+    moved(fleet, 0.001, 0, 1)
+    expected = [its.detach().clone() for its in fleet._models[0].parameters()]
+    fleet.synchronise()
+    for one, other in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(one.detach(), other)
+
+
+def test_a_mean_above_the_clip_is_scaled_down_to_it() -> None:
+    mean = torch.tensor([3.0, 4.0])
+    torch.testing.assert_close(training.clipped(mean, Penalty(clip=1.0)), mean / 5)
+    assert torch.equal(training.clipped(mean, Penalty(clip=6.0)), mean)
+    assert torch.equal(training.clipped(mean, Penalty(clip=1.0, enabled=False)), mean)
+
+
+def test_what_is_garbled_lasts_from_one_synchronisation_to_the_next() -> None:
+    first = RUN.warmup + RUN.clean_periods * SYNC_EVERY
+    assert not any(RUN.garbled(step) for step in range(first))
+    periods = [{RUN.garbled(step) for step in range(at, at + SYNC_EVERY)} for at in range(first, 20_000, SYNC_EVERY)]
+    assert all(len(its) == 1 for its in periods)
+    counts = [len(next(iter(its))) for its in periods]
+    assert counts.count(1) / len(counts) == pytest.approx(training.ONE_GARBLED, abs=0.02)
+    assert counts.count(4) / len(counts) == pytest.approx(training.ALL_GARBLED, abs=0.015)
+    assert not any(replace(RUN, dirty=False).garbled(step) for step in range(5000))
+
+
+def test_a_run_is_a_function_of_its_seed_and_learns() -> None:
+    run = Run(replicas=2, steps=24, warmup=8, learning_rate=4e-3, seed=1, dirty=True)
+    curve = training.train(run, edit.SIDES["penalty"], 3)
+    assert [step for step, _ in curve] == [8, 16, 24]
+    assert curve[-1][1] < curve[0][1] < 5.6
+    assert training.train(run, edit.SIDES["penalty"], 3) == curve
+
+
+def losses(**of_sides: float) -> dict[str, list[float]]:
+    usual = dict.fromkeys(edit.SIDES, 2.0)
+    return {side: [its, 2 * its] for side, its in (usual | of_sides).items()}
+
+
+def test_goals_at_their_edges() -> None:
+    assert all(edit.goals(losses(penalty=2.02), losses(penalty=1.99)).values())
+
+
+@pytest.mark.parametrize(
+    ("missed", "clean", "dirty"),
+    [
+        ("clean_1_percent", {"penalty": 2.03}, {}),
+        ("dirty_below_plain_averaging", {}, {"without_all": 1.9}),
+        ("dirty_below_diloco", {}, {"diloco": 1.9}),
+        ("dirty_elimination_pays", {}, {"without_elimination": 1.9}),
+        ("dirty_no_worse_than_published", {}, {"published": 1.8}),
+    ],
+)
+def test_a_goal_that_is_missed_is_the_only_one(missed: str, clean: dict[str, float], dirty: dict[str, float]) -> None:
+    held = edit.goals(losses(**clean), losses(**({"penalty": 1.9} | dirty)))
+    assert [name for name, its in held.items() if not its] == [missed]
+
+
+def test_numbers_are_short_and_all_the_rest_as_it_was() -> None:
+    assert edit.rounded({"a": [1.23456, (2, True)], "b": "x"}) == {"a": [1.2346, [2, True]], "b": "x"}
