@@ -1,4 +1,4 @@
-"""EDiT's own experiments (arXiv 2412.07210), in small: the penalty on pseudo-gradients, and learning rate against workers.
+"""EDiT's own experiments (arXiv 2412.07210), in small: its penalty on pseudo-gradients; learning rate against workers.
 
 What each part of the penalty is worth on clean and on dirty data: ours, as published, torchft's DiLoCo, and DDP.
 
