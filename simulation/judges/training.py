@@ -131,6 +131,8 @@ class WhoTrainsWellStays(Rule):
         pod = self.record.pods.get((job.namespace, hand.name))
         if worker is None or pod is None or "deletionTimestamp" in pod["metadata"] or worker.gone:
             return False
+        if worker.node not in self.record.nodes:  # its Node was deleted, so Kubernetes gives it up as well
+            return False
         if worker.launcher.paused or worker.sidecar.paused or not self._reaches_others(worker):
             return False
         runs = [rank.run for rank in worker.ranks if rank.alive and rank.run is not None]

@@ -172,6 +172,7 @@ def worker(court: TrainingCourt, run: Run, **changes: Any) -> None:
     found.ranks, found.script_fails, found.name = [SimpleNamespace(alive=True, run=run)], False, "j-w0-0"
     for name, value in changes.items():
         setattr(found, name, value)
+    court.create_node(found.node)
     pod = court.create_pod("j-w0-0")
     cast(Any, court.world).workers[pod["metadata"]["uid"]] = found
     record = court.draft.state.placement.worker("j-w0-0")
@@ -192,6 +193,15 @@ def test_who_trains_well_stays(court: TrainingCourt) -> None:
     worker(court, run)
     give_up(court)
     assert court.complaints == ["a worker whose ranks train well is not given up for lost"]
+
+
+def test_who_trains_well_on_a_node_that_is_none_any_more_need_not_stay(court: TrainingCourt) -> None:
+    run = court.begin(1)
+    court.step(run)
+    worker(court, run)
+    court.api.delete("nodes", "node-0")
+    give_up(court)
+    assert court.complaints == []
 
 
 def test_who_runs_out_of_memory_may_be_moved_while_it_trains_again(court: TrainingCourt) -> None:
