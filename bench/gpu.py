@@ -13,12 +13,13 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from bench.__main__ import NOT_RUN
 from bench.scripts.gpu import keeping, measures, transfers
-from bench.scripts.gpu.machine import DEVICE, ON_GPU, facts, why_not
+from bench.scripts.gpu.machine import DEVICE, NCCL, ON_GPU, facts, why_not
 from bench.scripts.gpu.recovery import recovery
 from bench.scripts.gpu.workers import run_workers
 
@@ -36,7 +37,6 @@ KEPT = 2 if os.environ.get("QUICK") else 5
 MOST_OF_THE_TIME = 0.01
 COPY_MARGIN = 1.25
 """A checkpoint may hold a step up so many times as long as the bare copy of the state to pinned memory."""
-NCCL = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
 
 
 def main() -> int:
@@ -86,21 +86,20 @@ def overhead() -> tuple[dict[str, Any], dict[str, bool]]:
     wall: dict[bool, list[float]] = {True: [], False: []}
     host: dict[bool, list[float]] = {True: [], False: []}
     records = 0.0
-    for repeat in range(REPEATS):
-        for watched in (True, False) if repeat % 2 else (False, True):
-            (found,) = run_workers(
-                f"{measures.__name__}:steps",
-                1,
-                watched=watched,
-                own_seconds=[STEP_SECONDS],
-                count=2 * STEPS,
-                backend=NCCL,
-                layers=LAYERS,
-                width=WIDTH,
-            )
-            wall[watched].append(found["mean"])
-            host[watched].append(_median(found["host"]))
-            records = max(records, found["records"])
+    for watched in _in_turns(REPEATS):
+        (found,) = run_workers(
+            f"{measures.__name__}:steps",
+            1,
+            watched=watched,
+            own_seconds=[STEP_SECONDS],
+            count=2 * STEPS,
+            backend=NCCL,
+            layers=LAYERS,
+            width=WIDTH,
+        )
+        wall[watched].append(found["mean"])
+        host[watched].append(_median(found["host"]))
+        records = max(records, found["records"])
     added = _median(wall[True]) - _median(wall[False])
     found = {
         "without": {"step_ms": round(_median(wall[False]) * 1e3, 4)},
@@ -127,10 +126,9 @@ def transfers_told() -> tuple[dict[str, Any], dict[str, bool]]:
     and all-reduces wait for that: only what is added to it shows."""
     took: dict[bool, list[float]] = {True: [], False: []}
     pairs = min(REPEATS, 3)
-    for repeat in range(pairs):
-        for watched in (True, False) if repeat % 2 else (False, True):
-            ranks = run_workers(f"{transfers.__name__}:timed", 2, nbytes=1 << 20, count=200, watched=watched)
-            took[watched].append(max(ranks))
+    for watched in _in_turns(pairs):
+        ranks = run_workers(f"{transfers.__name__}:timed", 2, nbytes=1 << 20, count=200, watched=watched)
+        took[watched].append(max(ranks))
     added = _median(took[True]) / _median(took[False]) - 1
     found = {
         "without_ms": round(_median(took[False]) * 1e3, 3),
@@ -199,6 +197,12 @@ def back_after_sigkill() -> tuple[dict[str, Any], dict[str, bool]]:
         "runs": [asdict(run) for run in runs],
     }
     return found, {"recovered": all(run.lost_steps <= 2 for run in runs)}
+
+
+def _in_turns(pairs: int) -> Iterator[bool]:
+    """With and without, each of them first in every other pair."""
+    for pair in range(pairs):
+        yield from (True, False) if pair % 2 else (False, True)
 
 
 def _median(values: list[float]) -> float:

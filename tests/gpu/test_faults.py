@@ -10,7 +10,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
-from bench.scripts.gpu.machine import ON_GPU
+from bench.scripts.gpu.machine import NCCL, ON_GPU
 from bench.scripts.gpu.recovery import STAGES, recovery
 from bench.scripts.gpu.workers import on_a_host_of_its_own
 from pacekeeper_analysis.diagnose.hang import HangKind, verdict
@@ -80,7 +80,7 @@ class Faults(unittest.TestCase):
         """Both have entered it: NCCL's flight recorder tells which of them has not started it."""
         if not ON_GPU:
             self.skipTest("it takes NCCL")
-        told = self.check_hang("cuda:nccl,cpu:gloo", reads_loss=False, kind=HangKind.KERNEL)
+        told = self.check_hang(NCCL, reads_loss=False, kind=HangKind.KERNEL)
         self.assertIn("1 communicator: all ranks alike", {fault.ras for fault in told}, "RAS has been asked")
         for fault in told:
             peer = {"a": 1, "b": 0}[fault.worker]

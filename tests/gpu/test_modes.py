@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.scripts.gpu import training
-from bench.scripts.gpu.machine import ON_GPU
+from bench.scripts.gpu.machine import NCCL, ON_GPU
 from bench.scripts.gpu.workers import run_workers
 
 UNTIL = 24
-NCCL = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
 TRAIN = f"{training.__name__}:train"
 
 

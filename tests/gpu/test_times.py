@@ -6,13 +6,12 @@ import statistics
 import unittest
 
 from bench.scripts.gpu import measures
-from bench.scripts.gpu.machine import ON_GPU
+from bench.scripts.gpu.machine import NCCL, ON_GPU
 from bench.scripts.gpu.workers import run_workers
 
 STEPS = f"{measures.__name__}:steps"
 COUNT = 20 if ON_GPU else 4
 TOLERANCE = 0.03
-NCCL = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
 
 
 class Times(unittest.TestCase):

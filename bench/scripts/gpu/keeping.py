@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from bench.scripts.state import dcp
 from bench.scripts.state.workload import LAYER_BYTES, digest, layers_for, make_net, make_optimizer, tensors_of, train
 from pacekeeper.environment import Environment
 from pacekeeper.keep.checkpoint_writer import WriteOutcome
@@ -35,9 +34,8 @@ from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
 from pacekeeper.runtime import Runtime
 
-from .machine import DEVICE, ON_GPU, Busy, wait_until_done
+from .machine import DEVICE, NCCL, ON_GPU, Busy, wait_until_done
 
-BACKEND = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
 WARM_UP_STEPS = 3
 MAKE_SLOTS = 2
 """Snapshots that take memory."""
@@ -51,7 +49,7 @@ class Rank:
     """The only one of its job."""
 
     def __init__(self, nbytes: int, step_seconds: float) -> None:
-        dist.init_process_group(BACKEND)
+        dist.init_process_group(NCCL)
         self.busy, self.step_seconds = Busy(), step_seconds
         replication = Replication(0, {"sync": 1, "shard": 1}, DEVICE)
         self.net = make_net(layers_for(nbytes), DEVICE)
@@ -137,7 +135,7 @@ def checkpoints(nbytes: int, step_seconds: float, volume: str, count: int) -> di
         under_way: list[Future[Any]] = []
 
         def save() -> None:
-            found = async_save(_portable(rank), checkpoint_id=folder / DCP, process_group=group)
+            found = async_save(dcp.portable(rank.net, rank.optimizer), checkpoint_id=folder / DCP, process_group=group)
             assert isinstance(found, Future), "its stager is no asynchronous one"
             under_way.append(found)
 
@@ -178,9 +176,7 @@ def load_dcp(nbytes: int, volume: str) -> tuple[float, list[int]]:
     rank = Rank(nbytes, 0.0)
 
     def load() -> bool:
-        state = _portable(rank)
-        load_checkpoint(state, checkpoint_id=Path(volume) / DCP)
-        set_state_dict(rank.net, rank.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        dcp.bring_back(rank.net, rank.optimizer, Path(volume) / DCP)
         return True
 
     return _timed(rank, load)
@@ -195,11 +191,6 @@ def _timed(rank: Rank, bring_back: Callable[[], object]) -> tuple[float, list[in
     if not found:
         raise RuntimeError("nothing was brought back")
     return seconds, digest(rank.net, rank.optimizer)
-
-
-def _portable(rank: Rank) -> dict[str, Any]:
-    model, optimizer = get_state_dict(rank.net, rank.optimizer)
-    return {"model": model, "optimizer": optimizer}
 
 
 def folder_in_memory() -> str | None:

@@ -22,6 +22,8 @@ import torch
 
 DEVICE = torch.device(os.environ.get("PACEKEEPER_TEST_DEVICE", "cuda"))
 ON_GPU = DEVICE.type == "cuda"
+NCCL = "cuda:nccl,cpu:gloo" if ON_GPU else "gloo"
+"""The backend of ranks that talk over NCCL where there is a GPU."""
 
 _FACTS = """
 import json, torch

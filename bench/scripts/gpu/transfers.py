@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pacekeeper.observe.transport import TransportReader
 from pacekeeper_analysis.transport import Flag, flows
 
-from .machine import DEVICE, wait_until_done
+from .machine import DEVICE, NCCL, wait_until_done
 
 MEASURE_NS = 60 * 10**9
 PATIENCE_SECONDS = 10.0
@@ -26,7 +26,7 @@ def all_reduces(nbytes: int, count: int) -> dict[str, Any]:
     `communicators`: their ids, sizes, places. `collectives`: what was told of. `waits`: seconds of all sends by
     what they waited for; `seconds`: of all operations; `flows`: bytes sent by peer, as the sidecar adds them up.
     """
-    dist.init_process_group("cuda:nccl,cpu:gloo")
+    dist.init_process_group(NCCL)
     tensor = torch.ones(nbytes // 4, device=DEVICE)
     dist.all_reduce(tensor)  # makes the communicator
     wait_until_done()
@@ -58,7 +58,7 @@ def all_reduces(nbytes: int, count: int) -> dict[str, Any]:
 
 def timed(nbytes: int, count: int) -> float:
     """Seconds of one all-reduce: the mean of `count`, behind some that warm up."""
-    dist.init_process_group("cuda:nccl,cpu:gloo")
+    dist.init_process_group(NCCL)
     tensor = torch.ones(nbytes // 4, device=DEVICE)
     for _ in range(20):
         dist.all_reduce(tensor)

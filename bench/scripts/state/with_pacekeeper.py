@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import fully_shard
 
@@ -38,6 +36,7 @@ from pacekeeper.replication.replication import Replication
 from pacekeeper.runtime import Runtime, write_plan
 from pacekeeper_analysis.plan import Role, WorkerPlan
 
+from . import dcp
 from .workload import RANKS, digest, make_net, make_optimizer, tensors_of, train
 
 T = TypeVar("T")
@@ -174,7 +173,9 @@ def checkpoints(rank: int, layers: int, volume: str, count: int) -> dict[str, An
     def dcps() -> float:
         if rank == 0:
             shutil.rmtree(folder / DCP, ignore_errors=True)
-        seconds, future = _timed(lambda: async_save(_portable(mine), checkpoint_id=folder / DCP, process_group=group))
+        seconds, future = _timed(
+            lambda: async_save(dcp.portable(mine.net, mine.optimizer), checkpoint_id=folder / DCP, process_group=group)
+        )
         assert isinstance(future, Future), "its stager is no asynchronous one"
         future.result()
         return seconds
@@ -211,11 +212,6 @@ def checkpoints(rank: int, layers: int, volume: str, count: int) -> dict[str, An
     return {"seconds": seconds, "failures": failures, "digest": mine.digest()}
 
 
-def _portable(mine: Rank) -> dict[str, Any]:
-    model, optimizer = get_state_dict(mine.net, mine.optimizer)
-    return {"model": model, "optimizer": optimizer}
-
-
 # Coming back
 
 
@@ -232,10 +228,5 @@ def load_dcp(rank: int, layers: int, volume: str) -> Restored:
     """As `restore`, by DCP, as its documentation has it."""
     mine = Rank(rank, layers)
 
-    def load() -> None:
-        state = _portable(mine)
-        load_checkpoint(state, checkpoint_id=Path(volume) / DCP)
-        set_state_dict(mine.net, mine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-    seconds, _ = _timed(load)
+    seconds, _ = _timed(lambda: dcp.bring_back(mine.net, mine.optimizer, Path(volume) / DCP))
     return seconds, mine.digest()
