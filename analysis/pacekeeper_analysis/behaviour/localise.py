@@ -41,6 +41,9 @@ ALIKE = 0.6
 """Part of the other functions' time that has grown, where it is the machine that is slow and not one function."""
 GROWN = 0.25
 """Of the mean growth: a function that has grown by so much has grown with the others."""
+TOGETHER = 0.5
+"""Of the mean growth: what all functions but the one that grew most have grown by together, where they grew alike. One
+function that grows much raises the mean; the others differ from the usual by chance, as few looks tell it."""
 FOLLOWS = 0.7
 """Correlation of a rank's own work with its samples' lengths."""
 LIBRARY = "torch/"
@@ -433,10 +436,13 @@ def _alike(work: _Work, gain: NDArray[np.float64]) -> tuple[bool, float, float]:
     part = min(1.0, float(np.maximum(gain[known], 0).sum()) / work.longer)
     if factor <= 1 or part < EXPLAINED:
         return False, factor, part
-    grown = seconds - usual >= GROWN * (factor - 1) * usual
-    rest = np.arange(len(usual)) != int(np.argmax(seconds - usual))
-    if usual[rest].sum() >= 0.05 * usual.sum():
-        return float(usual[rest][grown[rest]].sum() / usual[rest].sum()) >= ALIKE, factor, part
+    growth, mean = seconds - usual, factor - 1
+    rest = np.arange(len(usual)) != int(np.argmax(growth))
+    growth_of_rest, usual_of_rest = growth[rest], usual[rest]
+    if usual_of_rest.sum() >= 0.05 * usual.sum():
+        grown = usual_of_rest[growth_of_rest >= GROWN * mean * usual_of_rest].sum() >= ALIKE * usual_of_rest.sum()
+        together = growth_of_rest.sum() >= TOGETHER * mean * usual_of_rest.sum()
+        return bool(grown and together), factor, part
     held_up = work.held_up is not None or work.delayed is not None
     return held_up or work.busy >= 0.5 * work.longer, factor, part
 
