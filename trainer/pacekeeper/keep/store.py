@@ -56,7 +56,7 @@ class Store:
 
         Raises InputError where an object's state cannot be kept.
         """
-        copies = copies_for(state.optimizers)
+        copies = self._copies = copies_for(state.optimizers)
         self.has_folder = folder is not None
         self._folder = folder
         self._environment = environment
@@ -136,7 +136,8 @@ class Store:
         return self._neighbours.have_last()
 
     def snapshot(self, step: int, samples: int, leaving: bool = False) -> None:
-        """Copies the state after `step` into shared memory; `settle` makes it valid. Collective.
+        """Copies the state after `step` into shared memory; `settle` makes it valid, and with `wait` comes first, for
+        the one before. Collective.
 
         None is taken while the one before is on its way to a neighbour: otherwise what neighbours have might soon be
         older than what the others still have.
@@ -144,7 +145,6 @@ class Store:
         samples: of this rank, since the job's beginning. leaving: some rank is about to be gone, and what it has with
         it; there is no later one, so that before this one is left out, the one before is waited for.
         """
-        self.settle(wait=True)
         if not self._neighbours.have_last(LAST_COPY_SECONDS if leaving else 0.0):
             return
         self._neighbours.begin_snapshot()
@@ -172,6 +172,18 @@ class Store:
         return checkpoint + (0 if self._snapshots is None else self._snapshots.slots_to_come)
 
     # Checkpoints
+
+    def may_reserve(self) -> bool:
+        """Whether memory can be taken beside the training, on all ranks. Collective."""
+        return self._peers.all_agree(self._checkpoint_writer is not None and self._copies.asynchronous)
+
+    def reserve(self, samples: int) -> None:
+        """Takes the memory for checkpoints' copies beside the training, where `may_reserve`. Collective.
+
+        Before the first checkpoint, once the state has the shapes that it is going to have. samples: as `checkpoint`.
+        """
+        assert self._checkpoint_writer is not None, "may_reserve() says so"
+        self._checkpoint_writer.reserve(self._state.portable(samples))
 
     def checkpoint(self, step: int, samples: int, published: Callable[[int], None]) -> None:
         """Copies the state after `step` and writes it in the background; calls `published` from there. Collective.

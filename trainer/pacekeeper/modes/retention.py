@@ -44,6 +44,8 @@ class Retention:
         """Step of the newest checkpoint that is kept or being written. It goes back where one failed, but only when
         all ranks have waited for it: so they decide alike."""
         self._kept = 0
+        self._reserved = not self._checkpoint_every
+        """Whether memory for checkpoints was taken in this round, or need not be."""
 
     def restore(self) -> int:
         """Goes back to the newest state that all ranks can have; returns its step, 0 without one."""
@@ -99,9 +101,20 @@ class Retention:
             self._state.checkpoint_request = answered
             return
         self._checkpointed = progress.step
+        self._reserved = True
         with self._recorder.during(Phase.CHECKPOINT):
             self._replication.equalise()
             self._store.checkpoint(progress.step, progress.own_samples, lambda step: self._published(step, answered))
+
+    def reserve(self) -> None:
+        """Behind a round's first step, when the optimizers have their state: begins to take the memory for checkpoints,
+        so that the first one does not wait for it. Collective."""
+        if self._reserved or self._progress.step == self._state.restored_step:
+            return
+        self._reserved = True
+        if self._store.may_reserve():
+            with self._recorder.during(Phase.CHECKPOINT):
+                self._store.reserve(self._progress.own_samples)
 
     def answer(self, request: int) -> None:
         """Takes the checkpoint that the plan asks for."""
@@ -113,6 +126,7 @@ class Retention:
 
         What replicas that train by themselves have each for themselves is the keeping rank's.
         """
+        self.settle(wait=True)
         self._replication.finish()
         self._store.snapshot(self._progress.step, self._progress.own_samples, leaving)
 
@@ -123,9 +137,10 @@ class Retention:
         """
         self._store.equalise_others(but=(Loader, Progress))
 
-    def settle(self) -> None:
-        """Makes the snapshot taken last valid."""
-        if (settled := self._store.settle()) >= 0:
+    def settle(self, wait: bool = False) -> None:
+        """Makes the snapshot taken last valid; where the host does something for it beside the training, at a later
+        call, or with `wait` at this one."""
+        if (settled := self._store.settle(wait)) >= 0:
             self._state.snapshot_step = settled
 
     def finish(self) -> None:
@@ -151,7 +166,7 @@ class Retention:
         """Told to leave, all ranks keep the state."""
         if snapshot:
             self.snapshot(leaving=True)
-            self._store.settle(wait=True)
+            self.settle(wait=True)
         self.finish()
 
     def wait(self) -> None:
