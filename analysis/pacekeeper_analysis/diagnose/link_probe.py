@@ -102,8 +102,12 @@ def judge(answers: Mapping[str, Sequence[LinkProbe]], source: str, destination: 
     shown = _Slowness.of(suspect, rate, ping)
     as_slow = {pair: _Slowness.of(measured[pair], rate, ping).is_like(shown) for pair in (*sends, *receives)}
     back = measured.get((destination, source), ())
-    if back and not shown.is_slow and _Slowness.of(back, rate, ping).is_slow:
-        return Judgement(Verdict.REVERSED, f"{destination} → {source} {_words(back)}; controls {rate / 1e6:.0f} MB/s")
+    back_rate, back_ping = rate, ping
+    if all(sender == destination for sender, _ in controls):  # of three workers: its side may slow the control, too
+        back_rate, back_ping = max(rate, _rate(suspect)), min(ping, _ping(suspect))
+    if back and not shown.is_slow and _Slowness.of(back, back_rate, back_ping).is_slow:
+        told = f"{destination} → {source} {_words(back)}; others {back_rate / 1e6:.0f} MB/s"
+        return Judgement(Verdict.REVERSED, told)
     verdict = _verdict(shown.is_slow, [as_slow[pair] for pair in sends], [as_slow[pair] for pair in receives])
     told = ", ".join(f"{a} → {b} {_words(measured[a, b])}" for a, b in ((source, destination), *sends, *receives))
     return Judgement(verdict, f"{told}; controls {rate / 1e6:.0f} MB/s, {ping * 1e3:.2f} ms")

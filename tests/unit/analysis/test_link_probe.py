@@ -74,6 +74,8 @@ class TestJudge:
             ({("s", "d"), ("x", "d"), ("y", "d")}, Verdict.RECEIVER),
             ({("s", "d"), ("s", "x"), ("s", "y"), ("x", "d"), ("y", "d")}, Verdict.UNTOLD),
             ({("d", "s")}, Verdict.REVERSED),
+            ({("d", "s"), ("d", "x"), ("d", "y")}, Verdict.REVERSED),
+            ({("s", "x"), ("d", "x"), ("y", "x")}, Verdict.NOTHING),
             ({("s", "d"), ("d", "s")}, Verdict.LINK),
             ({("s", "x")}, Verdict.NOTHING),
         ],
