@@ -83,11 +83,11 @@ def main() -> None:
 def measure() -> tuple[float, float]:
     """(share of a core, resident megabytes) of the operator's container; another one must not take its place."""
     container = operator_container()
-    used, began = processor_seconds(container), time.monotonic()
+    used, began = cgroups.cpu_seconds(container.cgroup), time.monotonic()
     while (left := began + SECONDS - time.monotonic()) > 0:
         say(f"{left:.0f} s left, {memory_mb(container):.1f} MB")
         time.sleep(min(10.0, left))
-    share = (processor_seconds(container) - used) / (time.monotonic() - began)
+    share = (cgroups.cpu_seconds(container.cgroup) - used) / (time.monotonic() - began)
     return share, memory_mb(container)
 
 
@@ -97,18 +97,8 @@ def operator_container() -> faults.Container:
     return faults.find_container(release.SYSTEM, release.leader(), "operator")
 
 
-def processor_seconds(container: faults.Container) -> float:
-    if cgroups.is_v2():
-        lines = cgroups.controller("cpu", container.cgroup).joinpath("cpu.stat").read_text().splitlines()
-        return int(dict(line.split() for line in lines)["usage_usec"]) / 1e6
-    return int(cgroups.controller("cpuacct", container.cgroup).joinpath("cpuacct.usage").read_text()) / 1e9
-
-
 def memory_mb(container: faults.Container) -> float:
-    """Anonymous memory; file pages are the machine's to take back."""
-    lines = cgroups.controller("memory", container.cgroup).joinpath("memory.stat").read_text().splitlines()
-    figures = dict(line.split() for line in lines)
-    return int(figures["anon" if cgroups.is_v2() else "total_rss"]) / 1e6
+    return cgroups.memory_bytes(container.cgroup) / 1e6
 
 
 def trains() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -123,18 +122,12 @@ class GpuFault:
     def inject(self) -> str:
         worker = job.worker_of_rank(0)
         self.node = job.node_of(worker)
-        self._set(XID_FALLEN_OFF_THE_BUS)
+        faults.set_xid(self.node, XID_FALLEN_OFF_THE_BUS)
         return f"XID {XID_FALLEN_OFF_THE_BUS} on GPU 0 of {self.node}, which runs {worker}"
 
     def undo(self) -> None:
         if self.node:
-            self._set(0)
-
-    def _set(self, xid: int) -> None:
-        pods = kube.get("pod", namespace="gpu-monitoring")
-        address = next(pod["status"]["podIP"] for pod in pods if pod["spec"]["nodeName"] == self.node)
-        url = f"http://{address}:9400/gpus/0/DCGM_FI_DEV_XID_ERRORS"
-        urllib.request.urlopen(urllib.request.Request(url, data=str(xid).encode(), method="PUT"), timeout=5).close()
+            faults.set_xid(self.node, 0)
 
 
 @dataclass

@@ -82,6 +82,12 @@ def cpu_seconds(path: str) -> float:
     return int((controller("cpuacct", path) / "cpuacct.usage").read_text()) * 1e-9
 
 
+def memory_bytes(path: str) -> int:
+    """The anonymous memory of cgroup `path` and below; file pages are the machine's to take back."""
+    lines = controller("memory", path).joinpath("memory.stat").read_text().splitlines()
+    return int(dict(line.split() for line in lines)["anon" if is_v2() else "total_rss"])
+
+
 def kill(path: str, timeout: float = 20) -> None:
     """Kill every process in cgroup `path` and below, and wait until all are gone."""
     deadline = time.monotonic() + timeout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,6 +172,15 @@ def _cables(node: str) -> list[Cable]:
     """All that the node has: to the bridge, and into a fabric."""
     member = cluster.member(node)
     return [network.cable(member), *fabric.cables(member)]
+
+
+def set_xid(node: str, code: int) -> None:
+    """The last XID of the node's GPU 0, as its stand-in exporter (`dcgm-exporter.yaml`) shows it; 0: there was none."""
+    pods = api.get(f"/api/v1/namespaces/gpu-monitoring/pods?fieldSelector=spec.nodeName={node}")["items"]
+    if not pods:
+        raise ClusterError(f"no exporter runs on {node}: kubectl apply -f testcluster/dcgm-exporter.yaml")
+    url = f"http://{pods[0]['status']['podIP']}:9400/gpus/0/DCGM_FI_DEV_XID_ERRORS"
+    urllib.request.urlopen(urllib.request.Request(url, data=str(code).encode(), method="PUT"), timeout=5).close()
 
 
 def stop_prometheus() -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import pytest
 
 from testcluster.images import TRAINER_IMAGE
 from tests.support.cluster import Cluster
-from tests.support.jobs import Job, paced
+from tests.support.jobs import SAMPLES, STEPS_OF_AN_EPOCH, Job, paced
 
 pytestmark = pytest.mark.usefixtures("operator")
 
 LONG = 100_000
-GLOBAL_BATCH, SAMPLES = 24, 2400
 
 
 def gated(name: str, **spec: Any) -> dict[str, Any]:
@@ -55,18 +53,5 @@ def test_the_others_train_with_every_sample_while_a_new_worker_starts(cluster: C
     job.until(lambda: len(job.plan()["members"]) == 3, 60, "the new worker has been taken in")
     job.until_trained_on(20)
     assert len(job.began_behind()) == 3, "one round without it, and one with it"
-    job.until_step(2 * SAMPLES // GLOBAL_BATCH)
-    assert samples_of_each_epoch(job) == [list(range(SAMPLES))] * 2
-
-
-def samples_of_each_epoch(job: Job) -> list[list[int]]:
-    """Of the first two, what the ranks have trained with, by what came of each step: its last try."""
-    tries: dict[int, dict[int, list[int]]] = {}
-    for rank in range(3):
-        for entry in job.diary(rank):
-            if "step" in entry:
-                seen = tries.setdefault(entry["step"], {}).setdefault(entry["round"], [])
-                seen += entry["seen"]
-    steps = SAMPLES // GLOBAL_BATCH
-    used = [tries[step][max(tries[step])] for step in range(1, 2 * steps + 1)]
-    return [sorted(chain.from_iterable(used[:steps])), sorted(chain.from_iterable(used[steps:]))]
+    job.until_step(2 * STEPS_OF_AN_EPOCH)
+    assert [sorted(used) for used in job.samples_by_epoch()[:2]] == [list(range(SAMPLES))] * 2

@@ -32,6 +32,7 @@ class ApiReader:
             raise
 
     def list(self, kind: str, namespace: str, selector: str) -> list[Any]:
+        """`namespace`: "": those of all."""
         items: list[Any] = self._ask(f"{self._folder(kind, namespace)}?labelSelector={quote(selector)}")["items"]
         return items
 
@@ -48,7 +49,7 @@ class ApiReader:
         if kind not in self._places:  # it may have been defined meanwhile
             self._places = self._discover()
         place = self._places[kind]
-        return f"{place.path}/namespaces/{namespace}/{place.plural}" if place.namespaced else place.whole
+        return f"{place.path}/namespaces/{namespace}/{place.plural}" if place.namespaced and namespace else place.whole
 
     def _discover(self) -> dict[str, _Place]:
         """Where a name has several meanings, the core's goes first, as with kubectl."""

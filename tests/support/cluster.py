@@ -61,6 +61,7 @@ class Cluster:
         return self.reader.get(kind, name, namespace)
 
     def list(self, kind: str, namespace: str = "default", selector: str = "") -> list[Any]:
+        """`namespace`: "": those of all."""
         return self.reader.list(kind, namespace, selector)
 
 

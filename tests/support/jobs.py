@@ -30,6 +30,9 @@ Value = TypeVar("Value")
 PACED = ["pacekeeper", "run", "tests/support/scripts/train.py"]
 """A steered script that sleeps in each step: its pace, and so a test's length, hardly depends on the machine."""
 STEP_SECONDS = 0.05
+SAMPLES = 2400
+STEPS_OF_AN_EPOCH = SAMPLES // 24
+"""By PACED's global batch."""
 _GROUP = "/apis/pacekeeper.dev/v1alpha1"
 
 
@@ -77,7 +80,7 @@ def paced(name: str, steps: int, *, environment: Mapping[str, str] | None = None
         "FOLDER": "/checkpoints",
         "UNTIL": str(steps),
         "SLEEP": str(STEP_SECONDS),
-        "SAMPLES": "2400",
+        "SAMPLES": str(SAMPLES),
         **(environment or {}),
     }
     spec.setdefault("checkpoint", {"everySteps": 50, "volumeClaimName": name})
@@ -192,6 +195,18 @@ class Job:
     def began_behind(self) -> list[int]:
         """The steps behind which PACED began its rounds, one a round; a claim that was empty: 0."""
         return [max(entry["restored"], 0) for entry in self.diary() if "restored" in entry]
+
+    def samples_by_epoch(self) -> list[list[int]]:
+        """What all ranks of PACED have trained with in each whole epoch, by what came of each step: its last try."""
+        tries: dict[int, dict[int, list[int]]] = {}
+        for path in self.folder().glob("seen-*.jsonl"):
+            for entry in map(json.loads, path.read_text().splitlines()):
+                if "step" in entry:
+                    tries.setdefault(entry["step"], {}).setdefault(entry["round"], []).extend(entry["seen"])
+        used = {step: by_round[max(by_round)] for step, by_round in tries.items()}
+        whole = max(used, default=0) // STEPS_OF_AN_EPOCH
+        steps = [range(1 + n * STEPS_OF_AN_EPOCH, 1 + (n + 1) * STEPS_OF_AN_EPOCH) for n in range(whole)]
+        return [[sample for step in epoch for sample in used.get(step, ())] for epoch in steps]
 
     # What can be done
 

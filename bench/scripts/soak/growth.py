@@ -1,0 +1,57 @@
+"""Whether a figure grows: the slope of a line through its samples, held against what the samples differ from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+HOUR = 3600.0
+LEAST_SAMPLES = 8
+WARM_UP = 0.25
+"""Of the time that is known: until then memory fills that is kept and used again."""
+ALLOWED = 0.02
+"""Of its level an hour: what grows by less is not told from what settles."""
+SURE = 2.0
+"""Standard errors: the slope that is at least there."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Of one figure. `slope`, `error`: a hour, in its own unit; `error`: the slope's standard error."""
+
+    level: float
+    slope: float
+    error: float
+    hours: float
+
+    @property
+    def grows(self) -> bool:
+        return self.slope - SURE * self.error > ALLOWED * self.level
+
+    def to_json(self) -> dict[str, Any]:
+        rounded = {"level": self.level, "an_hour": self.slope, "error": self.error, "hours": self.hours}
+        return {name: float(f"{value:.3g}") for name, value in rounded.items()} | {"grows": self.grows}
+
+
+def growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
+    """samples: (seconds, value), in the order of time. None: there are too few to tell."""
+    if not samples:
+        return None
+    begun = samples[0][0] + WARM_UP * (samples[-1][0] - samples[0][0])
+    late = [(at, value) for at, value in samples if at >= begun]
+    if len(late) < LEAST_SAMPLES:
+        return None
+    hours = (np.array([at for at, _ in late]) - late[0][0]) / HOUR
+    values = np.array([value for _, value in late])
+    from_mean = hours - hours.mean()
+    spread = float((from_mean**2).sum())
+    if spread == 0:
+        return None
+    slope = float((from_mean * values).sum()) / spread
+    away = values - values.mean() - slope * from_mean
+    error = math.sqrt(float((away**2).sum()) / (len(late) - 2) / spread)
+    return Growth(float(values.mean()), slope, error, float(hours[-1]))

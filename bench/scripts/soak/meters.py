@@ -1,0 +1,84 @@
+"""What processes and the cluster hold, from outside: the kernel's figures, metrics pages, and objects by kind."""
+
+from __future__ import annotations
+
+import os
+import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from pacekeeper_operator.api import SIDECAR
+from testcluster import cgroups, faults, release
+from testcluster.shell import ClusterError
+from tests.support.cluster import Cluster
+from tests.support.jobs import Job
+
+from .growth import Growth, growth
+
+METRICS_PORT = 9464
+"""Of the operator's and the sidecars' metrics."""
+KINDS = (
+    "pods", "secrets", "configmaps", "services", "endpointslices", "leases", "networkpolicies", "serviceaccounts",
+    "roles", "rolebindings", "controllerrevisions", "trainingjobs", "trainingjobstates", "nodequarantines",
+)  # fmt: skip
+"""That are counted. Events go by themselves, and Incidents are kept for as long as the chart says."""
+
+Subject = str
+"""A process's life ("operator pacekeeper-x-y, start 0"), or "cluster"."""
+
+
+@dataclass
+class Meters:
+    """All samples so far: (seconds, value) by subject and figure."""
+
+    samples: dict[tuple[Subject, str], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    def take(self, at: float, cluster: Cluster, bystander: Job) -> None:
+        """One of everything. `at`: seconds since the soak began. What is starting or ending just now is left out."""
+        for subject, figures in _subjects(cluster, bystander):
+            for name, value in figures.items():
+                self.samples[subject, name].append((at, value))
+
+    def grown(self) -> dict[str, Growth]:
+        """By subject and figure, where there are samples enough to tell."""
+        found = {f"{subject}: {name}": growth(samples) for (subject, name), samples in self.samples.items()}
+        return {name: its for name, its in found.items() if its is not None}
+
+
+def _subjects(cluster: Cluster, bystander: Job) -> Iterator[tuple[Subject, dict[str, float]]]:
+    for pod in release.pods():
+        yield from _container("operator", release.SYSTEM, pod, "operator", page=True)
+    for pod in bystander.pods():
+        yield from _container("sidecar of", bystander.namespace, pod, SIDECAR, page=True)
+        yield from _container("trainer of", bystander.namespace, pod, "trainer", page=False)
+    yield "cluster", {kind: float(len(cluster.list(kind, namespace=""))) for kind in KINDS}
+
+
+def _container(
+    what: str, namespace: str, pod: Mapping[str, Any], name: str, page: bool
+) -> Iterator[tuple[Subject, dict[str, float]]]:
+    """page: whether its pod's metrics are its own."""
+    pod_name, status = pod["metadata"]["name"], pod["status"]
+    states = [*status.get("containerStatuses", ()), *status.get("initContainerStatuses", ())]
+    starts = next((state["restartCount"] for state in states if state["name"] == name), 0)
+    with suppress(ClusterError, OSError):
+        container = faults.find_container(namespace, pod_name, name)
+        pids = container.pids()
+        figures = {
+            "MB": cgroups.memory_bytes(container.cgroup) / 1e6,
+            "descriptors": float(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)),
+            "tasks": float(sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)),
+        }
+        if page:
+            figures["series"] = float(_series(status["podIP"]))
+        yield f"{what} {pod_name}, start {starts}", figures
+
+
+def _series(address: str) -> int:
+    """On its metrics page."""
+    with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(1 for line in lines if line and not line.startswith("#"))
