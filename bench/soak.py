@@ -109,7 +109,7 @@ def attempt(strikes: Strikes, job: Job) -> str:
     """A rank that is just starting cannot be struck; that is no fault of anybody."""
     try:
         return strikes.draw(job)
-    except (ClusterError, ProcessLookupError, StopIteration, pytest.fail.Exception) as error:
+    except (ClusterError, OSError, StopIteration, subprocess.CalledProcessError, pytest.fail.Exception) as error:
         return f"missed ({job.name}): {str(error)[:200]}"
 
 

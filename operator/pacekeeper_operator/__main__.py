@@ -19,7 +19,7 @@ from prometheus_client import start_http_server
 
 from pacekeeper_analysis.errors import InputError
 
-from . import cluster, files, health, process, server
+from . import cluster, files, health, metrics, process, server
 from .certificates import Certificates
 from .connections import Connections
 from .handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # importing registers them with kopf
@@ -84,6 +84,8 @@ class _Edges:
     ) -> AsyncIterator[None]:
         connections = Connections()
         connections.say_room()
+        loop = asyncio.get_running_loop()
+        metrics.TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
         async with server.serve(sidecars, runtime, settings.port, context, connections=connections, leadership=lease):
             start_http_server(settings.metrics_port)
             yield

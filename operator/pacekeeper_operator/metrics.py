@@ -51,6 +51,7 @@ PROMETHEUS_UP = Gauge("pacekeeper_prometheus_available", "Whether Prometheus ans
 PROMETHEUS_BAD_ROWS = Counter("pacekeeper_prometheus_bad_rows", "Rows of Prometheus' answers that made no sense.")
 GPU_SERIES_VOUCHED = Gauge("pacekeeper_gpu_series_vouched", "Whether GPU series count as a witness against a node.")
 LEADER = Gauge("pacekeeper_leader", "Whether this operator holds the Lease.")
+TASKS = Gauge("pacekeeper_tasks", "Asynchronous tasks of the operator that are not done.")
 REFUSALS = Counter("pacekeeper_refused_calls", "Calls to the endpoint for sidecars that were refused.", ("status",))
 CONNECTIONS = Gauge("pacekeeper_connections", "Connections to the endpoint for sidecars that are open.")
 CONNECTIONS_ROOM = Gauge("pacekeeper_connections_room", "Connections that memory and open files leave room for.")

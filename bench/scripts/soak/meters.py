@@ -20,6 +20,8 @@ from .growth import Growth, growth
 
 METRICS_PORT = 9464
 """Of the operator's and the sidecars' metrics."""
+TASKS = "pacekeeper_tasks"
+"""The operator's."""
 KINDS = (
     "pods", "secrets", "configmaps", "services", "endpointslices", "leases", "networkpolicies", "serviceaccounts",
     "roles", "rolebindings", "controllerrevisions", "trainingjobs", "trainingjobstates", "nodequarantines",
@@ -70,15 +72,19 @@ def _container(
         figures = {
             "MB": cgroups.memory_bytes(container.cgroup) / 1e6,
             "descriptors": float(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)),
-            "tasks": float(sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)),
+            "threads": float(sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)),
         }
         if page:
-            figures["series"] = float(_series(status["podIP"]))
+            figures |= _page(status["podIP"])
         yield f"{what} {pod_name}, start {starts}", figures
 
 
-def _series(address: str) -> int:
-    """On its metrics page."""
+def _page(address: str) -> dict[str, float]:
+    """Of its metrics."""
     with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=5) as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(1 for line in lines if line and not line.startswith("#"))
+        series = [line for line in answer.read().decode().splitlines() if line and not line.startswith("#")]
+    figures = {"series": float(len(series))}
+    for line in series:
+        if line.startswith(f"{TASKS} "):
+            figures["tasks"] = float(line.split()[1])
+    return figures
