@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from demo import story, torchrun, traffic
+from demo import shards, story, torchrun, traffic
 from demo.kube import DemoError
 from demo.report import Report
 from testcluster.shell import ClusterError
@@ -16,9 +16,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m demo", description="Training jobs that heal themselves, live.")
     parser.add_argument(
         "--story",
-        choices=("faults", "traffic", "torchrun"),
+        choices=("faults", "shards", "traffic", "torchrun"),
         default="faults",
-        help="which one is told (faults; torchrun: the crash and the hang of the faults told last, without Pacekeeper)",
+        help="which one is told (faults; shards: what a sharded model loses; traffic: jobs that share links; torchrun: "
+        "the crash and the hang of the faults told last, without Pacekeeper)",
     )
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the report (build/demo)")
     parser.add_argument("--only", action="append", metavar="FAULT", help="make only faults whose name contains this")
@@ -35,11 +36,8 @@ def main() -> int:
 
 
 def tell(which: str, out: Path, only: list[str] | None) -> Report:
-    if which == "traffic":
-        return traffic.run(out)
-    if which == "torchrun":
-        return torchrun.run(out)
-    return story.run(out, only)
+    others = {"shards": shards.run, "traffic": traffic.run, "torchrun": torchrun.run}
+    return others[which](out) if which in others else story.run(out, only)
 
 
 if __name__ == "__main__":

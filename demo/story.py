@@ -33,7 +33,7 @@ def run(out: Path, only: Sequence[str] | None = None) -> Report:
     with View(len(faults) + sum(fault.relief is not None for fault in faults)) as view:
         install(view)
         started = time.time()
-        with the_job(view):
+        with the_job(view, (REPOSITORY / "examples/gpt.yaml").read_text()):
             begun = first_step(view)
             outcomes = []
             for fault in faults:
@@ -43,17 +43,21 @@ def run(out: Path, only: Sequence[str] | None = None) -> Report:
                 if fault.relief is not None:
                     outcomes.append(come_back(fault.relief, started, view))
                     view.add(outcomes[-1])
-            last = enough(view)
-            report = Report(
-                outcomes=tuple(outcomes),
-                phase=last.phase,
-                steps=last.step,
-                seconds=time.time() - started,
-                **curves(started, begun),
-            )
-        write(report, out)
+            told = report(outcomes, enough(view), started, begun)
+        write(told, out)
     view.finish()
-    return report
+    return told
+
+
+def report(outcomes: Sequence[Outcome], last: Job, started: float, begun: float) -> Report:
+    """Of a job that has come to its end, and trained from `begun` on."""
+    return Report(
+        outcomes=tuple(outcomes),
+        phase=last.phase,
+        steps=last.step,
+        seconds=time.time() - started,
+        **curves(started, begun),
+    )
 
 
 def install(view: View) -> None:
@@ -64,12 +68,12 @@ def install(view: View) -> None:
 
 
 @contextmanager
-def the_job(view: View) -> Iterator[None]:
+def the_job(view: View, manifest: str) -> Iterator[None]:
     """A fresh job for the length of the demo; afterwards its namespace and the quarantines that it caused are gone."""
     clean_up()
     kube.kubectl("create", "namespace", job.NAMESPACE)
-    view.say("kubectl apply -f examples/gpt.yaml")
-    kube.kubectl("apply", "-n", job.NAMESPACE, "-f", str(REPOSITORY / "examples/gpt.yaml"))
+    view.say("kubectl apply: the job of examples/gpt.yaml")
+    kube.kubectl("apply", "-n", job.NAMESPACE, "-f", "-", stdin=manifest)
     try:
         yield
     finally:

@@ -9,8 +9,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
-from demo import fabric, torchrun, traffic
+from demo import fabric, shards, torchrun, traffic
 from demo.report import THROUGHPUT, Curve, Outcome, Report, page, picture, read, write
 from pacekeeper_analysis.fabric.view import FabricLink, FabricView
 
@@ -130,3 +131,34 @@ def written_without(folder: Path) -> list[Path]:
     """Any fabric."""
     write(REPORT, folder)
     return list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("kept", "step", "interval"),
+    [
+        ([16, 32], 36, 16),
+        ([16, 32], 33, 0),  # its copies may be under way
+        ([32], 60, 0),
+        ([48, 32], 60, 0),  # the round has gone back
+        ([], 60, 0),
+    ],
+)
+def test_a_sharded_model_loses_something_between_snapshots_that_are_with_neighbours(
+    kept: list[int], step: int, interval: int
+) -> None:
+    assert shards.interval_of(kept, step) == interval
+
+
+@pytest.mark.parametrize(
+    ("steps_lost", "origin", "healed"),
+    [(16, "Neighbour", True), (3, "Memory", True), (17, "Neighbour", False), (3, "Checkpoint", False), (3, "", False)],
+)
+def test_shards_come_back_from_memory_and_cost_what_lies_between_two_snapshots(
+    steps_lost: int, origin: str, healed: bool
+) -> None:
+    assert shards.judged(replace(HEALED, steps_lost=steps_lost), 16, origin).healed == healed
+
+
+def test_the_job_of_the_story_of_shards_shares_one_model() -> None:
+    _, training = yaml.safe_load_all(shards.manifest())
+    assert training["spec"]["template"]["spec"]["containers"][0]["command"][-1] == "--shard"
