@@ -1,10 +1,10 @@
 """Two hours on the test cluster: three jobs, random faults, and what must stay true, and must not grow, from outside.
 
 Two jobs, one replicated and one sharded, are struck again and again; the third, the bystander, is not. Behind each
-fault all must train again, their plans, pods and nodes must fit together, and the bystander must have had no Incident.
-What operators, the bystander's sidecars and trainers, and the cluster hold is measured whenever all is calm; in an hour
-or more, none of it may grow. At the end every sample was used once in each epoch, no operator has a traceback in its
-log, and nothing is left of the jobs.
+fault all must train again, their plans, pods and nodes must fit together, the bystander must have had no Incident, and
+operators no traceback in their logs. What operators, the bystander's sidecars and trainers, and the cluster hold is
+measured whenever all is calm; in an hour or more, none of it may grow: operators are struck in the first third only.
+At the end every sample was used once in each epoch, and nothing is left of the jobs.
 
 MINUTES=120, SEED=0: how long, and which faults. QUICK=1: eight minutes.
 """
@@ -14,12 +14,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,9 +25,9 @@ import pytest
 from bench.scripts.soak import invariants
 from bench.scripts.soak.meters import Meters
 from bench.scripts.soak.strikes import RANKS, Strikes
-from testcluster import placement, programs, release
-from testcluster.settings import KUBECONFIG
-from testcluster.shell import ClusterError, run, say
+from testcluster import placement, release
+from testcluster.settings import REPOSITORY
+from testcluster.shell import say
 from tests.support.cluster import Cluster, running_cluster, scratch_namespace
 from tests.support.jobs import SAMPLES, Job, paced
 
@@ -37,123 +35,169 @@ MINUTES = float(os.environ.get("MINUTES", "8" if os.environ.get("QUICK") else "1
 SEED = int(os.environ.get("SEED", "0"))
 LEAST_MINUTES = 60.0
 """From which on growth is judged: before, caches fill."""
+OPERATORS_UNTIL = 1 / 3
+"""Of the time, operators are struck: later, each has lived for long enough that growth would show."""
 CALM_SECONDS, LAST_SECONDS = (10.0, 30.0), (10.0, 45.0)
 """From, to: how long all is left alone, and how long a fault lasts that does."""
+CALM_WITHIN_SECONDS, GONE_WITHIN_SECONDS = 300.0, 30.0
 TWO_AT_ONCE = 0.25
 """How often both jobs are struck at the same time."""
 STEP_SECONDS = "0.2"
 LONG = 10_000_000
 STRUCK_NODES, BYSTANDERS_NODES = ("node-1", "node-2", "node-3", "node-4"), ("node-5", "node-6")
-EXPORTER = Path(__file__).parent.parent / "testcluster/dcgm-exporter.yaml"
 TRACEBACK = "Traceback (most recent call last)"
 OURS = ("pods", "secrets", "services", "networkpolicies", "leases", "roles", "rolebindings", "trainingjobstates")
-"""Kinds of which a job may leave nothing in its namespace, where it alone had any."""
+"""Kinds of which nothing may stay in the jobs' namespace."""
+ANY_FAILURE = (Exception, pytest.fail.Exception)
+"""The API server is restarted, pods come and go: what cannot be looked at now is looked at again."""
 
 
 @dataclass
 class Course:
     """What has happened so far."""
 
-    strikes: list[str] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    """Faults that could not be made: the rank was just starting, say."""
     broken: list[str] = field(default_factory=list)
+    incidents: dict[str, int] = field(default_factory=dict)
     meters: Meters = field(default_factory=Meters)
 
 
 def main() -> None:
-    course, dice = Course(), random.Random(SEED)
-    with running_cluster() as cluster:
-        release.install()
-        run(programs.kubectl(), f"--kubeconfig={KUBECONFIG}", "apply", "-f", EXPORTER)
-        with jobs(cluster) as (struck, bystander):
-            soak(cluster, struck, bystander, course, dice)
-            course.broken += behind_the_end(struck)
-            incidents = {job.name: len(job.incidents()) for job in (*struck, bystander)}
-            course.broken += left_behind(cluster, [*struck, bystander])
-    grown = course.meters.grown()
-    judged = MINUTES >= LEAST_MINUTES
-    result = {
+    course = Course()
+    try:
+        with running_cluster() as cluster:
+            install(cluster)
+            with jobs(cluster) as (struck, bystander):
+                soak(cluster, struck, bystander, course, random.Random(SEED))
+                every = [*struck, bystander]
+                course.incidents = {job.name: len(job.incidents()) for job in every}
+                for job in struck:
+                    wrong = invariants.of_samples(job.samples_by_epoch(), SAMPLES)
+                    course.broken += [f"{job.name}: {what}" for what in wrong]
+                course.broken += left_behind(cluster, every)
+    except ANY_FAILURE as error:
+        course.broken.append(f"the soak could not go on: {error!r}")
+    print(json.dumps(result(course)))
+
+
+def result(course: Course) -> dict[str, Any]:
+    growth = course.meters.grown()
+    holds = {"nothing_broken": not course.broken}
+    if MINUTES >= LEAST_MINUTES:
+        holds["nothing_grows"] = course.meters.tell_of_all() and not any(its.grows for its in growth.values())
+    return {
         "bench": "soak",
         "minutes": MINUTES,
         "seed": SEED,
-        "faults": len(course.strikes),
-        "incidents": incidents,
+        "faults": len(course.made),
+        "missed": len(course.missed),
+        "incidents": course.incidents,
         "broken": course.broken,
-        "growth": {name: its.to_json() for name, its in grown.items()},
-        "holds": {
-            "nothing_broken": not course.broken,
-            **({"nothing_grows": bool(grown) and not any(its.grows for its in grown.values())} if judged else {}),
-        },
+        "growth": {name: its.to_json() for name, its in growth.items()},
+        "holds": holds,
     }
-    print(json.dumps(result))
 
 
 def soak(cluster: Cluster, struck: Sequence[Job], bystander: Job, course: Course, dice: random.Random) -> None:
     """Ends early where something does not get calm again: what comes later would say nothing new."""
-    began = time.monotonic()
-    while not course.broken and (at := time.monotonic() - began) < 60 * MINUTES:
-        course.broken += all_calm(cluster, struck, bystander)
-        course.meters.take(at, cluster, bystander)
+    began = looked = time.monotonic()
+    while True:
+        course.broken += when_calm(cluster, struck, bystander)
+        course.broken += tracebacks(cluster, time.monotonic() - looked)
+        looked = time.monotonic()
+        at = looked - began
+        if course.broken or at >= 60 * MINUTES:
+            say("\n".join(course.broken) or f"all is calm behind {len(course.made)} faults")
+            return
+        try:
+            course.meters.take(at, cluster, bystander)
+        except ANY_FAILURE as error:
+            say(f"not measured: {error!r}")
         time.sleep(dice.uniform(*CALM_SECONDS))
         with ExitStack() as mends:
-            strikes = Strikes(cluster, dice, mends)
-            victims = list(struck) if dice.random() < TWO_AT_ONCE else [dice.choice(struck)]
-            for job in victims:
-                course.strikes.append(attempt(strikes, job))
-                say(f"{at:6.0f} s, {len(course.strikes)}: {course.strikes[-1]}")
+            strikes = Strikes(cluster, dice, mends, operators=at < OPERATORS_UNTIL * 60 * MINUTES)
+            for job in list(struck) if dice.random() < TWO_AT_ONCE else [dice.choice(struck)]:
+                strike(strikes, job, course)
             time.sleep(dice.uniform(*LAST_SECONDS))
-    course.broken += all_calm(cluster, struck, bystander)
-    say("\n".join(course.broken) or "all calm at the end")
 
 
-def attempt(strikes: Strikes, job: Job) -> str:
-    """A rank that is just starting cannot be struck; that is no fault of anybody."""
+def strike(strikes: Strikes, job: Job, course: Course) -> None:
+    kind = strikes.draw()
     try:
-        return strikes.draw(job)
-    except (ClusterError, OSError, StopIteration, subprocess.CalledProcessError, pytest.fail.Exception) as error:
-        return f"missed ({job.name}): {str(error)[:200]}"
+        course.made.append(f"{kind} ({job.name}): {strikes.make(kind, job)}")
+        say(f"{len(course.made)}: {course.made[-1]}")
+    except ANY_FAILURE as error:
+        course.missed.append(f"{kind} ({job.name}): {error!r}")
+        say(f"missed: {course.missed[-1][:300]}")
 
 
-def all_calm(cluster: Cluster, struck: Sequence[Job], bystander: Job) -> list[str]:
-    """Waits for it, and says what is wrong then."""
-    try:
-        for job in struck:
-            job.until_calm(spares=1)
-        bystander.until_calm()
-        cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=90s", timeout=100)  # as on-call does at last
-    except pytest.fail.Exception as failure:
-        return [str(failure)]
-    except subprocess.CalledProcessError as error:
-        return [f"quarantines do not end: {error.stderr.strip()}"]
-    wrong = [
-        f"{job.name}: {what}"
-        for job in (*struck, bystander)
-        for what in invariants.of_plan(job.plan(), RANKS, job.pods())
-    ]
-    wrong += invariants.of_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
-    wrong += [f"{bystander.name} was never struck, and has incident {name}" for name in bystander.incident_names()]
-    return wrong
+def when_calm(cluster: Cluster, struck: Sequence[Job], bystander: Job) -> list[str]:
+    """Waits until all is as it should be; what is wrong, where that does not come about in time."""
+    until = time.monotonic() + CALM_WITHIN_SECONDS
+    while True:
+        try:
+            if cluster.list("nodequarantines"):
+                cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=90s", timeout=100)  # as on-call does
+            wrong = [its for job in struck for its in of_job(job, spares=1)] + of_job(bystander, spares=0)
+            wrong += invariants.of_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
+            if not wrong:
+                for job in (*struck, bystander):
+                    job.until_trained_on()
+        except ANY_FAILURE as error:
+            wrong = [f"{error!r}"[:2000]]
+        if not wrong:
+            names = bystander.incident_names()
+            return [f"{bystander.name} was never struck, and has incident {name}" for name in names]
+        if time.monotonic() > until:
+            return wrong
+        time.sleep(1.0)
 
 
-def behind_the_end(struck: Sequence[Job]) -> list[str]:
-    wrong = [f"{job.name}: {what}" for job in struck for what in invariants.of_samples(job.samples_by_epoch(), SAMPLES)]
+def of_job(job: Job, spares: int) -> list[str]:
+    """What keeps it from being calm."""
+    status = job.status
+    wrong = [] if status.get("phase") == "Running" else [f"it is {status.get('phase')}"]
+    if status.get("workers", {}).get("spare", 0) < spares:
+        wrong.append("its spare is not there")
+    still_open = [its["metadata"]["name"] for its in job.incidents() if not its.get("status", {}).get("outcome")]
+    wrong += [f"incident {name} is open" for name in still_open]
+    return [f"{job.name}: {what}" for what in [*wrong, *invariants.of_plan(job.plan(), RANKS, job.pods())]]
+
+
+def tracebacks(cluster: Cluster, seconds: float) -> list[str]:
+    """Of the operators, in what they have said for so long; of a life that has ended meanwhile, too."""
+    found = []
     for pod in release.pods():
-        name = pod["metadata"]["name"]
-        log = run(programs.kubectl(), f"--kubeconfig={KUBECONFIG}", "logs", name, "-n", release.SYSTEM)
-        if TRACEBACK in log:
-            wrong.append(f"{name} has a traceback in its log: {log.partition(TRACEBACK)[2][:2000]}")
-    return wrong
+        name, restarts = pod["metadata"]["name"], pod["status"].get("containerStatuses", [{}])[0].get("restartCount", 0)
+        for previous in (["--previous"], []) if restarts else ([],):
+            try:
+                log = cluster.kubectl("logs", name, "-n", release.SYSTEM, f"--since={seconds + 1:.0f}s", *previous)
+            except ANY_FAILURE:  # it is just starting, or its log has gone
+                continue
+            if TRACEBACK in log:
+                found.append(f"{name} has a traceback in its log: {log.partition(TRACEBACK)[2][:2000]}")
+    return found
 
 
 def left_behind(cluster: Cluster, every: Sequence[Job]) -> list[str]:
     """Deletes the jobs, and says what stays."""
-    try:
-        for job in every:
-            job.delete()
-    except (AssertionError, pytest.fail.Exception) as failure:
-        return [str(failure)]
-    namespace = every[0].namespace
-    left = [f"{kind} {found['metadata']['name']}" for kind in OURS for found in cluster.list(kind, namespace)]
-    return [f"left behind: {', '.join(left)}"] if left else []
+    for job in every:
+        job.delete()
+    until = time.monotonic() + GONE_WITHIN_SECONDS
+    while True:  # owned objects go by themselves
+        left = [f"{kind} {its['metadata']['name']}" for kind in OURS for its in cluster.list(kind, every[0].namespace)]
+        if not left or time.monotonic() > until:
+            return [f"left behind: {', '.join(left)}"] if left else []
+        time.sleep(1.0)
+
+
+def install(cluster: Cluster) -> None:
+    release.install()
+    cluster.kubectl("apply", "-f", str(REPOSITORY / "testcluster/dcgm-exporter.yaml"))
+    exporter = ("daemonset/dcgm-exporter", "-n", "gpu-monitoring")
+    cluster.kubectl("rollout", "status", *exporter, "--timeout=180s", timeout=190)
 
 
 @contextmanager

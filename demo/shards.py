@@ -105,5 +105,15 @@ def interval_of(kept: list[int], step: int) -> int:
 def _snapshots() -> list[int]:
     """Steps of those that all ranks have had lately."""
     now = time.time()
-    seen = [int(step) for _, step in kube.curve(f"min({_SNAPSHOT})", now - LOOK_BACK_SECONDS, now)]
-    return [step for place, step in enumerate(seen) if step > 0 and (place == 0 or step != seen[place - 1])]
+    return of_this_round([int(step) for _, step in kube.curve(f"min({_SNAPSHOT})", now - LOOK_BACK_SECONDS, now)])
+
+
+def of_this_round(seen: list[int]) -> list[int]:
+    """Steps of the snapshots that the ranks have had since a round last began: there are none then, or earlier ones."""
+    found: list[int] = []
+    for step in seen:
+        if step <= 0 or (found and step < found[-1]):
+            found.clear()
+        if step > 0 and step not in found:
+            found.append(step)
+    return found

@@ -84,8 +84,17 @@ def cpu_seconds(path: str) -> float:
 
 def memory_bytes(path: str) -> int:
     """The anonymous memory of cgroup `path` and below; file pages are the machine's to take back."""
+    return _memory(path, "anon" if is_v2() else "total_rss")
+
+
+def shared_bytes(path: str) -> int:
+    """The same of memory that processes share, as files in /dev/shm."""
+    return _memory(path, "shmem" if is_v2() else "total_shmem")
+
+
+def _memory(path: str, kind: str) -> int:
     lines = controller("memory", path).joinpath("memory.stat").read_text().splitlines()
-    return int(dict(line.split() for line in lines)["anon" if is_v2() else "total_rss"])
+    return int(dict(line.split() for line in lines)[kind])
 
 
 def kill(path: str, timeout: float = 20) -> None:

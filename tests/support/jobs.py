@@ -204,7 +204,7 @@ class Job:
                 if "step" in entry:
                     tries.setdefault(entry["step"], {}).setdefault(entry["round"], []).extend(entry["seen"])
         used = {step: by_round[max(by_round)] for step, by_round in tries.items()}
-        whole = max(used, default=0) // STEPS_OF_AN_EPOCH
+        whole = max(max(used, default=0) - 1, 0) // STEPS_OF_AN_EPOCH  # not all ranks may have told of the last step
         steps = [range(1 + n * STEPS_OF_AN_EPOCH, 1 + (n + 1) * STEPS_OF_AN_EPOCH) for n in range(whole)]
         return [[sample for step in epoch for sample in used.get(step, ())] for epoch in steps]
 

@@ -150,6 +150,20 @@ def test_a_sharded_model_loses_something_between_snapshots_that_are_with_neighbo
 
 
 @pytest.mark.parametrize(
+    ("seen", "kept"),
+    [
+        ([16, 16, 32, 32, 48], [16, 32, 48]),
+        ([16, 32, -1, -1, 48], [48]),
+        ([16, 48, 32, 32, 64], [32, 64]),
+        ([16, -1], []),
+        ([], []),
+    ],
+)
+def test_only_snapshots_of_this_round_count(seen: list[int], kept: list[int]) -> None:
+    assert shards.of_this_round(seen) == kept
+
+
+@pytest.mark.parametrize(
     ("steps_lost", "origin", "healed"),
     [(16, "Neighbour", True), (3, "Memory", True), (17, "Neighbour", False), (3, "Checkpoint", False), (3, "", False)],
 )

@@ -41,9 +41,10 @@ ALIKE = 0.6
 """Part of the other functions' time that has grown, where it is the machine that is slow and not one function."""
 GROWN = 0.25
 """Of the mean growth: a function that has grown by so much has grown with the others."""
-TOGETHER = 0.5
-"""Of the mean growth: what all functions but the one that grew most have grown by together, where they grew alike. One
-function that grows much raises the mean; the others differ from the usual by chance, as few looks tell it."""
+TOGETHER = 0.4
+"""Of the mean growth: by so much those functions that have grown make all but the one that grew most grow, where they
+grew alike. One function that grows much raises the mean, and others differ from the usual by chance where looks are
+few."""
 FOLLOWS = 0.7
 """Correlation of a rank's own work with its samples' lengths."""
 LIBRARY = "torch/"
@@ -441,7 +442,7 @@ def _alike(work: _Work, gain: NDArray[np.float64]) -> tuple[bool, float, float]:
     growth_of_rest, usual_of_rest = growth[rest], usual[rest]
     if usual_of_rest.sum() >= 0.05 * usual.sum():
         grown = usual_of_rest[growth_of_rest >= GROWN * mean * usual_of_rest].sum() >= ALIKE * usual_of_rest.sum()
-        together = growth_of_rest.sum() >= TOGETHER * mean * usual_of_rest.sum()
+        together = np.maximum(growth_of_rest, 0).sum() >= TOGETHER * mean * usual_of_rest.sum()
         return bool(grown and together), factor, part
     held_up = work.held_up is not None or work.delayed is not None
     return held_up or work.busy >= 0.5 * work.longer, factor, part

@@ -104,7 +104,8 @@ def judge(answers: Mapping[str, Sequence[LinkProbe]], source: str, destination: 
     back = measured.get((destination, source), ())
     back_rate, back_ping = rate, ping
     if all(sender == destination for sender, _ in controls):  # of three workers: its side may slow the control, too
-        back_rate, back_ping = max(rate, _rate(suspect)), min(ping, _ping(suspect))
+        working = [its for its in measured.values() if not _failed(its)]
+        back_rate, back_ping = max(map(_rate, working)), min(map(_ping, working))
     if back and not shown.is_slow and _Slowness.of(back, back_rate, back_ping).is_slow:
         told = f"{destination} → {source} {_words(back)}; others {back_rate / 1e6:.0f} MB/s"
         return Judgement(Verdict.REVERSED, told)

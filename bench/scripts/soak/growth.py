@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 HOUR = 3600.0
-LEAST_SAMPLES = 8
+LEAST_SAMPLES, LEAST_HOURS = 8, 0.5
 WARM_UP = 0.25
 """Of the time that is known: until then memory fills that is kept and used again."""
 ALLOWED = 0.02
 """Of its level an hour: what grows by less is not told from what settles."""
-SURE = 2.0
+SURE = 3.0
 """Standard errors: the slope that is at least there."""
 
 
@@ -38,7 +38,7 @@ class Growth:
 
 
 def growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
-    """samples: (seconds, value), in the order of time. None: there are too few to tell."""
+    """samples: (seconds, value), in the order of time. None: there are too few, or of too short a time, to tell."""
     if not samples:
         return None
     begun = samples[0][0] + WARM_UP * (samples[-1][0] - samples[0][0])
@@ -48,9 +48,9 @@ def growth(samples: Sequence[tuple[float, float]]) -> Growth | None:
     hours = (np.array([at for at, _ in late]) - late[0][0]) / HOUR
     values = np.array([value for _, value in late])
     from_mean = hours - hours.mean()
-    spread = float((from_mean**2).sum())
-    if spread == 0:
+    if hours[-1] < LEAST_HOURS:
         return None
+    spread = float((from_mean**2).sum())
     slope = float((from_mean * values).sum()) / spread
     away = values - values.mean() - slope * from_mean
     error = math.sqrt(float((away**2).sum()) / (len(late) - 2) / spread)

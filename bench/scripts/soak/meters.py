@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any
 
 from pacekeeper_operator.api import SIDECAR
@@ -29,7 +30,8 @@ KINDS = (
 """That are counted. Events go by themselves, and Incidents are kept for as long as the chart says."""
 
 Subject = str
-"""A process's life ("operator pacekeeper-x-y, start 0"), or "cluster"."""
+"""A process's life ("leader pacekeeper-x-y, start 0"), or CLUSTER."""
+LEADER, STANDBY, SIDECARS, TRAINERS, CLUSTER = "leader", "standby", "sidecar of", "trainer of", "cluster"
 
 
 @dataclass
@@ -49,14 +51,22 @@ class Meters:
         found = {f"{subject}: {name}": growth(samples) for (subject, name), samples in self.samples.items()}
         return {name: its for name, its in found.items() if its is not None}
 
+    def tell_of_all(self) -> bool:
+        """Whether `grown` tells of each kind of process, and of the cluster."""
+        return all(
+            any(name.startswith(kind) for name in self.grown()) for kind in (LEADER, SIDECARS, TRAINERS, CLUSTER)
+        )
+
 
 def _subjects(cluster: Cluster, bystander: Job) -> Iterator[tuple[Subject, dict[str, float]]]:
+    leader = release.leader()
     for pod in release.pods():
-        yield from _container("operator", release.SYSTEM, pod, "operator", page=True)
+        role = LEADER if pod["metadata"]["name"] == leader else STANDBY
+        yield from _container(role, release.SYSTEM, pod, "operator", page=True)
     for pod in bystander.pods():
-        yield from _container("sidecar of", bystander.namespace, pod, SIDECAR, page=True)
-        yield from _container("trainer of", bystander.namespace, pod, "trainer", page=False)
-    yield "cluster", {kind: float(len(cluster.list(kind, namespace=""))) for kind in KINDS}
+        yield from _container(SIDECARS, bystander.namespace, pod, SIDECAR, page=True)
+        yield from _container(TRAINERS, bystander.namespace, pod, "trainer", page=False)
+    yield CLUSTER, {kind: float(len(cluster.list(kind, namespace=""))) for kind in KINDS}
 
 
 def _container(
@@ -66,11 +76,12 @@ def _container(
     pod_name, status = pod["metadata"]["name"], pod["status"]
     states = [*status.get("containerStatuses", ()), *status.get("initContainerStatuses", ())]
     starts = next((state["restartCount"] for state in states if state["name"] == name), 0)
-    with suppress(ClusterError, OSError):
+    with suppress(ClusterError, OSError, HTTPException, KeyError):
         container = faults.find_container(namespace, pod_name, name)
         pids = container.pids()
         figures = {
             "MB": cgroups.memory_bytes(container.cgroup) / 1e6,
+            "shared MB": cgroups.shared_bytes(container.cgroup) / 1e6,
             "descriptors": float(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)),
             "threads": float(sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -15,27 +16,33 @@ from tests.support.jobs import Job
 
 RANKS = 2
 """Of each job."""
-QUARTER_CORE, FULL_QUOTA = 40, 400
+SMALL_QUOTA, FULL_QUOTA = 40, 400
 """Thousandths of a core: a throttled trainer's, and what its manifest allows."""
 SLOW_LINK = "20mbit"
 FALLEN_OFF_THE_BUS = 79
+MEND_SECONDS = 60.0
 
 
 @dataclass
 class Strikes:
-    """`mends`: what ends the faults that last."""
+    """`mends`: what ends the faults that last. `operators`: whether they are struck, too."""
 
     cluster: Cluster
     dice: random.Random
     mends: ExitStack
+    operators: bool
 
-    def draw(self, job: Job) -> str:
-        """Makes a fault, and says which."""
-        name = self.dice.choice(list(self.kinds))
-        return f"{name} ({job.name}): {self.kinds[name](job)}"
+    def draw(self) -> str:
+        """The name of a fault."""
+        return self.dice.choice(list(self._kinds))
+
+    def make(self, name: str, job: Job) -> str:
+        """The fault of this name, to this job or to what is below all; in words."""
+        return self._kinds[name](job)
 
     @property
-    def kinds(self) -> dict[str, Callable[[Job], str]]:
+    def _kinds(self) -> dict[str, Callable[[Job], str]]:
+        of_operators = {"operator killed": self._operator_killed, "operator deleted": self._operator_deleted}
         return {
             "rank killed": self._killed,
             "rank stopped": self._stopped,
@@ -50,8 +57,7 @@ class Strikes:
             "XID": self._xid,
             "API server restarted": self._api_server,
             "Prometheus away": self._prometheus,
-            "operator killed": self._operator_killed,
-            "operator deleted": self._operator_deleted,
+            **(of_operators if self.operators else {}),
         }
 
     def _rank(self) -> int:
@@ -79,36 +85,34 @@ class Strikes:
 
     def _throttled(self, job: Job) -> str:
         worker = job.worker(self._rank())
-        faults.set_cpu_quota(job.namespace, worker, "trainer", QUARTER_CORE)
 
         def mend() -> None:
-            with suppress(ClusterError, ValueError):  # another one may be in its place
+            with suppress(ClusterError, OSError, ValueError):  # another one may be in its place
                 faults.set_cpu_quota(job.namespace, worker, "trainer", FULL_QUOTA)
 
         self.mends.callback(mend)
-        return f"{QUARTER_CORE}m for {worker}"
+        faults.set_cpu_quota(job.namespace, worker, "trainer", SMALL_QUOTA)
+        return f"{SMALL_QUOTA}m for {worker}"
 
     def _slowed(self, job: Job) -> str:
         node = job.node(self._rank())
-        faults.slow_link(node, SLOW_LINK)
         self.mends.callback(faults.clear_link, node)
+        faults.slow_link(node, SLOW_LINK)
         return f"{SLOW_LINK} for {node}"
 
     def _unplugged(self, job: Job) -> str:
         """Not the leading operator's node: Kubernetes itself would have to move the operator first."""
         leader = release.leading_pod()
         leading = leader["spec"]["nodeName"] if leader else ""
-        node = next((node for node in map(job.node, range(RANKS)) if node != leading), "")
-        if not node:
-            return "no node but the operator's"
-        faults.node_down(node)
+        node = next(node for node in map(job.node, range(RANKS)) if node != leading)
         self.mends.callback(faults.node_up, node)
+        faults.node_down(node)
         return node
 
     def _xid(self, job: Job) -> str:
         node = job.node(self._rank())
+        self.mends.callback(_until_done, lambda: faults.set_xid(node, 0))
         faults.set_xid(node, FALLEN_OFF_THE_BUS)
-        self.mends.callback(faults.set_xid, node, 0)
         return f"{FALLEN_OFF_THE_BUS} on {node}"
 
     def _api_server(self, _job: Job) -> str:
@@ -116,17 +120,37 @@ class Strikes:
         return "all jobs"
 
     def _prometheus(self, _job: Job) -> str:
-        faults.stop_prometheus()
         self.mends.callback(faults.start_prometheus)
+        faults.stop_prometheus()
         return "all jobs"
 
     def _operator_killed(self, _job: Job) -> str:
-        pids = faults.container_pids(release.SYSTEM, release.leader(), "operator")
-        for pid in pids:
-            faults.signal_process(pid, signal.SIGKILL)
-        return "SIGKILL to the leader"
+        leader = _leader()
+        for pid in faults.container_pids(release.SYSTEM, leader, "operator"):
+            with suppress(ProcessLookupError):  # the first one takes the others with it
+                faults.signal_process(pid, signal.SIGKILL)
+        return f"SIGKILL to {leader}"
 
     def _operator_deleted(self, _job: Job) -> str:
-        leader = release.leader()
+        leader = _leader()
         self.cluster.kubectl("delete", "pod", leader, "-n", release.SYSTEM, "--wait=false")
         return leader
+
+
+def _leader() -> str:
+    """Raises ClusterError where nobody leads now."""
+    if not (leader := release.leader()):
+        raise ClusterError("no operator leads")
+    return leader
+
+
+def _until_done(mend: Callable[[], None]) -> None:
+    """A node whose cable is back is not reached at once."""
+    until = time.monotonic() + MEND_SECONDS
+    while True:
+        try:
+            return mend()
+        except (ClusterError, OSError):
+            if time.monotonic() > until:
+                raise
+        time.sleep(1.0)

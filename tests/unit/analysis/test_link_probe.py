@@ -76,6 +76,7 @@ class TestJudge:
             ({("d", "s")}, Verdict.REVERSED),
             ({("d", "s"), ("d", "x"), ("d", "y")}, Verdict.REVERSED),
             ({("s", "x"), ("d", "x"), ("y", "x")}, Verdict.NOTHING),
+            ({("d", "s"), ("d", "x"), ("d", "y"), ("x", "s"), ("y", "s")}, Verdict.REVERSED),
             ({("s", "d"), ("d", "s")}, Verdict.LINK),
             ({("s", "x")}, Verdict.NOTHING),
         ],
@@ -83,6 +84,10 @@ class TestJudge:
     def test_what_is_slow(self, slow: set[tuple[str, str]], verdict: Verdict, others: int) -> None:
         told = judge(answers(slow, others), "s", "d")
         assert told.verdict is verdict, told.words
+
+    def test_acknowledgements_that_wait_do_not_hide_the_slow_way_back_of_three(self) -> None:
+        given = answers({("d", "s"), ("d", "x"), ("s", "d")}, others=1)
+        assert judge(given, "s", "d").verdict is Verdict.REVERSED
 
     def test_a_contradiction_is_no_verdict(self) -> None:
         assert judge(answers({("s", "d"), ("s", "x")}), "s", "d").verdict is Verdict.UNTOLD

@@ -76,10 +76,6 @@ class CheckpointWriter:
         """As `Saver.has_room`."""
         return self._saver.has_room
 
-    def reserve(self, state: dict[str, Any]) -> None:
-        """As `Saver.reserve`. Before the first `start`. Collective."""
-        self._saver.reserve(state)
-
     def start(self, manifest: Manifest, state: dict[str, Any], published: Callable[[int], None]) -> None:
         """Copies `state`, and writes the copy as the checkpoint of this manifest in the background. Collective.
 

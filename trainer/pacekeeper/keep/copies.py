@@ -215,6 +215,7 @@ class CudaStreams:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
+        self._device = torch.cuda.current_device()
 
     def beside(self) -> AbstractContextManager[object]:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -240,14 +241,16 @@ class CudaStreams:
         # Nobody can launch anything while CUDA has pages mapped: 0.3 s for 8 GB, but eight times as long for those that
         # this process has never touched.
         memory[::PAGESIZE].add_(0)
-        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
-            return True
-        with suppress(RuntimeError):  # CUDA keeps the error for whoever launches something next
-            torch.ones(1, device="cuda")
+        with torch.cuda.device(self._device):  # a thread's is the first one, which is another rank's
+            if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+                return True
+            with suppress(RuntimeError):  # CUDA keeps the error for whoever launches something next
+                torch.ones(1, device="cuda")
         return False
 
     def unpin(self, memory: torch.Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        with torch.cuda.device(self._device):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def copies_for(optimizers: Collection[torch.optim.Optimizer]) -> SlotCopies:

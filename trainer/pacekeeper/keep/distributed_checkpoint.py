@@ -17,7 +17,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
@@ -48,7 +47,6 @@ from pacekeeper.plain import aligned, allow, pack, unpack
 from pacekeeper.torch_internals import StorageInfo, set_element
 from pacekeeper_analysis.errors import InputError
 
-from .beside import beside
 from .checkpoints import described, in_short
 from .manifests import FileSum, checksum
 from .worker import this_worker
@@ -67,8 +65,6 @@ AHEAD_BYTES = 1 << 30
 Item = TypeVar("Item")
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 """As `SlotCopies.pin`."""
-_Room = tuple[torch.Tensor, Callable[[], None]]
-"""Memory for copies, and what unpins it."""
 
 
 class Failed(Exception):
@@ -121,21 +117,6 @@ class Saver:
         self._room = torch.empty(0, dtype=torch.uint8)
         """Of the copy; kept as long as the plan, since new memory takes several times as long to fill."""
         self._unpin: Callable[[], None] = lambda: None
-        self._taking: Future[_Room] | None = None
-        """Of both, beside the training."""
-
-    def reserve(self, state: dict[str, Any]) -> None:
-        """Takes the memory for copies of such a state beside the training, so that `stage` need not. Collective.
-
-        Where that fails, `stage` tries again, and says why.
-        """
-        try:
-            self._agree_on_part(state)
-            self._tried(self._begin_to_take_room)
-        except Failed:
-            pass
-        finally:
-            self._planner.state_dict = {}  # as in `stage`
 
     def stage(self, state: dict[str, Any]) -> Staged:
         """Copies what this rank is to write of `state`, over the copy before. Collective.
@@ -143,7 +124,13 @@ class Saver:
         No rank leaves before the last collective, whatever fails on it. Raises Failed.
         """
         try:
-            self._agree_on_part(state)
+            outline = self._tried(lambda: self._take_up(state))
+            if not self._peers.all_agree(self._planned is not None and outline == self._planned):
+                self._planned = None
+                self._give_back_room()
+                self._plan(outline if isinstance(outline, _Failure) else self._tried(self._planner.create_local_plan))
+                self._look_for_room()
+                self._planned = outline
             staged = self._tried(self._copied)
         finally:
             self._planner.state_dict = {}  # the live state's: nothing of it is kept
@@ -180,24 +167,12 @@ class Saver:
     @property
     def has_room(self) -> bool:
         """Whether it has taken the memory for its copies."""
-        return len(self._room) > 0 or (self._taking is not None and self._taking.done())
+        return len(self._room) > 0
 
     @property
     def _file(self) -> str:
         """As torch names it."""
         return f"__{self._rank}_0.distcp"
-
-    def _agree_on_part(self, state: dict[str, Any]) -> None:
-        """Has the planner hold `state`, and finds room for the copy of this rank's part of it; where all ranks have
-        what they had, it is the part that they agreed on. Raises Failed, on all ranks alike."""
-        outline = self._tried(lambda: self._take_up(state))
-        if self._peers.all_agree(self._planned is not None and outline == self._planned):
-            return
-        self._planned = None
-        self._give_back_room()
-        self._plan(outline if isinstance(outline, _Failure) else self._tried(self._planner.create_local_plan))
-        self._look_for_room()
-        self._planned = outline
 
     def _take_up(self, state: dict[str, Any]) -> object:
         """Has the planner hold `state`; returns its `_outline`."""
@@ -241,41 +216,21 @@ class Saver:
             raise Failed(failure.why)
         return said
 
-    def _begin_to_take_room(self) -> None:
-        found = self._values()
-        nbytes, pin = _size(found), _on_gpu(found)
-        if nbytes > len(self._room) and self._taking is None:
-            self._taking = beside(lambda: self._new_room(nbytes, pin), "pacekeeper-room")
-
-    def _take_room(self, nbytes: int, pin: bool) -> None:
-        """For the copy. Raises OSError where there is no memory for it."""
-        self._finish_taking_room()
-        if nbytes > len(self._room):
-            self._give_back_room()
-            self._room, self._unpin = self._new_room(nbytes, pin)
-
-    def _finish_taking_room(self) -> None:
-        taking, self._taking = self._taking, None
-        if taking is not None:
-            with suppress(OSError):
-                self._room, self._unpin = taking.result()
-
     def _give_back_room(self) -> None:
-        self._finish_taking_room()
         self._unpin()
         self._room, self._unpin = torch.empty(0, dtype=torch.uint8), lambda: None
-
-    def _new_room(self, nbytes: int, pin: bool) -> _Room:
-        """Raises OSError."""
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        room = torch.frombuffer(memory, dtype=torch.uint8)
-        return room, self._pin(room) if pin else lambda: None
 
     def _copied(self) -> list[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
         """Raises OSError where there is no memory for it."""
         found = self._values()
-        tensors, on_gpu = _tensors(found), _on_gpu(found)
-        self._take_room(_size(found), pin=on_gpu)
+        tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        if (nbytes := _size(found)) > len(self._room):
+            self._give_back_room()
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._room = torch.frombuffer(memory, dtype=torch.uint8)
+            if on_gpu:
+                self._unpin = self._pin(self._room)
         copies = iter(_copies(self._room, tensors))
         if on_gpu:
             torch.cuda.current_stream().synchronize()
@@ -400,18 +355,9 @@ def _failure(of_ranks: Sequence[Any]) -> _Failure | None:
     return _Failure(reasons) if reasons else None
 
 
-def _tensors(values: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]]) -> list[torch.Tensor]:
-    return [value for _, value in values if isinstance(value, torch.Tensor)]
-
-
 def _size(values: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]]) -> int:
     """Bytes that the copies of the tensors take."""
-    return sum(aligned(tensor.nbytes) for tensor in _tensors(values))
-
-
-def _on_gpu(values: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]]) -> bool:
-    """Whether one of the tensors is."""
-    return any(tensor.is_cuda for tensor in _tensors(values))
+    return sum(aligned(value.nbytes) for _, value in values if isinstance(value, torch.Tensor))
 
 
 def _outline(name: str, value: Any) -> object:

@@ -56,7 +56,7 @@ class Store:
 
         Raises InputError where an object's state cannot be kept.
         """
-        copies = self._copies = copies_for(state.optimizers)
+        copies = copies_for(state.optimizers)
         self.has_folder = folder is not None
         self._folder = folder
         self._environment = environment
@@ -172,18 +172,6 @@ class Store:
         return checkpoint + (0 if self._snapshots is None else self._snapshots.slots_to_come)
 
     # Checkpoints
-
-    def may_reserve(self) -> bool:
-        """Whether memory can be taken beside the training, on all ranks. Collective."""
-        return self._peers.all_agree(self._checkpoint_writer is not None and self._copies.asynchronous)
-
-    def reserve(self, samples: int) -> None:
-        """Takes the memory for checkpoints' copies beside the training, where `may_reserve`. Collective.
-
-        Before the first checkpoint, once the state has the shapes that it is going to have. samples: as `checkpoint`.
-        """
-        assert self._checkpoint_writer is not None, "may_reserve() says so"
-        self._checkpoint_writer.reserve(self._state.portable(samples))
 
     def checkpoint(self, step: int, samples: int, published: Callable[[int], None]) -> None:
         """Copies the state after `step` and writes it in the background; calls `published` from there. Collective.

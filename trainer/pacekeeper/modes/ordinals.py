@@ -237,7 +237,6 @@ class Ordinals:
         if orders.checkpoint_request > progress.answered:
             retention.answer(orders.checkpoint_request)
         self._checkpoint_if_due()
-        retention.reserve()
         retention.settle()
         if duties.snapshot:
             retention.snapshot()

@@ -44,8 +44,6 @@ class Retention:
         """Step of the newest checkpoint that is kept or being written. It goes back where one failed, but only when
         all ranks have waited for it: so they decide alike."""
         self._kept = 0
-        self._reserved = not self._checkpoint_every
-        """Whether memory for checkpoints was taken in this round, or need not be."""
 
     def restore(self) -> int:
         """Goes back to the newest state that all ranks can have; returns its step, 0 without one."""
@@ -101,20 +99,9 @@ class Retention:
             self._state.checkpoint_request = answered
             return
         self._checkpointed = progress.step
-        self._reserved = True
         with self._recorder.during(Phase.CHECKPOINT):
             self._replication.equalise()
             self._store.checkpoint(progress.step, progress.own_samples, lambda step: self._published(step, answered))
-
-    def reserve(self) -> None:
-        """Behind a round's first step, when the optimizers have their state: begins to take the memory for checkpoints,
-        so that the first one does not wait for it. Collective."""
-        if self._reserved or self._progress.step == self._state.restored_step:
-            return
-        self._reserved = True
-        if self._store.may_reserve():
-            with self._recorder.during(Phase.CHECKPOINT):
-                self._store.reserve(self._progress.own_samples)
 
     def answer(self, request: int) -> None:
         """Takes the checkpoint that the plan asks for."""

@@ -61,6 +61,12 @@ class TestOneRank:
         assert (found.finding.fault, found.finding.culprit) == (FaultClass.HARDWARE, "rank 1")
         assert len(kinds(found)) >= 2
 
+    def test_a_slow_machine_holds_up_most_what_needs_its_cores(self) -> None:
+        """What waits for memory less, and the others' sum is less than half of the mean growth."""
+        slow = {function: seconds * (2.0 if function == BACKWARD else 1.3) for function, seconds in WORK.items()}
+        found = job(WORK, slow, WORK, WORK)
+        assert (found.finding.fault, found.finding.culprit) == (FaultClass.HARDWARE, "rank 1")
+
     def test_one_function_is_not_its_machine_where_chance_makes_the_others_longer(self) -> None:
         """Few looks: the others seem to be a third longer, and a look or two fell into the function before, too."""
         usual = {**WORK, SLOW: 0.01}

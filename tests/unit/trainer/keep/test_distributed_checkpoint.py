@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from pacekeeper.torch_internals import StorageInfo
 from pacekeeper_analysis.errors import InputError
 
 DATA = "__0_0.distcp"
-PATIENCE = 30.0
 ALONE = cast(ProcessGroup, SimpleNamespace(rank=lambda: 0))
 
 
@@ -198,55 +196,6 @@ def test_a_new_plan_gives_pinned_memory_back_before_it_takes_more(monkeypatch: p
     for length in (1 << 10, 1 << 10, 3 << 10):
         saver.stage({"weights": torch.ones(length)})
     assert log == ["pin 4096", "unpin 4096", "pin 12288"], "what is pinned is what is needed"
-
-
-def test_memory_is_taken_beside_the_training_and_the_first_copy_waits_for_it(
-    saver: Saver, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_end, takes = threading.Event(), []
-    new_room = saver._new_room
-
-    def slow_new_room(nbytes: int, pin: bool) -> Any:
-        takes.append(nbytes)
-        assert may_end.wait(PATIENCE)
-        return new_room(nbytes, pin)
-
-    monkeypatch.setattr(saver, "_new_room", slow_new_room)
-    saver.reserve(a_state(1.0))
-    assert not saver.has_room
-    assert not saver._planner.state_dict
-    may_end.set()
-    load(found := none_of(a_state(2.0)), folder, saver.write(saver.stage(a_state(2.0)), folder, ALONE))
-    assert same(found, a_state(2.0))
-    assert saver.has_room
-    assert len(takes) == 1
-
-
-def test_memory_that_could_not_be_taken_beside_the_training_is_tried_again(
-    saver: Saver, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    new_room, fails = saver._new_room, [True, False]
-
-    def short_new_room(nbytes: int, pin: bool) -> Any:
-        if fails.pop(0):
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return new_room(nbytes, pin)
-
-    monkeypatch.setattr(saver, "_new_room", short_new_room)
-    saver.reserve(a_state(1.0))
-    load(found := none_of(a_state(2.0)), folder, saver.write(saver.stage(a_state(2.0)), folder, ALONE))
-    assert same(found, a_state(2.0))
-    assert not fails
-
-
-def test_a_state_for_which_there_is_no_memory_reserves_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "collect", lambda mine, _: [mine])
-    monkeypatch.setattr(exchange, "scatter", lambda each, _: each[0])
-    saver = Saver(alone(), unpinned, left=lambda: 66 << 20)
-    saver.reserve(a_state(1.0))
-    assert not saver.has_room
-    with pytest.raises(Failed, match="give the container more memory"):
-        saver.stage(a_state(1.0))
 
 
 @pytest.mark.parametrize("name", ["large", "turned", "other.bytes"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,31 +27,6 @@ def test_a_snapshot_that_would_wait_for_its_copy_is_not_due_where_that_is_looked
     store = Store(under_way)
     assert retention(store).snapshot_due(16, 20, every, look_first) is due
     assert store.looks == (["settle", "may_snapshot"] if look_first and every == 10 else [])
-
-
-@pytest.mark.parametrize(
-    ("every", "may", "calls"), [(10, True, ["may", "reserve"]), (10, False, ["may"]), (0, True, [])]
-)
-def test_memory_for_checkpoints_is_taken_once_behind_the_first_step_of_a_round(
-    every: int, may: bool, calls: list[str]
-) -> None:
-    made: list[str] = []
-    store: Any = SimpleNamespace(
-        has_folder=True,
-        may_reserve=lambda: made.append("may") or may,
-        reserve=lambda _: made.append("reserve"),
-    )
-    progress: Any = SimpleNamespace(step=40, own_samples=7)
-    recorder: Any = SimpleNamespace(
-        ring=SimpleNamespace(state=SimpleNamespace(restored_step=40)), during=lambda _: nullcontext()
-    )
-    nothing: Any = None
-    one = Retention(store, recorder, progress, nothing, checkpoint_every=every, snapshot_every=None)
-    one.reserve()
-    assert made == [], "the optimizers have no state yet"
-    for progress.step in (41, 42):
-        one.reserve()
-    assert made == calls
 
 
 def test_a_snapshot_that_is_valid_only_once_the_next_is_due_is_told_of() -> None:
