@@ -32,12 +32,12 @@ def test_a_snapshot_that_would_wait_for_its_copy_is_not_due_where_that_is_looked
 def test_a_snapshot_that_is_valid_only_once_the_next_is_due_is_told_of() -> None:
     """The host makes its checksum beside the training, and may take long."""
     valid: list[int] = []
+    state = SimpleNamespace(snapshot_step=-1)
     store: Any = SimpleNamespace(
         has_folder=False,
         settle=lambda wait: 40 if wait else -1,
         snapshot=lambda *_: valid.append(state.snapshot_step),
     )
-    state = SimpleNamespace(snapshot_step=-1)
     recorder: Any = SimpleNamespace(ring=SimpleNamespace(state=state))
     progress: Any = SimpleNamespace(step=50, own_samples=7)
     replication: Any = SimpleNamespace(finish=lambda: None)
