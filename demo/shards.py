@@ -22,10 +22,9 @@ from testcluster.settings import REPOSITORY
 
 FAULTS = ("rank crash", "worker deleted", "node lost")
 FROM_MEMORY = ("Memory", "Neighbour")
-LEAST_STEPS = 3
-"""Behind a snapshot, when a fault is made: its copies are on other nodes by then."""
+SNAPSHOT_EVERY, COPY_STEPS = 20, 4
+"""Steps; and so many later, a snapshot's copies are on other nodes."""
 PATIENCE_SECONDS = 240.0
-LOOK_BACK_SECONDS = 120.0
 _SNAPSHOT = job.series("pacekeeper_rank_snapshot_step")
 
 
@@ -53,67 +52,46 @@ def manifest() -> str:
     """The demo's job, its model sharded over all ranks."""
     claim, training = yaml.safe_load_all((REPOSITORY / "examples/gpt.yaml").read_text())
     del training["spec"]["minReplicas"]  # a sharded model cannot do without a rank
-    training["spec"]["template"]["spec"]["containers"][0]["command"].append("--shard")
+    command = training["spec"]["template"]["spec"]["containers"][0]["command"]
+    command += ["--snapshot-every", str(SNAPSHOT_EVERY), "--shard"]
     found: str = yaml.safe_dump_all([claim, training])
     return found
 
 
 def _endure(fault: Fault, started: float, view: View) -> Outcome:
     """Healed is what has cost no more steps than lie between two snapshots, and has read nothing from the volume."""
-    interval = _between_snapshots(view)
+    _behind_a_snapshot(view)
     outcome = story.endure(fault, started, view)
-    origin = restored_from(kube.get("incident", outcome.incident, job.NAMESPACE)) if outcome.incident else ""
-    return judged(outcome, interval, origin)
+    return judged(outcome, restored_from(kube.get("incident", outcome.incident, job.NAMESPACE) or {}))
 
 
-def judged(outcome: Outcome, interval: int, origin: str) -> Outcome:
-    cheap = outcome.steps_lost is not None and outcome.steps_lost <= interval
-    words = f"{outcome.gain}, from {origin or 'nowhere'}; a snapshot each {interval} steps"
-    return replace(outcome, healed=outcome.healed and cheap and origin in FROM_MEMORY, gain=words)
+def judged(outcome: Outcome, origin: str) -> Outcome:
+    """`origin`: where the state came from."""
+    cheap = outcome.steps_lost is not None and outcome.steps_lost <= SNAPSHOT_EVERY
+    healed = outcome.healed and cheap and origin in FROM_MEMORY
+    return replace(outcome, healed=healed, gain=f"{outcome.gain}, from {origin or 'nowhere'}")
 
 
-def restored_from(incident: dict[str, Any] | None) -> str:
+def restored_from(incident: dict[str, Any]) -> str:
     """Where the state came from of the rank that had to go farthest; "": nobody has told."""
-    restart = (incident or {}).get("status", {}).get("restart") or {}
+    restart = incident.get("status", {}).get("restart") or {}
     return str(restart.get("restoredFrom", ""))
 
 
-def _between_snapshots(view: View) -> int:
-    """Waits until all shards were kept twice in this round, and steps have been made since; returns the steps between
-    the two."""
-    view.say("until snapshots are with the neighbours …")
+def _behind_a_snapshot(view: View) -> None:
+    """Waits until all ranks have one whose copies are on other nodes by now, and the next one is some steps away."""
+    view.say("until a snapshot is with the neighbours …")
 
-    def found() -> int:
+    def found() -> bool:
         now = story.watch(view)
         if now is None or now.ended:
             raise kube.DemoError(f"the job is {now.phase if now else 'gone'}, too early for the next fault")
-        return interval_of(_snapshots(), job.live_step())
+        kept = kube.query(f"min({_SNAPSHOT})")
+        return bool(kept) and is_behind(int(float(kept[0]["value"][1])), job.live_step())
 
-    return kube.wait_for(found, PATIENCE_SECONDS, "two snapshots of all shards")
-
-
-def interval_of(kept: list[int], step: int) -> int:
-    """Steps between the newest two of the snapshots `kept`, if the job is some steps behind the newest; otherwise 0.
-
-    kept: steps that the snapshots are of, the newest last. A round that has gone back keeps them anew.
-    """
-    if len(kept) < 2 or kept[-1] <= kept[-2] or step < kept[-1] + LEAST_STEPS:
-        return 0
-    return kept[-1] - kept[-2]
+    kube.wait_for(found, PATIENCE_SECONDS, "a snapshot of all shards")
 
 
-def _snapshots() -> list[int]:
-    """Steps of those that all ranks have had lately."""
-    now = time.time()
-    return of_this_round([int(step) for _, step in kube.curve(f"min({_SNAPSHOT})", now - LOOK_BACK_SECONDS, now)])
-
-
-def of_this_round(seen: list[int]) -> list[int]:
-    """Steps of the snapshots that the ranks have had since a round last began: there are none then, or earlier ones."""
-    found: list[int] = []
-    for step in seen:
-        if step <= 0 or (found and step < found[-1]):
-            found.clear()
-        if step > 0 and step not in found:
-            found.append(step)
-    return found
+def is_behind(kept: int, step: int) -> bool:
+    """kept: of which step the newest snapshot is; below 1 there is none."""
+    return kept > 0 and COPY_STEPS <= step - kept <= SNAPSHOT_EVERY // 2

@@ -105,7 +105,7 @@ class SourceCode(Dataset[tuple[Tensor, Tensor]]):
 
 def main() -> None:
     arguments = parse_arguments()
-    job = pk.init(seed=arguments.seed, mesh=mesh(arguments.shard))
+    job = pk.init(seed=arguments.seed, mesh=mesh(arguments.shard), snapshot_every=arguments.snapshot_every)
     on_gpu = job.device.type == "cuda"
     if not on_gpu:
         torch.set_num_threads(1)
@@ -211,6 +211,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bytes", type=int, default=2_000_000, help="of source code to learn")
     parser.add_argument("--eval-every", type=int, default=100, help="steps")
     parser.add_argument("--stop-file", type=Path, help="once it exists, training ends behind the next evaluation")
+    parser.add_argument("--snapshot-every", type=int, help="steps (default: as often as 1 %% of the time allows)")
     parser.add_argument("--print-every", type=int, default=10, help="steps")
     parser.add_argument(
         "--shard", type=int, nargs="?", const=-1, default=1, help="ranks that share a replica by FSDP2; no number: all"

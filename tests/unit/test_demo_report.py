@@ -134,43 +134,21 @@ def written_without(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("kept", "step", "interval"),
-    [
-        ([16, 32], 36, 16),
-        ([16, 32], 33, 0),  # its copies may be under way
-        ([32], 60, 0),
-        ([48, 32], 60, 0),  # the round has gone back
-        ([], 60, 0),
-    ],
+    ("kept", "step", "behind"),
+    [(20, 24, True), (20, 30, True), (20, 23, False), (20, 31, False), (0, 5, False), (-1, 4, False)],
 )
-def test_a_sharded_model_loses_something_between_snapshots_that_are_with_neighbours(
-    kept: list[int], step: int, interval: int
-) -> None:
-    assert shards.interval_of(kept, step) == interval
-
-
-@pytest.mark.parametrize(
-    ("seen", "kept"),
-    [
-        ([16, 16, 32, 32, 48], [16, 32, 48]),
-        ([16, 32, -1, -1, 48], [48]),
-        ([16, 48, 32, 32, 64], [32, 64]),
-        ([16, -1], []),
-        ([], []),
-    ],
-)
-def test_only_snapshots_of_this_round_count(seen: list[int], kept: list[int]) -> None:
-    assert shards.of_this_round(seen) == kept
+def test_shards_are_lost_when_their_newest_snapshot_is_with_neighbours(kept: int, step: int, behind: bool) -> None:
+    assert shards.is_behind(kept, step) == behind
 
 
 @pytest.mark.parametrize(
     ("steps_lost", "origin", "healed"),
-    [(16, "Neighbour", True), (3, "Memory", True), (17, "Neighbour", False), (3, "Checkpoint", False), (3, "", False)],
+    [(20, "Neighbour", True), (3, "Memory", True), (21, "Neighbour", False), (3, "Checkpoint", False), (3, "", False)],
 )
 def test_shards_come_back_from_memory_and_cost_what_lies_between_two_snapshots(
     steps_lost: int, origin: str, healed: bool
 ) -> None:
-    assert shards.judged(replace(HEALED, steps_lost=steps_lost), 16, origin).healed == healed
+    assert shards.judged(replace(HEALED, steps_lost=steps_lost), origin).healed == healed
 
 
 def test_the_job_of_the_story_of_shards_shares_one_model() -> None:
