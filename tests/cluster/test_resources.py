@@ -494,7 +494,7 @@ def test_notes_of_the_chart_tell_what_to_run_next(cluster: Cluster) -> None:
     values = "crds.enabled=false,policy.mode=Recommend,policy.quarantine.mode=Act"
     looking = helm("install", "x", str(CHART), "--dry-run=client", "--set", values, *arguments)
     assert "Remedies: Recommend; quarantine of nodes: Recommend." in looking
-    assert "helm upgrade x pacekeeper -n pacekeeper-system --reuse-values --set policy.mode=Act" in looking
+    assert "helm upgrade x charts/pacekeeper -n pacekeeper-system --reuse-values --set policy.mode=Act" in looking
 
 
 @pytest.mark.parametrize("path", sorted(REPOSITORY.glob("examples/*.yaml")), ids=lambda path: path.name)
