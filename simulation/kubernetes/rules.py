@@ -84,6 +84,10 @@ _SUSPENDED = (
     "(!has(oldSelf.status) || !has(oldSelf.status.phase) || oldSelf.status.phase == 'Suspended'))"
 )
 
+OPEN_VARIABLES = {
+    *(f"PACEKEEPER_{name}_SECONDS" for name in ("KILL", "GATHER", "IMPORT", "CONTACT", "PHASE")),
+    "PACEKEEPER_NEIGHBOUR_MEGABYTES",
+}
 RULES: Mapping[str, Rule] = {
     # Incident
     "self == oldSelf": lambda value, old: bool(value == old),
@@ -156,8 +160,15 @@ RULES: Mapping[str, Rule] = {
     "self.all(c, !has(c.ports) || c.ports.all(p, p.containerPort != 9464))": (
         lambda containers, _: all(port["containerPort"] != 9464 for c in containers for port in c.get("ports", ()))
     ),
-    "self.all(e, !e.name.startsWith('PACEKEEPER_'))": (
-        lambda variables, _: not any(variable["name"].startswith("PACEKEEPER_") for variable in variables)
+    "self.all(e, !e.name.startsWith('PACEKEEPER_') || e.name in ['PACEKEEPER_KILL_SECONDS', "
+    "'PACEKEEPER_GATHER_SECONDS', 'PACEKEEPER_IMPORT_SECONDS', 'PACEKEEPER_CONTACT_SECONDS', "
+    "'PACEKEEPER_PHASE_SECONDS', 'PACEKEEPER_NEIGHBOUR_MEGABYTES'])": (
+        lambda variables, _: (
+            not any(
+                variable["name"].startswith("PACEKEEPER_") and variable["name"] not in OPEN_VARIABLES
+                for variable in variables
+            )
+        )
     ),
     "self.all(m, m.mountPath != '/run/pacekeeper' && !m.mountPath.startsWith('/run/pacekeeper/') "
     "&& !m.mountPath.startsWith('/var/run/secrets/pacekeeper'))": (

@@ -187,6 +187,16 @@ def test_each_mistake_is_refused_with_field_and_remedy(cluster: Cluster, path: s
     assert re.search(message, refused, re.DOTALL), refused
 
 
+def test_time_outs_are_set_as_the_docs_say(cluster: Cluster) -> None:
+    page = (REPOSITORY / "docs/running-jobs.md").read_text()
+    names = set(re.findall(r"`(PACEKEEPER_[A-Z]+_(?:SECONDS|MEGABYTES))`", page))
+    assert len(names) == 6
+    variables = [{"name": name, "value": "20"} for name in sorted(names)]
+    cluster.kubectl(
+        "apply", "--dry-run=server", "-f", "-", stdin=json.dumps(changed(job(), f"{CONTAINER}.env", variables))
+    )
+
+
 @pytest.mark.parametrize("gpus", [4, "4"])
 def test_ranks_need_gpus_of_their_own(cluster: Cluster, gpus: int | str) -> None:
     body = changed(job(nprocPerNode=4), f"{CONTAINER}.resources.limits", {"nvidia.com/gpu": gpus})
