@@ -108,9 +108,11 @@ def _follows_rank(observation: Observation, fault: Fault) -> bool:
 
 
 def _spare_comes(observation: Observation, policy: Policy) -> bool:
-    """One that is not warm yet. The rounds until it is count as others do."""
+    """One that is not warm yet, or is to be made in the place of one that was lost. The rounds until it is warm count
+    as others do."""
+    to_be_made = len(observation.spares) < observation.job.spec.spares
     coming = any(view.heartbeat is None or view.silent_seconds <= FRESH_SECONDS for view in observation.spares)
-    return coming and not policy.refusal(Remedy.REPLACE_WORKER)
+    return (to_be_made or coming) and not policy.refusal(Remedy.REPLACE_WORKER)
 
 
 def _hopeless(observation: Observation, policy: Policy, fault: Fault, repeats: bool) -> FailJob | None:

@@ -83,7 +83,7 @@ def _change(observation: Observation, policy: Policy) -> Draft:
     spares = [_member(view) for view in warm if not preflight.awaited(observation, view)]
     nearest: seating.Nearest | None = None
     seats: list[Member] = []
-    for member in plan.members[:wanted]:
+    for member in _still_wanted(observation):
         view = observation.worker(member.worker)
         if view is not None and not view.record.leaving:
             seats.append(member)
@@ -106,6 +106,18 @@ def _change(observation: Observation, policy: Policy) -> Draft:
         if waiting is not None:
             return waiting
     return rounds.begin(observation, _numbered(observation.job, seats))
+
+
+def _still_wanted(observation: Observation) -> Sequence[Member]:
+    """The plan's members, so many as are wanted: after a scale-down, who was given up goes first, then the last ones.
+    Nobody would come for an empty seat while others are over."""
+    members, wanted = observation.plan.members, observation.job.spec.replicas
+    if len(members) <= wanted:
+        return members
+    views = ((member, observation.worker(member.worker)) for member in reversed(members))
+    given_up = [member.worker for member, view in views if view is None or view.record.leaving]
+    first = set(given_up[: len(members) - wanted])
+    return [member for member in members if member.worker not in first][:wanted]
 
 
 def _calm(draft: Draft) -> Draft:

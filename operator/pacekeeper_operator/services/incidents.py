@@ -28,7 +28,8 @@ async def write(cluster: Cluster, job: Job, incident: Incident, retention: float
     """Create or update; doing it twice is doing it once. `retention`: seconds. `known`: it should be there. True: it
     was not there before.
 
-    A write that was given up for want of an answer, and takes effect later all the same, undoes no later one.
+    A write that was given up for want of an answer, and takes effect later all the same, undoes no later one. What is
+    over stays as it ended: bookkeeping that was lost may begin it anew under its name.
     """
     there = await cluster.find(INCIDENTS, incident.name, job.namespace) if known else None
     fresh = False
@@ -37,6 +38,8 @@ async def write(cluster: Cluster, job: Job, incident: Incident, retention: float
             there, fresh = await cluster.create(INCIDENTS, _body(job, incident, retention)), True
         except Conflict:
             there = await cluster.get(INCIDENTS, incident.name, job.namespace)
+    if (there.get("status") or {}).get("outcome") not in (None, incident.outcome):
+        return fresh
     patch = {"metadata": _unchanged(there), "status": status(incident).to_patch()}
     await cluster.patch(INCIDENTS, incident.name, patch, job.namespace, subresource="status")
     return fresh

@@ -87,6 +87,16 @@ class TestIncident:
         body = await cluster.get(INCIDENTS, incident.name, "ns")
         assert body["status"]["outcome"] == "Recovered"
 
+    async def test_one_that_is_over_stays_as_it_ended(self, cluster: FakeCluster) -> None:
+        """A plan that was lost is made anew, and the same trouble of the same round has the same name."""
+        world = training()
+        (incident,) = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft.state.incidents.current
+        await incidents.write(cluster, world.job, replace(incident, outcome=Outcome.RECOVERED), 3600)
+        for again in (incident, replace(incident, outcome=Outcome.FAILED)):
+            assert not await incidents.write(cluster, world.job, again, 3600)
+            body = await cluster.get(INCIDENTS, incident.name, "ns")
+            assert body["status"]["outcome"] == "Recovered"
+
     async def test_twice_is_once(self, cluster: FakeCluster) -> None:
         world = training()
         draft = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft

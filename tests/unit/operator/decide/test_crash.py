@@ -66,6 +66,11 @@ class TestRepetition:
         assert isinstance(end, FailJob)
         assert (failed.remedy, any(price.chosen for price in failed.remedies)) == (None, False)
 
+    def test_a_spare_that_is_to_be_made_is_waited_for(self) -> None:
+        """The one there was is lost at the same moment, as on a node that takes both."""
+        world = replace(after_a_barren_round(spares=0), job=worlds.job(4, 1))
+        assert crashed(world, **BARREN).actions == (CountRestart(),)
+
     def test_a_step_in_between_begins_anew(self) -> None:
         assert crashed(after_a_barren_round(), **{**BARREN, "completed_step": True}).actions == (CountRestart(),)
 

@@ -144,6 +144,23 @@ class TestSeats:
         assert len(step(replace(asked, faults=stalls(asked, culprit=1))).plan.members) == 3
 
 
+class TestScaledDown:
+    """Three of four workers are wanted from now on, and there is no spare."""
+
+    @pytest.mark.parametrize("lost", [0, 1, 2, 3])
+    def test_an_empty_seat_goes_before_those_that_are_held(self, lost: int) -> None:
+        """Nobody comes for it, since three workers are there: the job would wait for ever."""
+        world = training(spares=0, job=job(3, 0))
+        world = leaving(change_worker(world, f"j-w{lost}-0", pod={"exit_code": 143}), f"j-w{lost}-0")
+        assert seats(step(world)) == [f"j-w{n}-0" for n in range(4) if n != lost]
+
+    def test_where_all_are_well_the_last_one_goes_by_a_checkpoint(self) -> None:
+        world = training(spares=0, job=job(3, 0))
+        asked = step(world)
+        assert len(asked.plan.members) == 4
+        assert asked.plan.checkpoint_request == world.plan.checkpoint_request + 1
+
+
 class TestShrinking:
     """Worker 1 is gone, there is no spare, and the job may train with two of four."""
 
