@@ -44,7 +44,8 @@ class SlotCopies(Protocol):
     """Whether the training goes on while the host does something else, since a device does the work of the steps."""
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Has copies into `memory` (uint8, on the host) begin without waiting; returns what ends that."""
+        """Has copies into `memory` (uint8, on the host; see `touch`) begin without waiting; returns what ends that. In
+        the thread that trains."""
 
     def begin(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Begins to copy the present content of each of `sources` into its target, on the host."""
@@ -215,7 +216,6 @@ class CudaStreams:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
-        self._device = torch.cuda.current_device()
 
     def beside(self) -> AbstractContextManager[object]:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -238,19 +238,20 @@ class CudaStreams:
         return torch.cuda.is_current_stream_capturing()
 
     def pin(self, memory: torch.Tensor) -> bool:
-        # Nobody can launch anything while CUDA has pages mapped: 0.3 s for 8 GB, but eight times as long for those that
-        # this process has never touched.
-        memory[::PAGESIZE].add_(0)
-        with torch.cuda.device(self._device):  # a thread's is the first one, which is another rank's
-            if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
-                return True
-            with suppress(RuntimeError):  # CUDA keeps the error for whoever launches something next
-                torch.ones(1, device="cuda")
+        if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            return True
+        with suppress(RuntimeError):  # CUDA keeps the error for whoever launches something next
+            torch.ones(1, device="cuda")
         return False
 
     def unpin(self, memory: torch.Tensor) -> None:
-        with torch.cuda.device(self._device):
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def touch(memory: torch.Tensor) -> None:
+    """Has all pages of `memory` (uint8, on the host) mapped, before it is pinned: nobody can launch anything while CUDA
+    does it, 0.3 s for 8 GB, but eight times as long for pages that this process has never touched."""
+    memory[::PAGESIZE].add_(0)
 
 
 def copies_for(optimizers: Collection[torch.optim.Optimizer]) -> SlotCopies:

@@ -48,6 +48,7 @@ from pacekeeper.torch_internals import StorageInfo, set_element
 from pacekeeper_analysis.errors import InputError
 
 from .checkpoints import described, in_short
+from .copies import touch
 from .manifests import FileSum, checksum
 from .worker import this_worker
 
@@ -230,6 +231,7 @@ class Saver:
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._room = torch.frombuffer(memory, dtype=torch.uint8)
             if on_gpu:
+                touch(self._room)
                 self._unpin = self._pin(self._room)
         copies = iter(_copies(self._room, tensors))
         if on_gpu:

@@ -47,7 +47,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
 
 from .beside import beside
-from .copies import CopyTime, HostCopies, SlotCopies, TornCopyError
+from .copies import CopyTime, HostCopies, SlotCopies, TornCopyError, touch
 from .rank_state import RANK_STATE_BYTES
 from .versions import NOTHING, Version
 
@@ -258,19 +258,25 @@ class Snapshots:
             if self._making is None:
                 self.give_up()  # its memory goes first: there is room for two slots, not for three
                 if not self._copies.asynchronous:
-                    self._slots[self._next] = self._new_slot(path, layout, len(skeleton))
+                    self._take(self._new_slot(path, layout, len(skeleton)))
                     return
                 self._making = beside(lambda: self._new_slot(path, layout, len(skeleton)), "pacekeeper-slot")
             if not wait and not self._making.done():
                 return
             making, self._making = self._making, None
-            self._slots[self._next] = making.result()
+            self._take(making.result())
             del making  # it holds the slot, too
+
+    def _take(self, slot: Slot) -> None:
+        """As the next one. In the training's own thread: it captures no graph now, which pinning would break."""
+        slot.unpin = self._copies.pin(slot.content)
+        self._slots[self._next] = slot
 
     def _new_slot(self, path: Path, layout: Layout, skeleton_bytes: int) -> Slot:
         self._clean()
         slot = Slot(lambda total: self._allocate_first(path, total), self._world_size, layout, skeleton_bytes)
-        slot.unpin = self._copies.pin(slot.content)
+        if self._copies.asynchronous:
+            touch(slot.content)
         return slot
 
     def _by_age(self) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from pacekeeper.keep import snapshots
 from pacekeeper.keep.copies import HostCopies
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES, capture_rank_state, restore_rank_state
 from pacekeeper.keep.snapshots import HEADER_BYTES, GuestSlot, Snapshots, Written, taking_turns, unpack
@@ -368,6 +369,24 @@ def test_a_slot_that_does_not_fit_any_more_is_gone_before_another_is_made(
         weight = torch.zeros(nbytes, dtype=torch.uint8)
         assert writer.write(5, {"weight": weight}, MODEL, wait=True) is Written.MADE_AND_COPIED
     assert held == [0, 0]
+
+
+def test_pages_come_beside_the_training_and_are_pinned_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned in another thread, they would break a graph that is captured meanwhile, and be another GPU's."""
+    seen: list[tuple[str, bool]] = []
+
+    def here(what: str) -> None:
+        seen.append((what, threading.current_thread() is threading.main_thread()))
+
+    def pin(_copies: HostCopies, _memory: torch.Tensor) -> Callable[[], None]:
+        here("pinned")
+        return lambda: None
+
+    monkeypatch.setattr(HostCopies, "asynchronous", True)
+    monkeypatch.setattr(HostCopies, "pin", pin)
+    monkeypatch.setattr(snapshots, "touch", lambda _: here("touched"))
+    assert make(tmp_path).write(5, {"weight": torch.zeros(10)}, MODEL, wait=True) is Written.MADE_AND_COPIED
+    assert seen == [("touched", False), ("pinned", True)]
 
 
 def test_a_slot_that_was_begun_for_a_smaller_state_is_made_anew(
