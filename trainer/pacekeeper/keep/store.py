@@ -136,8 +136,7 @@ class Store:
         return self._neighbours.have_last()
 
     def snapshot(self, step: int, samples: int, leaving: bool = False) -> None:
-        """Copies the state after `step` into shared memory; `settle` makes it valid, and with `wait` comes first, for
-        the one before. Collective.
+        """Copies the state after `step` into shared memory; `settle` makes it valid. Collective.
 
         None is taken while the one before is on its way to a neighbour: otherwise what neighbours have might soon be
         older than what the others still have.
@@ -145,6 +144,7 @@ class Store:
         samples: of this rank, since the job's beginning. leaving: some rank is about to be gone, and what it has with
         it; there is no later one, so that before this one is left out, the one before is waited for.
         """
+        self.settle(wait=True)  # who would know the step of the one before has settled it
         if not self._neighbours.have_last(LAST_COPY_SECONDS if leaving else 0.0):
             return
         self._neighbours.begin_snapshot()
