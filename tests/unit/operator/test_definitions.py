@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.definitions import BEFORE, CURRENT, narrowed, read, versions
+from tests.support.definitions import BEFORE, CURRENT, WIDER, narrowed, read, versions
 
 OLD, NEW = read(BEFORE), read(CURRENT)
 
@@ -65,6 +65,13 @@ def test_what_narrows_is_seen(change: Callable[[Any], None], fault: str) -> None
     new = copy.deepcopy(SCHEMA)
     change(new)
     assert list(narrowed(SCHEMA, new)) == [fault]
+
+
+def test_a_rule_that_lets_more_through_narrows_the_way_back_alone() -> None:
+    ((narrow, wide),) = WIDER.items()
+    old, new = ({**SCHEMA, "x-kubernetes-validations": [{"rule": rule}]} for rule in (narrow, wide))
+    assert list(narrowed(old, new)) == []
+    assert list(narrowed(new, old)) == [": takes fewer values"]
 
 
 def test_what_widens_is_not() -> None:
