@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from demo import job, kube
-from demo.faults import Fault, Relief, all_faults
+from demo.faults import REPLICAS, Fault, Relief, all_faults
 from demo.job import Job
 from demo.report import THROUGHPUT, Outcome, Report, write
 from demo.view import View
@@ -104,7 +104,8 @@ def first_step(view: View) -> float:
 
 
 def steady(view: View, steps: int, spare: bool = True) -> None:
-    """Wait until the job has trained undisturbed for so many steps, with a spare in place if there is to be one."""
+    """Wait until the job has trained undisturbed for so many steps, with all its workers, and with a spare in place if
+    there is to be one."""
     view.say("training undisturbed …")
     since: list[int] = []
 
@@ -117,6 +118,7 @@ def steady(view: View, steps: int, spare: bool = True) -> None:
         if (
             starting
             or now.phase != "Running"
+            or now.ready < REPLICAS
             or now.spares < spare
             or any(is_open(incident) for incident in job.incidents())
         ):
