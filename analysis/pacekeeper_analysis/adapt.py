@@ -12,12 +12,13 @@ Everything is pure: windows in, proposals out. `price.choose` takes `way.option(
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from . import price, shares
 from .diagnose.windows import WINDOW_SECONDS, Window, align, since_longer
@@ -56,6 +57,9 @@ BROKEN = 3.0
 """A rank so many times slower than its peers is broken rather than slow."""
 NAMED = 8
 """Ranks in a sentence at most."""
+COLLECTS_EVERY, STEPS_BEFORE = 50, 100
+"""Steps of a rank between two garbage collections that are worth planning, before any is seen, and of how many steps
+that is taken to be known."""
 SAME_COST = 0.02
 """Costs by which the ranks' parts of a step differ by less balance alike."""
 AS_GOOD = 1.1
@@ -121,10 +125,11 @@ class Way:
         return replace(plan, version=plan.version + 1, sync_mode=self.mode, **told)
 
 
-def diagnose(windows: Sequence[RankWindow], threshold: float) -> Diagnosis | None:
+def diagnose(windows: Sequence[RankWindow], threshold: float, slow: Collection[int] = ()) -> Diagnosis | None:
     """What costs the synchronous job most.
 
-    `Trouble.NONE` where no trouble has an S of `threshold` or more. None where the windows cannot tell: ranks are
+    `Trouble.NONE` where no trouble has an S of `threshold` or more; of `GARBAGE`, which costs nothing to be rid of, of
+    `slight(threshold)`. slow: ranks that are known to be slow by more steps than these. None where the windows cannot tell: ranks are
     missing, fewer than 8 common steps since the shares last changed, or a Local-SGD mode is in force; or it has begun
     in the last few steps. One that has begun within the windows is judged by the steps since: those before would only
     make it look less.
@@ -132,18 +137,23 @@ def diagnose(windows: Sequence[RankWindow], threshold: float) -> Diagnosis | Non
     if any(window.sync_mode not in {"", SyncMode.SYNC} for window in windows):
         return None
     window = align(windows)
-    work = None if window is None else Work.of(window, threshold)
+    work = None if window is None else Work.of(window, threshold, slow)
     if window is None or work is None:
         return None
     found = _judge(work, threshold)
     since = _since_first_sign(work, found.trouble, threshold)
-    later = None if since is None else Work.of(since, threshold)
+    later = None if since is None else Work.of(since, threshold, slow)
     if since is None or later is None:
         return found
     if len(since.steps) < FEW_STEPS:
         return None if found.trouble is not Trouble.NONE else found
     alone = _judge(later, threshold)
     return alone if alone.trouble is found.trouble or _is_broken(alone) else found
+
+
+def slight(threshold: float) -> float:
+    """The slowdown from which on something below the threshold is dealt with, if it lasts, or is free to be rid of."""
+    return 1.0 + (threshold - 1.0) / 2
 
 
 def _since_first_sign(work: Work, trouble: Trouble, threshold: float) -> Window | None:
@@ -215,7 +225,7 @@ def ways(
     sequence_cost: by which the plan has samples balanced; None: by the script's own, if at all.
     smallest_share, largest_share: samples that a rank can take in a step (memory).
     """
-    work = Work.of(diagnosis.window, threshold)
+    work = Work.of(diagnosis.window, threshold, diagnosis.culprits)
     if work is None:
         return ()
     trouble, found = diagnosis.trouble, list[Way]()
@@ -283,7 +293,7 @@ def way_back(
     if new_shares is not None:
         work = work.reshared(new_shares)
     found = _judge(work, threshold)
-    lower = 1.0 + (threshold - 1.0) / 2
+    lower = slight(threshold)
     limits = {each: lower if trouble in {each, Trouble.NONE} else threshold for each in found.effects}
     limits |= {each: max(limits[each], s) for each, s in (usual or {}).items()}
     (by_clock,) = _local_sgd(work, 1.0, transfer, counted=False)
@@ -328,10 +338,11 @@ class Hysteresis:
 
 def _judge(work: Work, threshold: float) -> Diagnosis:
     now = work.step_seconds
-    _, planned_garbage = _plan_garbage(work.garbage)
+    apart = _collected_apart(work.garbage)
+    _, planned_garbage = _plan_garbage(apart)
     has_to_change = work.has_slow_ranks or work.is_uneven
     lost = {
-        Trouble.GARBAGE: work.longest(work.own) - work.longest(work.working) - planned_garbage,
+        Trouble.GARBAGE: work.longest(work.own) - work.longest(work.own - apart) - planned_garbage,
         Trouble.LENGTHS: work.longest(work.working) - work.longest(work.level),
         Trouble.COMPUTE: work.longest(work.level) - work.longest(work.paced) if has_to_change else 0.0,
         Trouble.VOLATILE: work.longest(work.paced) - work.steady_seconds,
@@ -340,6 +351,8 @@ def _judge(work: Work, threshold: float) -> Diagnosis:
     effects = {trouble: now / (now - min(max(0.0, seconds), 0.99 * now)) for trouble, seconds in lost.items()}
     main = max(effects, key=lambda trouble: effects[trouble])
     trouble = main if effects[main] >= threshold else Trouble.NONE
+    if trouble is Trouble.NONE and effects[Trouble.GARBAGE] >= slight(threshold):
+        trouble = main = Trouble.GARBAGE
     return Diagnosis(
         trouble=trouble,
         slowdown=effects[main],
@@ -540,14 +553,26 @@ def _planned_garbage(work: Work, reference: float) -> Way:
 def _plan_garbage(garbage: Seconds) -> tuple[int, float]:
     """Steps between two collections, as often as the ranks collect by themselves, and what they cost a step then.
 
-    All collect in the same step, so the longest pause counts, once. garbage: (steps, ranks).
+    All collect in the same step, so the longest pause counts, once. garbage: (steps, ranks). How often is the mean of
+    what these steps show and of COLLECTS_EVERY, as if STEPS_BEFORE had been seen: a window is looked at because of its
+    pauses, and a short one has many by luck.
     """
     if garbage.max() <= 0:
         return 1, 0.0
-    pauses = garbage >= 0.25 * garbage.max()
-    often = float(pauses.mean())
+    pauses = _pauses(garbage)
+    often = (float(pauses.sum()) + STEPS_BEFORE / COLLECTS_EVERY) / (garbage.size + STEPS_BEFORE)
     lengths = np.where(pauses, garbage, 0.0).sum(axis=0) / np.maximum(pauses.sum(axis=0), 1)
     return max(1, round(1.0 / often)), often * float(lengths.max()) + float(garbage[~pauses].sum()) / garbage.size
+
+
+def _collected_apart(garbage: Seconds) -> Seconds:
+    """Without the collections that all ranks do in the same step: nobody waits for those."""
+    together = _pauses(garbage).all(axis=1, keepdims=True)
+    return np.where(together, 0.0, garbage)
+
+
+def _pauses(garbage: Seconds) -> npt.NDArray[np.bool_]:
+    return np.asarray((garbage >= 0.25 * garbage.max()) & (garbage > 0))
 
 
 def _balanced_lengths(work: Work, reference: float, in_force: SequenceCost | None) -> Way:

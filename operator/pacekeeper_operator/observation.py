@@ -150,6 +150,15 @@ NOT_ASKED = "Prometheus has not been asked lately"
 
 
 @dataclass(frozen=True)
+class Lasting:
+    """Ranks that are slower than their peers by so little that it takes several windows to tell."""
+
+    ranks: tuple[int, ...]
+    pace: float  # of the slowest: its own work a sample over the ranks' median
+    since: float  # seconds since the epoch; of the first of them
+
+
+@dataclass(frozen=True)
 class Metrics:
     """How a job does: by what its ranks say, and by Prometheus; None: nothing is known (yet)."""
 
@@ -167,6 +176,7 @@ class Metrics:
     throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
     untold: tuple[str, ...] = ()  # members whose ranks' figures are not known now
+    lasting: Lasting | None = None
     # By Prometheus.
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
     gpu_signs: tuple[GpuValue, ...] = ()  # that GPUs of all nodes show

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,10 +52,10 @@ class Work:
     exposed: float  # seconds of communication in a step that no computation hides
 
     @classmethod
-    def of(cls, window: Window, threshold: float) -> Work | None:
+    def of(cls, window: Window, threshold: float, slow: Collection[int] = ()) -> Work | None:
         """None where seconds are not finite and positive.
 
-        threshold: so many times its peers' time makes a rank slow.
+        threshold: so many times its peers' time makes a rank slow. slow: ranks that are known to be so anyway.
         """
         if not _are_sound(window.compute_seconds, window.step_seconds) or window.samples.min() < 0:
             return None
@@ -66,6 +66,8 @@ class Work:
         even = level / costs.seconds(samples) * costs.seconds(samples.mean(axis=1, keepdims=True))
         relative = even / peers_median(even)
         culprits = _persistently(relative >= threshold)
+        named = culprits | np.isin(np.arange(culprits.size), list(slow))
+        culprits = culprits if named.all() else named
         common = 1.0 / np.mean(1.0 / even, axis=1, keepdims=True)  # what the best shares come near to
         differ = bool(_persistently(even / common >= threshold).any())
         paced = even.copy()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from pacekeeper_analysis import adapt
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 from pacekeeper_operator.api import Cause
@@ -15,7 +16,7 @@ from pacekeeper_operator.decide import straggler
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.observation import Metrics, Observation, WorkerView
 from pacekeeper_operator.observation import Policy as Rules
-from pacekeeper_operator.observe import figures
+from pacekeeper_operator.observe import figures, lasting
 from pacekeeper_operator.state import Draft
 from tests.support.worlds import NOW, policy, training
 
@@ -81,6 +82,7 @@ class Ours:
         self._membership, self._round_from = self.draft.plan.membership, -TRAINED_SECONDS
         self._seen_acts: set[tuple[str, str]] = set()
         self._told: tuple[Evidence, ...] = ()
+        self._paces = lasting.Paces()
 
     def wish(self, now: Now) -> Setup:
         end = now.second + 1
@@ -142,7 +144,9 @@ class Ours:
         if rows is None:
             return Metrics(untold=tuple(member.worker for member in members))
         heard = {member.worker: rows[n * each : (n + 1) * each] for n, member in enumerate(members)}
-        return figures.metrics(heard, self.draft.plan, Metrics())
+        rows, untold = figures.of_plan(heard, self.draft.plan)
+        self._paces = lasting.seen(self._paces, rows, self.draft.plan.membership, adapt.slight(THRESHOLD), NOW + end)
+        return replace(figures.metrics(rows, untold, self.draft.plan, Metrics()), lasting=self._paces.lasting)
 
     def _answers(self, end: int) -> tuple[Evidence, ...]:
         """To the request that is out: once given, they stay."""

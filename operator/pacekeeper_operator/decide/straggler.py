@@ -68,8 +68,9 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     found = diagnose(observation, observation.job.spec.detection.straggler_slowdown if due else BROKEN)
     if found is None:
         return None
-    if found.trouble is Trouble.NONE and (due if found.culprits else _shares_misfit(observation, found)):
-        found = replace(found, trouble=Trouble.COMPUTE, slowdown=found.effects[Trouble.COMPUTE])  # little, but for long
+    little = due or bool(_lasting(observation)) if found.culprits else _shares_misfit(observation, found)
+    if found.trouble is Trouble.NONE and little:  # but for long
+        found = replace(found, trouble=Trouble.COMPUTE, slowdown=found.effects[Trouble.COMPUTE])
     if found.trouble is Trouble.NONE or _as_ever(observation, found) or _is_looked_into(observation, found):
         return None
     return _decide(observation, policy, found)
@@ -88,7 +89,7 @@ def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None
     if observation.plan.sync_mode is SYNC:
         if waits.may_have_stages(observation):
             return None  # the next answer tells what its ranks do together
-        return waits.of_stages(observation) or adapt.diagnose(windows, threshold)
+        return waits.of_stages(observation) or adapt.diagnose(windows, threshold, _lasting(observation))
     return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 
@@ -142,7 +143,7 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
     if waits and not slow:
         if observation.step_seconds > suspicion.step_seconds * observation.job.spec.detection.straggler_slowdown:
             suspicion = replace(suspicion, since=now, step_seconds=observation.step_seconds)  # another trouble, now
-        elif _in_vain(observation, suspicion):
+        elif _in_vain(observation, suspicion) and not _shows(observation):
             return _give_up(observation, suspicion.step_seconds)
     if now - suspicion.asked_at <= pause_between_questions(now - suspicion.since):
         return draft
@@ -199,7 +200,9 @@ def _since(observation: Observation, found: Diagnosis) -> float:
     if observation.plan.sync_mode is not SYNC:
         return suspicion.first_sign
     lasted = float(np.median(found.window.step_seconds, axis=1).sum())
-    return min(suspicion.first_sign, suspicion.asked_at - lasted)
+    since = min(suspicion.first_sign, suspicion.asked_at - lasted)
+    lasting = observation.metrics.lasting
+    return since if lasting is None or not found.culprits else min(since, lasting.since)
 
 
 def _suspect_broken(observation: Observation, policy: Policy) -> Draft:
@@ -235,9 +238,18 @@ def window_steps(observation: Observation) -> int:
 
 
 def _slow(observation: Observation) -> bool:
-    """Some rank's own work takes longer than its peers'."""
+    """Some rank's own work takes longer than its peers', by much or for long."""
     pace = observation.metrics.pace
-    return pace is not None and pace >= observation.job.spec.detection.straggler_slowdown
+    if pace is None:
+        return False
+    return pace >= observation.job.spec.detection.straggler_slowdown or bool(_lasting(observation))
+
+
+def _lasting(observation: Observation) -> tuple[int, ...]:
+    """Ranks that are a little slower than their peers, window after window. In a script that is only watched they may
+    differ by nature."""
+    lasting = observation.metrics.lasting
+    return () if lasting is None or not steered(observation) else lasting.ranks
 
 
 def _alike(observation: Observation) -> bool:
@@ -307,6 +319,12 @@ def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
     window = window_steps(observation) * observation.step_seconds
     quiet = suspicion.shown in (None, Trouble.NONE)
     return quiet and observation.now - suspicion.since > max(PATIENCE_SECONDS, window)
+
+
+def _shows(observation: Observation) -> bool:
+    """The answers at hand show trouble, which those before them did not."""
+    found = diagnose(observation)
+    return found is not None and found.trouble is not Trouble.NONE and not _as_ever(observation, found)
 
 
 def left_alone(observation: Observation, *, forbidden: bool) -> Draft:
@@ -516,7 +534,7 @@ def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Wa
         return refusal
     if way.mode is not SYNC and observation.job.spec.sync_mode is not WantedMode.AUTO:
         return f"spec.syncMode is {observation.job.spec.sync_mode}"
-    if any(view.heartbeat is not None and not view.heartbeat.steered for view in observation.members):
+    if not steered(observation):
         return "the script does not use the library, so it cannot be steered"
     if way.remedy == Remedy.REBALANCE and observation.state.adaptation.shares_refusal:
         return f"the ranks refused it: {observation.state.adaptation.shares_refusal}"
@@ -533,6 +551,11 @@ def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Wa
         seconds = last.changed_at + last.hold_seconds - observation.now
         return f"the mode has changed lately and stays for another {seconds:.0f} s"
     return ""
+
+
+def steered(observation: Observation) -> bool:
+    """Whether the script uses the library, as far as is heard, and so trains as the plan says."""
+    return all(view.heartbeat is None or view.heartbeat.steered for view in observation.members)
 
 
 def _mode_held(observation: Observation) -> bool:

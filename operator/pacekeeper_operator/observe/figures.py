@@ -46,8 +46,14 @@ def read(figures: Sequence[RankFigures]) -> Rows:
     return np.array([_values(each) for each in by_rank.values()], ROW)
 
 
-def metrics(heard: Mapping[str, Rows], plan: Plan, known: Metrics) -> Metrics:
-    """What the ranks of the plan say, beside what is `known` already. heard: of each worker that is heard now."""
+def metrics(rows: Rows, untold: Sequence[str], plan: Plan, known: Metrics) -> Metrics:
+    """What the ranks of the plan say, beside what is `known` already. rows, untold: as of `of_plan`."""
+    return replace(_of_rows(rows, known), steps=_steps(rows, plan), untold=tuple(untold))
+
+
+def of_plan(heard: Mapping[str, Rows], plan: Plan) -> tuple[Rows, Sequence[str]]:
+    """What the ranks of the plan say, in their order, and the members of which some rank's is missing. heard: of each
+    worker that is heard now."""
     told, untold = [heard.get(member.worker, NOTHING) for member in plan.members], []
     rows = _joined(told)
     # Most often every worker tells of all of its own ranks and of no other.
@@ -58,7 +64,7 @@ def metrics(heard: Mapping[str, Rows], plan: Plan, known: Metrics) -> Metrics:
             if len(told[place]) < len(member.ranks):
                 untold.append(member.worker)
         rows = _joined(told)
-    return replace(_of_rows(rows, known), steps=_steps(rows, plan), untold=tuple(untold))
+    return rows, untold
 
 
 def _joined(told: Sequence[Rows]) -> Rows:

@@ -7,13 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pacekeeper_analysis import adapt
+
 from ..api import LABEL_JOB, Job
 from ..cluster import PODS, Cluster
 from ..manifests import metrics_port
 from ..network import Network
 from ..observation import FRESH_SECONDS, HEARD_SECONDS, Metrics, Observation, PodView, Surroundings, WorkerView
 from ..state import Draft, Worker
-from . import figures, reachability
+from . import figures, lasting, reachability
 from .memory import JobMemory, Memory
 from .neighbourhood import KnownNodes
 from .store import Shelf
@@ -35,10 +37,16 @@ async def pods(cluster: Cluster, job: Job) -> tuple[PodView, ...]:
 
 
 def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
-    """What the ranks say that are heard, beside what Prometheus says."""
+    """What the ranks say that are heard, and have said before, beside what Prometheus says."""
+    assert memory.job is not None
     assert memory.draft is not None
+    plan = memory.draft.plan
     heard = {name: one.figures for name, one in memory.contacts.items() if one.heard(now, FRESH_SECONDS)}
-    return figures.metrics(heard, memory.draft.plan, prometheus)
+    rows, untold = figures.of_plan(heard, plan)
+    if not untold:
+        least = adapt.slight(memory.job.spec.detection.straggler_slowdown)
+        memory.paces = lasting.seen(memory.paces, rows, plan.membership, least, now)
+    return replace(figures.metrics(rows, untold, plan, prometheus), lasting=memory.paces.lasting)
 
 
 def observe(

@@ -23,6 +23,7 @@ from ..queues import Turn
 from ..state import Case, Draft
 from .faults import OpenFaults
 from .figures import NOTHING, Rows
+from .lasting import Paces
 from .neighbourhood import Neighbourhood, Shown
 from .readers import Readers
 from .store import Key, key_of
@@ -71,6 +72,7 @@ class JobMemory:
     gathered: tuple[Gang, str] | None = None  # the last gang that was placed together, and the PodGroup of its pods
     gathering: asyncio.Lock = field(default_factory=asyncio.Lock)  # once for all pods of a gang
     metrics: Metrics = field(default_factory=Metrics)  # as the last pass has found them
+    paces: Paces = field(default_factory=Paces)  # of its ranks, in the last windows
     rulings: dict[Case, Ruling] = field(default_factory=dict)  # what has become of the nodes that incidents blame
     checks: dict[str, NodeCheck] = field(default_factory=dict)  # by UID of a node that the job has asked about
     patterns: dict[int, bytes] = field(default_factory=dict)  # by rank, of the behaviour window that is out

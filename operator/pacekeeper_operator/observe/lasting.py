@@ -1,0 +1,72 @@
+"""Ranks that are a little slower than their peers, window after window: one window could not tell that from luck.
+
+Pure. A window is so many steps as a worker's figures are of; those that are looked at here follow one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pacekeeper_analysis.diagnose.windows import MINIMAL_STEPS
+
+from ..observation import Lasting
+from .figures import SHORTEST, Rows
+
+Values = npt.NDArray[np.float32]
+
+MOST_WINDOWS, LEAST_WINDOWS = 16, 4
+"""That are kept; and that it takes to know by how much a rank's pace differs from window to window by luck."""
+CLEARLY = 6.0
+"""Standard errors above its peers that a rank's mean pace is, at least: among thousands, looked at for days."""
+NORMAL = 0.9539
+"""Median distance of two draws from a normal distribution, over its standard deviation."""
+
+
+@dataclass(frozen=True)
+class Paces:
+    """Of the ranks of one membership: own work a sample over the ranks' median, the newest window last."""
+
+    membership: int = 0
+    ends: tuple[float, ...] = ()  # seconds since the epoch, when each window was told of
+    windows: tuple[Values, ...] = ()  # (ranks,), in the order of the plan
+    lasting: Lasting | None = None  # ranks that are slow in them
+    told: Values | None = None  # seconds a sample, as the newest of them was told
+    next_at: float = 0.0  # from when on there may be another
+
+
+def seen(before: Paces, rows: Rows, membership: int, least: float, now: float) -> Paces:
+    """With what all ranks tell now, where that is of steps that nothing before was of.
+
+    rows: of all ranks, in the order of the plan. least: so many times its peers' time a rank takes that is slow.
+    """
+    if membership != before.membership:
+        before = Paces(membership)
+    if now < before.next_at or not len(rows) or rows["steps"].min() < MINIMAL_STEPS:
+        return before
+    told = rows["compute_seconds_per_sample"].astype(np.float32)
+    if told.min() <= SHORTEST or (before.told is not None and (told == before.told).any()):
+        return before  # some rank has said nothing new
+    ends = (*before.ends, now)[-MOST_WINDOWS:]
+    windows = (*before.windows, told / np.median(told))[-MOST_WINDOWS:]
+    found = _lasting(windows, ends, rows["rank"].tolist(), least) if len(windows) >= LEAST_WINDOWS else None
+    return Paces(membership, ends, windows, found, told, now + float(rows["steps"].max() * rows["step_seconds"].max()))
+
+
+def _lasting(
+    windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[int], least: float
+) -> Lasting | None:
+    """Ranks that take `least` × their peers' time or more, on the mean of the windows since they stand out; None: there
+    are none, or it may be luck."""
+    paces = np.stack(windows)[::-1]  # the newest first
+    noise = float(np.median(np.abs(np.diff(paces, axis=0)))) / NORMAL
+    stands_out = np.logical_and.accumulate(paces >= 1.0 + (least - 1.0) / 2, axis=0)
+    count = stands_out.sum(axis=0)
+    pace = (paces * stands_out).sum(axis=0) / np.maximum(count, 1)
+    found = np.flatnonzero((count > 1) & (pace >= least) & ((pace - 1.0) * np.sqrt(count) >= CLEARLY * noise))
+    if not len(found):
+        return None
+    return Lasting(tuple(ranks[at] for at in found), float(pace[found].max()), ends[-int(count[found].max())])
