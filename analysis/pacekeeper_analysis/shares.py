@@ -239,7 +239,7 @@ def _without_pauses(relative: Seconds) -> Seconds:
     usual = np.median(relative, axis=0)
     spread = 1.4826 * np.median(np.abs(relative - usual), axis=0)
     long = relative > usual + np.maximum(6.0 * spread, 0.15 * usual)
-    rare = long.sum(axis=0) <= max(1.0, 0.1 * len(relative))
+    rare = long.sum(axis=0) <= max(2.0, 0.1 * len(relative))
     return np.where(long & rare, usual, relative)
 
 

@@ -72,7 +72,7 @@ class Work:
         differ = bool(_persistently(even / common >= threshold).any())
         paced = even.copy()
         if culprits.any():
-            paced[:, culprits] = np.median(paced[:, ~culprits], axis=1, keepdims=True)
+            paced[:, culprits] /= np.maximum(np.median(relative[:, culprits], axis=0), 1.0)
         elif differ:
             paced *= np.median(common / even, axis=0)
         waits = np.min(window.step_seconds - window.compute_seconds, axis=1)  # of the rank that comes last
@@ -224,7 +224,7 @@ def _usual(seconds: Seconds) -> npt.NDArray[np.bool_]:
     median = float(np.median(seconds))
     spread = 1.4826 * float(np.median(np.abs(seconds - median)))
     long = seconds > median + max(6.0 * spread, 0.15 * median)
-    return ~long if long.sum() <= max(1.0, EXCEPTIONAL * len(seconds)) else np.ones_like(long)
+    return ~long if long.sum() <= max(2.0, EXCEPTIONAL * len(seconds)) else np.ones_like(long)
 
 
 def _are_sound(*seconds: Seconds) -> bool:
