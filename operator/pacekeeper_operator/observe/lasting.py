@@ -41,11 +41,12 @@ class Paces:
 def seen(before: Paces, rows: Rows, membership: int, least: float, now: float) -> Paces:
     """With what all ranks tell now, where that is of steps that nothing before was of.
 
-    rows: of all ranks, in the order of the plan. least: so many times its peers' time a rank takes that is slow.
+    rows: of all ranks, in the order of the plan. least: so many times its peers' time a rank takes that is slow. Under
+    shares of several sizes nothing is told: what a step costs whatever its samples makes a small one look slow.
     """
-    if membership != before.membership:
-        before = Paces(membership)
-    if now < before.next_at or not len(rows) or rows["steps"].min() < MINIMAL_STEPS:
+    if not len(rows) or membership != before.membership or np.ptp(rows["share"]) > 1:
+        return Paces(membership)
+    if now < before.next_at or rows["steps"].min() < MINIMAL_STEPS:
         return before
     told = rows["compute_seconds_per_sample"].astype(np.float32)
     if told.min() <= SHORTEST or (before.told is not None and (told == before.told).any()):
