@@ -20,8 +20,10 @@ Values = npt.NDArray[np.float32]
 
 MOST_WINDOWS, LEAST_WINDOWS = 16, 4
 """That are kept; and that it takes to know by how much a rank's pace differs from window to window by luck."""
+NO_ACCIDENT = 3
+"""Windows in which a rank is slow, of which not most can be so by a single long step."""
 CLEARLY = 6.0
-"""Standard errors above its peers that a rank's mean pace is, at least: among thousands, looked at for days."""
+"""Standard errors above its peers that a rank's pace is, at least: among thousands, looked at for days."""
 NORMAL = 0.9539
 """Median distance of two draws from a normal distribution, over its standard deviation."""
 
@@ -57,17 +59,15 @@ def seen(before: Paces, rows: Rows, membership: int, least: float, now: float) -
     return Paces(membership, ends, windows, found, told, now + float(rows["steps"].max() * rows["step_seconds"].max()))
 
 
-def _lasting(
-    windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[int], least: float
-) -> Lasting | None:
-    """Ranks that take `least` × their peers' time or more, on the mean of the windows since they stand out; None: there
-    are none, or it may be luck."""
+def _lasting(windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[int], least: float) -> Lasting | None:
+    """Ranks that take `least` × their peers' time or more, by the median of the windows since they stand out, of which
+    one may be long by accident; None: there are none, or it may be luck."""
     paces = np.stack(windows)[::-1]  # the newest first
     noise = float(np.median(np.abs(np.diff(paces, axis=0)))) / NORMAL
-    stands_out = np.logical_and.accumulate(paces >= 1.0 + (least - 1.0) / 2, axis=0)
-    count = stands_out.sum(axis=0)
-    pace = (paces * stands_out).sum(axis=0) / np.maximum(count, 1)
-    found = np.flatnonzero((count > 1) & (pace >= least) & ((pace - 1.0) * np.sqrt(count) >= CLEARLY * noise))
-    if not len(found):
+    stands_out = np.logical_and.accumulate(paces >= 1.0 + (least - 1.0) / 2, axis=0).sum(axis=0)
+    paced = {at: float(np.median(paces[: stands_out[at], at])) for at in np.flatnonzero(stands_out >= NO_ACCIDENT)}
+    surely = {at: CLEARLY * noise / np.sqrt(stands_out[at]) for at in paced}
+    found = [at for at, pace in paced.items() if pace >= least and pace - 1.0 >= surely[at]]
+    if not found:
         return None
-    return Lasting(tuple(ranks[at] for at in found), float(pace[found].max()), ends[-int(count[found].max())])
+    return Lasting(tuple(ranks[at] for at in found), max(paced[at] for at in found), ends[-int(stands_out[found].max())])
