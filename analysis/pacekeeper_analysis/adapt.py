@@ -158,12 +158,13 @@ def slight(threshold: float) -> float:
 
 def _since_first_sign(work: Work, trouble: Trouble, threshold: float) -> Window | None:
     """The steps since the trouble began, within the window; None: it is older, or it does not show when."""
-    if trouble is Trouble.GARBAGE:
-        return None
-    if trouble is not Trouble.LENGTHS:
+    if trouble is Trouble.GARBAGE:  # without the first collection itself, after which the window begins
+        shows = np.append(False, _pauses(_collected_apart(work.garbage)).any(axis=1)[:-1])
+    elif trouble is Trouble.LENGTHS:  # other steps, longer or shorter, are between
+        shows = work.working.max(axis=1) >= threshold * work.level.max(axis=1)
+    else:
         return since_longer(work.window, threshold)
-    uneven = work.working.max(axis=1) >= threshold * work.level.max(axis=1)  # others, longer or shorter, are between
-    first = int(np.argmax(uneven))
+    first = int(np.argmax(shows))
     return work.window.of(slice(first, None)) if first else None
 
 

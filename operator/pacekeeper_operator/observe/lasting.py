@@ -24,6 +24,8 @@ NO_ACCIDENT = 3
 """Windows in which a rank is slow, of which not most can be so by a single long step."""
 CLEARLY = 6.0
 """Standard errors above its peers that a rank's pace is, at least: among thousands, looked at for days."""
+SIMILAR = 1.3
+"""Times the smallest share. What a step costs whatever its samples makes a rank with few of them look slow."""
 NORMAL = 0.9539
 """Median distance of two draws from a normal distribution, over its standard deviation."""
 
@@ -44,9 +46,9 @@ def seen(before: Paces, rows: Rows, membership: int, least: float, now: float) -
     """With what all ranks tell now, where that is of steps that nothing before was of.
 
     rows: of all ranks, in the order of the plan. least: so many times its peers' time a rank takes that is slow. Under
-    shares of several sizes nothing is told: what a step costs whatever its samples makes a small one look slow.
+    shares that differ by more than SIMILAR nothing is told.
     """
-    if not len(rows) or membership != before.membership or np.ptp(rows["share"]) > 1:
+    if not len(rows) or membership != before.membership or rows["share"].max() > SIMILAR * rows["share"].min():
         return Paces(membership)
     if now < before.next_at or rows["steps"].min() < MINIMAL_STEPS:
         return before
