@@ -164,7 +164,7 @@ def _since_first_sign(work: Work, trouble: Trouble, threshold: float) -> Window 
         shows = work.working.max(axis=1) >= threshold * work.level.max(axis=1)
     else:
         return since_longer(work.window, threshold)
-    first = int(np.argmax(shows))
+    first = int(np.argmax(shows)) if shows.any() else len(shows) - 1
     return work.window.of(slice(first, None)) if first else None
 
 
@@ -222,7 +222,8 @@ def ways(
 
     Exact synchronous SGD (other shares, planned garbage collection, samples balanced by cost) comes before Local-SGD
     where it leaves a slowdown below `threshold` or mends nearly as well. Where there is no trouble: shares, if they are
-    uneven and no longer fit. Slow ranks that come and go get equal shares: those that fit a few steps fit their luck.
+    uneven and no longer fit. Where no rank is slow in most steps they are equal: those that fit a few steps fit their
+    luck.
     sequence_cost: by which the plan has samples balanced; None: by the script's own, if at all.
     smallest_share, largest_share: samples that a rank can take in a step (memory).
     """
@@ -231,11 +232,10 @@ def ways(
         return ()
     trouble, found = diagnosis.trouble, list[Way]()
     reference = diagnosis.step_seconds / diagnosis.slowdown
-    if trouble is Trouble.VOLATILE and not work.has_slow_ranks:
-        if work.is_uneven:
-            found.append(_equal_shares(work, reference))
-    elif trouble in {Trouble.COMPUTE, Trouble.VOLATILE} or work.is_uneven:
+    if work.has_slow_ranks and (trouble in {Trouble.COMPUTE, Trouble.VOLATILE} or work.is_uneven):
         found.append(_rebalance(work, reference, smallest_share, largest_share))
+    elif work.is_uneven:
+        found.append(_equal_shares(work, reference))
     if trouble in {Trouble.VOLATILE, Trouble.COMMUNICATION} or (trouble is Trouble.COMPUTE and work.has_slow_ranks):
         found += _local_sgd(work, reference, work.exposed, counted=trouble is Trouble.COMMUNICATION)
     if trouble is Trouble.GARBAGE:
@@ -371,12 +371,15 @@ def _grown_communication(work: Work) -> float:
     """By how much exposed communication has grown since the job's first steady steps.
 
     Where only the whole of those is known: 0 if the own work alone outlasts them, as it may be that which has grown.
+    What the usual rank waited in them was in part for others, by chance.
     """
     first, before = work.window.baseline_seconds, work.window.baseline_exposed
     if before is None:
         before = first - work.steady_seconds
         if before <= 0:
             return 0.0
+    else:
+        before = max(0.0, before - work.waits_by_chance)
     return min(work.exposed - before, work.step_seconds - first)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -118,6 +119,15 @@ class Work:
     def steady_seconds(self) -> float:
         """Mean own work of the slowest rank, with every trouble taken out but that slow ranks come and go."""
         return float(self.paced[self.usual].mean(axis=0).max())
+
+    @property
+    def waits_by_chance(self) -> float:
+        """Seconds of a step that the usual rank waits for the last one, where nothing but noise makes them differ: the
+        largest of as many normal draws (Blom 1958), whose deviation is that of most steps."""
+        usual = np.median(self.even, axis=0)
+        deviation = 1.4826 * float(np.median(np.abs(self.even / usual - 1.0)))
+        ranks = self.even.shape[1]
+        return float(np.median(usual)) * deviation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
     def longest(self, seconds: Seconds) -> float:
         """Mean over the usual steps of the last rank's time."""
