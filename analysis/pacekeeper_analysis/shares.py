@@ -25,6 +25,9 @@ Shares = npt.NDArray[np.int64]
 MINIMAL_WIN = 0.02
 """Shares are not worth a change for less than this relative win: it would only make the job flap."""
 
+SURE_WIN = 0.01
+"""The same of each half of the steps that are looked at: what only one of them shows is luck."""
+
 KNOWN = 0.1
 """The fixed part counts as identified where its standard error is below this part of the rank's own work."""
 
@@ -53,11 +56,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class Balance:
-    """Shares in rank order and the step time (seconds) expected of the present shares and of these."""
+    """Shares in rank order and the step time (seconds) expected of the present shares and of these. sure: either half
+    of the steps says so."""
 
     shares: tuple[int, ...]
     seconds_now: float
     seconds_after: float
+    sure: bool = True
 
     @property
     def win(self) -> float:
@@ -66,7 +71,7 @@ class Balance:
 
     @property
     def worthwhile(self) -> bool:
-        return self.win >= MINIMAL_WIN
+        return self.sure and self.win >= MINIMAL_WIN
 
 
 def rebalance(
@@ -107,7 +112,7 @@ def rebalance(
     # other half.
     wins = [_win(best(of, 64).shares, current, on, costs.fixed) for of, on in (halves, halves[::-1])]
     win = min(found.win, float(np.mean(wins)))
-    return Balance(found.shares, found.seconds_now, found.seconds_now * (1.0 - win))
+    return Balance(found.shares, found.seconds_now, found.seconds_now * (1.0 - win), min(wins) >= SURE_WIN)
 
 
 def fit(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> Costs:
