@@ -57,7 +57,7 @@ BROKEN = 3.0
 """A rank so many times slower than its peers is broken rather than slow."""
 NAMED = 8
 """Ranks in a sentence at most."""
-COLLECTS_EVERY, STEPS_BEFORE = 50, 100
+COLLECTS_EVERY, STEPS_BEFORE = 50, 50
 """Steps of a rank between two garbage collections that are worth planning, before any is seen, and of how many steps
 that is taken to be known."""
 SAME_COST = 0.02
@@ -129,10 +129,10 @@ def diagnose(windows: Sequence[RankWindow], threshold: float, slow: Collection[i
     """What costs the synchronous job most.
 
     `Trouble.NONE` where no trouble has an S of `threshold` or more; of `GARBAGE`, which costs nothing to be rid of, of
-    `slight(threshold)`. slow: ranks that are known to be slow by more steps than these. None where the windows cannot tell: ranks are
-    missing, fewer than 8 common steps since the shares last changed, or a Local-SGD mode is in force; or it has begun
-    in the last few steps. One that has begun within the windows is judged by the steps since: those before would only
-    make it look less.
+    `slight(threshold)`. None where the windows cannot tell: ranks are missing, fewer than 8 common steps since the
+    shares last changed, or a Local-SGD mode is in force; or it has begun in the last few steps. One that has begun
+    within the windows is judged by the steps since: those before would only make it look less. slow: ranks that are
+    known to be slow by more steps than these.
     """
     if any(window.sync_mode not in {"", SyncMode.SYNC} for window in windows):
         return None
@@ -163,7 +163,7 @@ def _since_first_sign(work: Work, trouble: Trouble, threshold: float) -> Window 
     elif trouble is Trouble.LENGTHS:  # other steps, longer or shorter, are between
         shows = work.working.max(axis=1) >= threshold * work.level.max(axis=1)
     else:
-        return since_longer(work.window, threshold)
+        return since_longer(work.window, threshold, hiccups=trouble is not Trouble.VOLATILE)
     first = int(np.argmax(shows)) if shows.any() else len(shows) - 1
     return work.window.of(slice(first, None)) if first else None
 

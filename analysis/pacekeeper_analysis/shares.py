@@ -53,6 +53,16 @@ class Costs:
         """Expected own work under these samples, shape (…, ranks)."""
         return np.asarray(self.fixed + self.per_sample * np.asarray(samples))
 
+    def supposed(self, samples: npt.ArrayLike) -> Costs:
+        """With FIXED of what a step of these samples costs taken for fixed, where it is not known: no rank's steps are
+        without any such part, and who does not reckon with it expects too much of other shares."""
+        known, seconds = self.identified, self.seconds(samples)
+        return replace(
+            self,
+            fixed=np.where(known, self.fixed, FIXED * seconds),
+            per_sample=np.where(known, self.per_sample, (1.0 - FIXED) * seconds / np.asarray(samples)),
+        )
+
 
 @dataclass(frozen=True)
 class Balance:
@@ -91,7 +101,7 @@ def rebalance(
     where the input does not fit.
     """
     seconds, amounts = _checked(compute_seconds, samples)
-    costs = fit(seconds, amounts) if costs is None else costs
+    costs = (fit(seconds, amounts) if costs is None else costs).supposed(amounts[-1])
     relative = _without_pauses(seconds / costs.seconds(amounts))
     per_sample = (relative * costs.seconds(amounts) - costs.fixed) / amounts
     per_sample = np.maximum(
@@ -126,8 +136,8 @@ def fit(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> Costs:
     seconds, amounts = _checked(compute_seconds, samples)
     usual = np.median(seconds, axis=0)
     mean = amounts.mean(axis=0)
-    per_sample = np.median(seconds / amounts, axis=0) * (1.0 - FIXED)
-    fixed = FIXED * usual
+    per_sample = np.median(seconds / amounts, axis=0)
+    fixed = np.zeros_like(usual)
     identified = np.zeros(len(usual), dtype=bool)
     for rank in np.flatnonzero(np.ptp(amounts, axis=0) > 0):
         own, n = seconds[:, rank], amounts[:, rank]

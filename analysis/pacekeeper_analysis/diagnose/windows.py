@@ -93,15 +93,16 @@ def align(windows: Sequence[RankWindow]) -> Window | None:
     return weighed(replace(window, share_grain=share_grain(by_rank, *window.shares)))
 
 
-def since_longer(window: Window, times: float) -> Window | None:
+def since_longer(window: Window, times: float, hiccups: bool = True) -> Window | None:
     """The last steps, from the one on at which they became `times` as long or more; None: there is no such one.
 
     Of all places to split the window at, it is the one that explains most of the variance, and at least half of it.
-    A single long step between two usual ones counts as they do.
+    hiccups: a single long step between two usual ones counts as they do.
     """
     seconds = window.step_seconds.max(axis=1)
-    around = np.pad(seconds, 1, mode="edge")
-    seconds = np.median([around[:-2], seconds, around[2:]], axis=0)
+    if hiccups:
+        around = np.pad(seconds, 1, mode="edge")
+        seconds = np.median([around[:-2], seconds, around[2:]], axis=0)
     whole = float(np.square(seconds - seconds.mean()).sum())
 
     def explained(split: int) -> float:

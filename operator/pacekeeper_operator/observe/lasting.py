@@ -72,4 +72,6 @@ def _lasting(windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[i
     found = [at for at, pace in paced.items() if pace >= least and pace - 1.0 >= surely[at]]
     if not found:
         return None
-    return Lasting(tuple(ranks[at] for at in found), max(paced[at] for at in found), ends[-int(stands_out[found].max())])
+    return Lasting(
+        tuple(ranks[at] for at in found), max(paced[at] for at in found), ends[-int(stands_out[found].max())]
+    )

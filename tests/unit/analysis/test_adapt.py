@@ -400,7 +400,7 @@ def test_garbage_in_different_steps_is_collected_in_the_same() -> None:
     assert way is not None
     assert (way.remedy, way.mode) == ("PlanGarbage", SyncMode.SYNC)
     assert way.garbage_every is not None
-    assert way.garbage_every == round(1 / (pauses > 0).mean())
+    assert round(1 / (pauses > 0).mean()) <= way.garbage_every <= 1.5 / (pauses > 0).mean(), "no more often than needed"
     together = np.where(np.arange(STEPS)[:, None] % way.garbage_every == 0, WORK, 0.0).repeat(4, axis=1)
     assert found(windows(work(15), garbage=together)).trouble is Trouble.NONE
     assert found(windows(work(15), garbage=together)).step_seconds == pytest.approx(way.step_seconds, rel=0.1)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.shares import balance, equal, fit, fit_each, rebalance
+from pacekeeper_analysis.shares import FIXED as SUPPOSED
+from pacekeeper_analysis.shares import Costs, balance, equal, fit, fit_each, rebalance
 
 
 def test_a_rank_at_half_speed_gets_half_as_much() -> None:
@@ -75,11 +76,36 @@ def test_bad_costs_are_refused(bad: float) -> None:
 def test_the_grain_of_integers_decides_how_near_shares_come_to_the_bound() -> None:
     """Speeds 1 : 1 : 1 : ½ could do 3.5 samples a second: 32 reach 91.4 % of that and 28 all of it."""
     cost = np.tile([1.0, 1.0, 1.0, 2.0], (8, 1))
-    coarse, whole = (rebalance(cost * samples, np.full(cost.shape, samples)) for samples in (8, 7))
+    known = Costs(np.zeros(4), cost[0], np.ones(4, dtype=bool))
+    coarse, whole = (rebalance(cost * samples, np.full(cost.shape, samples), costs=known) for samples in (8, 7))
     assert coarse.shares[3] in {4, 5}
     assert 32 / 3.5 / coarse.seconds_after == pytest.approx(0.914, abs=0.001)
     assert whole.shares == (8, 8, 8, 4)
     assert 28 / 3.5 / whole.seconds_after == pytest.approx(1.0)
+
+
+def test_a_part_of_each_step_is_supposed_to_be_fixed() -> None:
+    """Three samples of a rank at 3.3 × fit a usual rank's time only as long as nothing of its steps is fixed."""
+    own = np.tile([1.0, 1.0, 1.0, 3.3], (8, 1))
+    nothing = Costs(np.zeros(4), own[0] / 8, np.ones(4, dtype=bool))
+    assert sorted(rebalance(own, np.full(own.shape, 8), costs=nothing).shares) == [3, 9, 10, 10]
+    supposed = rebalance(own, np.full(own.shape, 8))
+    assert supposed.shares == (10, 10, 10, 2)
+    assert supposed.seconds_after == pytest.approx(SUPPOSED + (1 - SUPPOSED) * 10 / 8)
+
+
+def test_two_hiccups_in_a_short_window_are_not_a_ranks_pace() -> None:
+    """Of eight steps, rank 1 took three times as long in two: likelier luck than a rank to spare for ever."""
+    own = 1.0 + 0.01 * np.random.default_rng(0).standard_normal((8, 4))
+    own[[2, 5], 1] *= 3.0
+    assert not rebalance(own, np.full(own.shape, 16)).worthwhile
+
+
+def test_what_only_one_half_of_the_steps_says_is_not_sure() -> None:
+    own = np.ones((16, 4))
+    own[0::2, 0] = 1.3
+    found = rebalance(own, np.full(own.shape, 16))
+    assert not found.worthwhile
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Heartbeat, RankFigures
 from pacekeeper_operator.decide.straggler import WAITING
 from pacekeeper_operator.observation import GpuValue, Metrics
-from pacekeeper_operator.observe.figures import NOTHING, ROW, matters, metrics, read
+from pacekeeper_operator.observe import figures as of_figures
+from pacekeeper_operator.observe.figures import NOTHING, ROW, Rows, matters, of_plan, read
 
 PLAN = Plan(members=tuple(Member(f"w{n}", f"10.0.0.{n}", (2 * n, 2 * n + 1)) for n in range(2)))
 """Two workers of two ranks."""
@@ -32,6 +34,11 @@ def figures(rank: int, **changes: Any) -> RankFigures:
         "first_steps_seconds": 0.08,
     }
     return RankFigures(rank, **(values | changes))
+
+
+def metrics(heard: Mapping[str, Rows], plan: Plan, known: Metrics) -> Metrics:
+    rows, untold = of_plan(heard, plan)
+    return of_figures.metrics(rows, untold, plan, known)
 
 
 def of(**changes_of_rank_3: Any) -> Metrics:

@@ -197,7 +197,7 @@ def test_what_is_lost_is_kept_beside_the_plan_and_forgotten_with_the_fault() -> 
     observation, _ = mended()
     loss = observation.state.adaptation.loss
     assert loss is not None
-    assert loss.slowdown == pytest.approx(1.125)
+    assert loss.slowdown == pytest.approx(1.125, abs=0.01), "a fixed part of its steps is supposed"
     assert loss.by(NOW + 30.0) == pytest.approx(4 * 0.375 + 26 * (1 - 1 / 1.125), abs=1.5)
     over = replace(observation, metrics=replace(observation.metrics, pace=1.0, behind=1.0), evidence=())
     assert think(over, policy()).draft.state.adaptation.loss is None
