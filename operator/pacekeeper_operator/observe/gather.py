@@ -46,7 +46,8 @@ def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
     if not untold:
         least = adapt.slight(memory.job.spec.detection.straggler_slowdown)
         memory.paces = lasting.seen(memory.paces, rows, plan.membership, least, now)
-    return replace(figures.metrics(rows, untold, plan, prometheus), lasting=memory.paces.lasting)
+    known = memory.paces.lasting if memory.paces.membership == plan.membership else None
+    return replace(figures.metrics(rows, untold, plan, prometheus), lasting=known)
 
 
 def observe(

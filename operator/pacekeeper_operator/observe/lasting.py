@@ -19,11 +19,11 @@ from .figures import SHORTEST, Rows
 Values = npt.NDArray[np.float32]
 
 MOST_WINDOWS, LEAST_WINDOWS = 16, 4
-"""That are kept; and that it takes to know by how much a rank's pace differs from window to window by luck."""
-NO_ACCIDENT = 3
-"""Windows in which a rank is slow, of which not most can be so by a single long step."""
+"""That are kept; and that it takes to tell: one by one, ranks are held up by accident."""
 CLEARLY = 6.0
 """Standard errors above its peers that a rank's pace is, at least: among thousands, looked at for days."""
+LONGEST = 1e6
+"""Seconds a sample that somebody may mean."""
 SIMILAR = 1.3
 """Times the smallest share. What a step costs whatever its samples makes a rank with few of them look slow."""
 NORMAL = 0.9539
@@ -38,7 +38,7 @@ class Paces:
     ends: tuple[float, ...] = ()  # seconds since the epoch, when each window was told of
     windows: tuple[Values, ...] = ()  # (ranks,), in the order of the plan
     lasting: Lasting | None = None  # ranks that are slow in them
-    told: Values | None = None  # seconds a sample, as the newest of them was told
+    told: npt.NDArray[np.float64] | None = None  # seconds a sample, as the newest of them was told
     next_at: float = 0.0  # from when on there may be another
 
 
@@ -48,26 +48,33 @@ def seen(before: Paces, rows: Rows, membership: int, least: float, now: float) -
     rows: of all ranks, in the order of the plan. least: so many times its peers' time a rank takes that is slow. Under
     shares that differ by more than SIMILAR nothing is told.
     """
-    if not len(rows) or membership != before.membership or rows["share"].max() > SIMILAR * rows["share"].min():
+    if membership != before.membership:
+        before = Paces(membership)
+    if not len(rows) or rows["share"].max() > SIMILAR * rows["share"].min():
         return Paces(membership)
     if now < before.next_at or rows["steps"].min() < MINIMAL_STEPS:
         return before
-    told = rows["compute_seconds_per_sample"].astype(np.float32)
-    if told.min() <= SHORTEST or (before.told is not None and (told == before.told).any()):
+    told = rows["compute_seconds_per_sample"]
+    if not (told.min() > SHORTEST and told.max() < LONGEST):
+        return before
+    if before.told is not None and (told == before.told).any():
         return before  # some rank has said nothing new
     ends = (*before.ends, now)[-MOST_WINDOWS:]
-    windows = (*before.windows, told / np.median(told))[-MOST_WINDOWS:]
+    windows = (*before.windows, (told / np.median(told)).astype(np.float32))[-MOST_WINDOWS:]
     found = _lasting(windows, ends, rows["rank"].tolist(), least) if len(windows) >= LEAST_WINDOWS else None
     return Paces(membership, ends, windows, found, told, now + float(rows["steps"].max() * rows["step_seconds"].max()))
 
 
 def _lasting(windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[int], least: float) -> Lasting | None:
-    """Ranks that take `least` × their peers' time or more, by the median of the windows since they stand out, of which
-    one may be long by accident; None: there are none, or it may be luck."""
+    """Ranks that take `least` × their peers' time or more, by the lower median of the windows since they stand out: in
+    half of them, they may have been held up. None: there are none, or it may be luck."""
     paces = np.stack(windows)[::-1]  # the newest first
     noise = float(np.median(np.abs(np.diff(paces, axis=0)))) / NORMAL
     stands_out = np.logical_and.accumulate(paces >= 1.0 + (least - 1.0) / 2, axis=0).sum(axis=0)
-    paced = {at: float(np.median(paces[: stands_out[at], at])) for at in np.flatnonzero(stands_out >= NO_ACCIDENT)}
+    paced = {
+        at: float(np.sort(paces[: stands_out[at], at])[(stands_out[at] - 1) // 2])
+        for at in np.flatnonzero(stands_out >= LEAST_WINDOWS)
+    }
     surely = {at: CLEARLY * noise / np.sqrt(stands_out[at]) for at in paced}
     found = [at for at, pace in paced.items() if pace >= least and pace - 1.0 >= surely[at]]
     if not found:

@@ -406,6 +406,86 @@ def test_garbage_in_different_steps_is_collected_in_the_same() -> None:
     assert found(windows(work(15), garbage=together)).step_seconds == pytest.approx(way.step_seconds, rel=0.1)
 
 
+def test_little_garbage_is_collected_together_too_since_that_is_free() -> None:
+    pauses = np.where(np.random.default_rng(0).random((STEPS, 4)) < 0.1, 0.25 * WORK, 0.0)
+    diagnosis = found(windows(work(15), garbage=pauses))
+    assert (diagnosis.trouble, diagnosis.slowdown < THRESHOLD) == (Trouble.GARBAGE, True)
+    way = taken(windows(work(15), garbage=pauses))
+    assert way is not None
+    assert way.remedy == "PlanGarbage"
+    less = found(windows(work(15), garbage=0.3 * pauses))
+    assert less.trouble is Trouble.NONE, "that is not worth a word"
+
+
+def test_garbage_is_judged_by_the_steps_since_its_first_collection() -> None:
+    pauses = np.where(np.random.default_rng(0).random((STEPS, 4)) < 0.15, WORK, 0.0)
+    all_along = found(windows(work(15), garbage=pauses)).slowdown
+    lately = np.where(np.arange(STEPS)[:, None] >= 16, pauses, 0.0)
+    assert found(windows(work(15), garbage=lately)).slowdown == pytest.approx(all_along, rel=0.15)
+    just_now = np.where(np.arange(STEPS)[:, None] == STEPS - 1, [WORK, 0, 0, 0], 0.0) * 10
+    assert adapt.diagnose(windows(work(15), garbage=just_now), THRESHOLD) is None, "the next answer tells what it costs"
+
+
+def test_a_hiccup_does_not_hide_when_a_slow_rank_began() -> None:
+    own = work()[:12]
+    own[2:, 2] *= 1.6
+    own[7, 0] *= 4.0
+    diagnosis = found(windows(own))
+    assert (diagnosis.trouble, diagnosis.culprits, len(diagnosis.window.steps)) == (Trouble.COMPUTE, (2,), 10)
+    assert diagnosis.slowdown == pytest.approx(1.56, abs=0.06), "not that of steps some of which were well"
+
+
+class TestKnownSlow:
+    """A rank at 1.07: the threshold does not find it, and it is known from the windows before."""
+
+    def test_it_is_a_culprit_and_what_it_costs_is_known(self) -> None:
+        own = work(noise=0.01)
+        own[:, 1] *= 1.07
+        assert not found(windows(own)).culprits
+        diagnosis = adapt.diagnose(windows(own), THRESHOLD, slow=[1])
+        assert diagnosis is not None
+        assert (diagnosis.trouble, diagnosis.culprits) == (Trouble.NONE, (1,))
+        assert diagnosis.effects[Trouble.COMPUTE] == pytest.approx(1.055, abs=0.01)
+
+    def test_shares_are_made_for_it(self) -> None:
+        own = work(noise=0.01) * np.where(np.arange(4) == 1, 1.09, 1.0)
+        given = windows(own, shares=(32,) * 4)
+        diagnosis = adapt.diagnose(given, THRESHOLD, slow=[1])
+        assert diagnosis is not None
+        of_compute = replace(diagnosis, trouble=Trouble.COMPUTE, slowdown=diagnosis.effects[Trouble.COMPUTE])
+        first, *_ = adapt.ways(of_compute, threshold=THRESHOLD)
+        assert (first.remedy, first.refused) == ("Rebalance", "")
+        assert first.shares is not None
+        assert first.shares[1] == min(first.shares) < 32
+
+    def test_one_that_is_well_again_costs_nothing(self) -> None:
+        diagnosis = adapt.diagnose(windows(work(noise=0.01)), THRESHOLD, slow=[1])
+        assert diagnosis is not None
+        assert diagnosis.effects[Trouble.COMPUTE] < 1.005
+
+    @pytest.mark.parametrize("slow", [[0, 1, 2, 3], [7]])
+    def test_nonsense_is_not_believed(self, slow: list[int]) -> None:
+        diagnosis = adapt.diagnose(windows(work()), THRESHOLD, slow=slow)
+        assert diagnosis is not None
+        assert not diagnosis.culprits
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+@pytest.mark.parametrize("noise", [0.01, 0.08])
+def test_a_slow_link_costs_the_same_whatever_the_noise(noise: float, ranks: int) -> None:
+    """In the job's first steps the usual rank waited for others, too: not only for the transfer."""
+    random = np.random.default_rng(1)
+    own = [WORK * (1 + noise * random.standard_normal((STEPS, ranks))) for _ in range(2)]
+    first = float(np.median(own[0].max(axis=1))) + 0.01
+    given = [
+        replace(window, baseline_seconds=first, baseline_own_seconds=WORK)
+        for window in windows(own[1], exposed=0.01 + 0.04)
+    ]
+    diagnosis = found(given)
+    assert diagnosis.trouble is Trouble.COMMUNICATION
+    assert diagnosis.slowdown == pytest.approx((first + 0.04) / first, rel=0.05)
+
+
 COST = SequenceCost(1e-3, 0.0, 1e-8)
 """0.09 s for 8 sequences of 1,000."""
 

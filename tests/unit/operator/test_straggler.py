@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
+from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.diagnose.finding import WitnessKind
 from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Mode, Outcome, Remedy
 from pacekeeper_operator.decide import waits
 from pacekeeper_operator.decide.think import Thought, think
-from pacekeeper_operator.observation import Observation
+from pacekeeper_operator.observation import Lasting, Observation
 from pacekeeper_operator.state import Past
 from tests.support.worlds import NOW, change_members, decisions, evidence_of, policy, training
 
@@ -383,3 +384,70 @@ def test_shares_that_the_ranks_refuse_are_not_sent_again_and_something_else_is_t
     (incident,) = tried.draft.state.incidents.open
     assert incident.remedy not in (None, Remedy.REBALANCE)
     assert "a replica of 2" in next(price.reason for price in incident.remedies if price.name == "Rebalance")
+
+
+def little(pace: float = 1.08, steered: bool = True, spares: int = 1, lasts: float = 60.0) -> Observation:
+    """Rank 2 is slower than its peers by less than the threshold, and has been for so many seconds."""
+    world = change_members(suspicious(pace=pace, spares=spares), steered=steered)
+    world = world.with_draft(world.draft.with_budget(restart_seconds=60.0))
+    lasting = Lasting((2,), pace, world.now - lasts)
+    return replace(world, metrics=replace(world.metrics, slowest_rank=2, waiting=0.0, lasting=lasting))
+
+
+def test_a_rank_that_is_a_little_slow_for_long_gets_shares() -> None:
+    thought = answered(little(), 1.08, (32, 32, 32, 32))
+    (incident,) = thought.draft.state.incidents.current
+    assert (incident.cause, incident.rank, incident.remedy) == (Cause.STRAGGLER, 2, Remedy.REBALANCE)
+    assert incident.first_sign == pytest.approx(NOW - 60.0)
+    shares = thought.draft.plan.shares
+    assert shares is not None
+    assert shares[2] == min(shares) < 32
+
+
+def test_and_a_spare_where_shares_cannot_mend_it_once_that_is_paid_for() -> None:
+    """Of eight samples none can be given away for 1.08. It costs 0.074 s a second, a spare 61 s."""
+    soon, late = (answered(little(lasts=lasts), 1.08) for lasts in (600.0, 900.0))
+    assert not soon.draft.state.incidents.current
+    assert soon.draft.plan.evidence_request, "it is looked at on"
+    (incident,) = late.draft.state.incidents.current
+    assert (incident.rank, incident.remedy) == (2, Remedy.REPLACE_WORKER)
+
+
+def test_without_it_lasting_nobody_is_asked() -> None:
+    world = little()
+    thought = think(replace(world, metrics=replace(world.metrics, lasting=None)), policy())
+    assert not thought.draft.plan.evidence_request
+
+
+def test_ranks_of_a_script_that_is_only_watched_may_differ_by_nature() -> None:
+    assert not think(little(steered=False), policy()).draft.plan.evidence_request
+
+
+def test_what_was_looked_into_in_vain_shows_at_last() -> None:
+    """A link gets slow while waits are looked into, just before that is given up."""
+    world = change_members(training(), sync_mode="Sync")
+    world = replace(world, metrics=replace(world.metrics, pace=1.0, waiting=0.3, step_seconds=0.1))
+    asked = think(world, policy())
+    assert asked.draft.plan.evidence_request
+
+    def answers(request: str, seconds: float) -> tuple[Evidence, ...]:
+        return evidence_of(
+            request,
+            (
+                RankWindow(rank, STEPS, (seconds,) * 32, (0.08,) * 32, (8,) * 32, baseline_seconds=0.1)
+                for rank in range(4)
+            ),
+        )
+
+    calm = next_pass(asked, world, 1.0, evidence=answers(asked.draft.plan.evidence_request, 0.1))
+    looked = think(calm, policy())
+    for seconds in (3.0, 6.0, 9.0, 12.0, 15.0, 18.0):
+        again = next_pass(looked, world, seconds, evidence=answers(looked.draft.plan.evidence_request, 0.1))
+        looked = think(again, policy())
+    request = looked.draft.plan.evidence_request
+    given_up = think(next_pass(looked, world, 40.0, evidence=answers(request, 0.1)), policy())
+    assert given_up.draft.state.adaptation.suspicion is None
+    shows = think(next_pass(looked, world, 40.0, evidence=answers(request, 0.2)), policy())
+    suspicion = shows.draft.state.adaptation.suspicion
+    assert suspicion is not None
+    assert suspicion.shown is Trouble.COMMUNICATION

@@ -1,0 +1,156 @@
+"""Ranks that are a little slow, window after window: found, told from luck, and what hostile figures make of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pacekeeper_analysis import adapt
+from pacekeeper_analysis.plan import Member
+from pacekeeper_analysis.reports import Heartbeat, RankFigures
+from pacekeeper_operator.observation import Lasting, Metrics
+from pacekeeper_operator.observe import gather
+from pacekeeper_operator.observe.figures import ROW, Rows, read
+from pacekeeper_operator.observe.lasting import LEAST_WINDOWS, MOST_WINDOWS, Paces, seen
+from pacekeeper_operator.observe.memory import Contact, JobMemory
+from tests.support.worlds import NOW, training
+
+LEAST = adapt.slight(1.1)
+WINDOW_SECONDS = 3.2
+
+
+def rows(paces: np.ndarray, share: np.ndarray | int = 8, steps: int = 32) -> Rows:
+    """Of ranks that take so many times 10 ms a sample."""
+    told = np.zeros(len(paces), ROW)
+    told["rank"], told["steps"], told["share"] = np.arange(len(paces)), steps, share
+    told["step_seconds"], told["compute_seconds_per_sample"] = 0.1, 0.01 * paces
+    return told
+
+
+def watched(
+    windows: int, noise: float, ranks: int = 4, slow: float = 1.0, since: int = 0, seed: int = 0, share: int = 8
+) -> Paces:
+    """So many windows of ranks whose means differ by noise; rank 2 is slow from one of them on."""
+    random, paces = np.random.default_rng(seed), Paces()
+    for window in range(windows):
+        of = 1.0 + noise * random.standard_normal(ranks)
+        of[2] *= slow if window >= since else 1.0
+        paces = seen(paces, rows(of, share), 0, LEAST, NOW + window * WINDOW_SECONDS)
+    return paces
+
+
+def test_a_rank_that_is_a_little_slow_is_found_after_some_windows() -> None:
+    assert watched(LEAST_WINDOWS - 1, 0.002, slow=1.08).lasting is None, "nobody knows the noise yet"
+    found = watched(LEAST_WINDOWS, 0.002, slow=1.08).lasting
+    assert found is not None
+    assert (found.ranks, found.since) == ((2,), NOW)
+    assert found.pace == pytest.approx(1.08, abs=0.01)
+
+
+def test_since_when_it_is_slow() -> None:
+    found = watched(12, 0.002, slow=1.08, since=8).lasting
+    assert found is not None
+    assert found.since == NOW + 8 * WINDOW_SECONDS
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("noise", "ranks"), [(0.014, 4), (0.03, 4), (0.03, 64), (0.03, 1024)])
+def test_luck_is_none(noise: float, ranks: int, seed: int) -> None:
+    paces = Paces()
+    random = np.random.default_rng(seed)
+    for window in range(60):
+        of = 1.0 + noise * random.standard_normal(ranks)
+        of[random.integers(ranks)] += 0.25 * (random.random() < 0.1)  # a step in which it was held up
+        paces = seen(paces, rows(of), 0, LEAST, NOW + window * WINDOW_SECONDS)
+        assert paces.lasting is None
+
+
+def test_more_noise_takes_more_windows() -> None:
+    def until_found(noise: float, seed: int) -> int:
+        return next(n for n in range(1, 100) if watched(n, noise, slow=1.08, seed=seed).lasting is not None)
+
+    assert {until_found(0.002, seed) for seed in range(10)} == {LEAST_WINDOWS}
+    assert LEAST_WINDOWS < np.mean([until_found(0.03, seed) for seed in range(10)]) < MOST_WINDOWS
+
+
+def test_what_the_job_bears_is_left_alone() -> None:
+    assert watched(MOST_WINDOWS, 0.002, slow=1.04).lasting is None
+
+
+def test_one_that_has_recovered_is_found_no_more() -> None:
+    paces = watched(8, 0.002, slow=1.08)
+    assert paces.lasting is not None
+    assert seen(paces, rows(np.array([1.0, 1.001, 1.002, 0.999])), 0, LEAST, NOW + 60).lasting is None
+
+
+def test_steps_that_have_been_looked_at_are_no_news() -> None:
+    """A worker that has not spoken since, or a pass that comes too soon."""
+    paces = watched(1, 0.002)
+    told = rows(np.array([1.01, 1.02, 1.03, 1.04]))
+    assert seen(paces, told, 0, LEAST, NOW + 0.9 * WINDOW_SECONDS) is paces
+    paces = seen(paces, told, 0, LEAST, NOW + WINDOW_SECONDS)
+    assert len(paces.windows) == 2
+    silent = rows(np.array([1.02, 1.01, 1.04, 1.04]))
+    assert seen(paces, silent, 0, LEAST, NOW + 9 * WINDOW_SECONDS) is paces
+
+
+def test_other_members_are_not_the_same_ranks() -> None:
+    other = seen(watched(8, 0.002, slow=1.08), rows(np.array([1.0, 1.0, 1.09, 1.0])), 1, LEAST, NOW + 60)
+    assert (other.membership, len(other.windows), other.lasting) == (1, 1, None)
+
+
+def test_ranks_of_few_samples_only_look_slow() -> None:
+    """Of a step's work some is fixed: a rank that has got half the samples takes longer for each."""
+    paces, small = watched(8, 0.002, slow=1.08), np.array([9, 9, 5, 9])
+    told = rows(np.array([1.0, 1.001, 1.09, 1.002]), small)
+    assert seen(paces, told, 0, LEAST, NOW + 60) == Paces()
+
+
+def test_it_keeps_no_more_than_it_needs() -> None:
+    paces = watched(200, 0.01)
+    assert len(paces.windows) == len(paces.ends) == MOST_WINDOWS
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("lie", [0.0, 1e-300, 1e12, 1e300, float("inf"), float("nan")])
+def test_no_figures_make_anything_but_numbers(lie: float) -> None:
+    paces = Paces()
+    for window in range(8):
+        told = rows(np.array([1.0, 1.001, 1.002, 1.003]) + 1e-4 * window)
+        told["compute_seconds_per_sample"][1] = lie * (1 + 0.01 * window)
+        paces = seen(paces, told, 0, LEAST, NOW + window * WINDOW_SECONDS)
+    assert paces.lasting is None or np.isfinite(paces.lasting.pace)
+
+
+def test_forty_thousand_ranks_of_a_script_that_lies_are_bounded() -> None:
+    """Whatever they say, so many windows of four bytes a rank are kept."""
+    paces = watched(2 * MOST_WINDOWS, 0.01, ranks=40_000)
+    assert sum(window.nbytes for window in paces.windows) == MOST_WINDOWS * 40_000 * 4
+
+
+def test_heartbeats_make_it() -> None:
+    """Of a job's memory, by the figures that its workers send: one rank each."""
+    world = training()
+    memory = JobMemory(world.job, world.draft)
+    found = Metrics()
+    for window in range(LEAST_WINDOWS):
+        now = NOW + window * WINDOW_SECONDS
+        for member in world.plan.members:
+            (rank,) = member.ranks
+            seconds = 0.01 * (1.08 if rank == 2 else 1.0) * (1 + 1e-4 * window)
+            figures = RankFigures(rank, 32, 0.1, 8 * seconds, seconds, 0.02, 8, 0.1)
+            memory.contacts[member.worker] = Contact(Heartbeat(), now, figures=read([figures]))
+        found = gather.metrics(memory, Metrics(), now)
+    assert found.lasting == Lasting((2,), pytest.approx(1.08), NOW)
+    memory.draft = world.draft.with_plan(membership=2, members=(Member("w9", "10.0.0.9", (0,)),))
+    assert gather.metrics(memory, Metrics(), NOW + 60).lasting is None
+
+
+def test_a_member_that_is_not_heard_leaves_it_as_it_was() -> None:
+    world = training()
+    before = replace(watched(8, 0.002, slow=1.08), membership=world.plan.membership)
+    memory = JobMemory(world.job, world.draft, paces=before)
+    assert before.lasting is not None
+    assert gather.metrics(memory, Metrics(), NOW + 60).lasting == before.lasting
