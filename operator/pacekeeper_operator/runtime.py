@@ -23,6 +23,10 @@ class Overtaken(Exception):
     """Something else has come first."""
 
 
+class Superseded(Exception):
+    """The process has to end, and nothing is wrong with it."""
+
+
 GARBAGE = 20_000, 10, 10
 """New objects before the youngest are looked at for circles, and how often before the older ones are. By Python's own
 700 a process that holds a million of them spends a fifth of its time so."""
@@ -109,7 +113,10 @@ class Runtime:
         if task.cancelled():
             return
         error = task.exception()
-        if error is not None:
+        if isinstance(error, Superseded):
+            log.warning("the operator ends, and is started anew: %s", error)
+        elif error is not None:
             log.critical("%s has died, so the operator ends: %r", task.get_name(), error, exc_info=error)
+        if error is not None:
             self.failure = self.failure or error
             self.failed.set()

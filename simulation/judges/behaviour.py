@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import kopf
 
 from pacekeeper_operator.api import Condition
-from pacekeeper_operator.services.leadership import LEASE, LeaseLost
+from pacekeeper_operator.services.leadership import LEASE
 
 from ..kubernetes.connection import Request, Stage, parsed
 from .record import OPERATOR, Record
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_REQUESTS = 900
 """Of one operator, in a minute."""
 MOST_WRITES = 200
-EXPECTED = (kopf.TemporaryError, kopf.PermanentError, LeaseLost)
+EXPECTED = (kopf.TemporaryError, kopf.PermanentError)
 """Errors that are a way of saying something."""
 
 
@@ -98,8 +98,9 @@ class _Ears(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        expected = EXPECTED if record.levelno < logging.CRITICAL else LeaseLost  # which ends the process
-        if not isinstance(error, expected):
+        if record.levelno >= logging.CRITICAL or not isinstance(
+            error, EXPECTED
+        ):  # the process ends of what is critical
             self.heard.append(_in_words(error) or record.getMessage())
 
 

@@ -29,7 +29,7 @@ import kopf
 from .. import metrics
 from ..api import GROUP, format_time
 from ..cluster import LEASES, Cluster, Object
-from ..runtime import Runtime
+from ..runtime import Runtime, Superseded
 from ..settings import Settings
 
 LEASE = "pacekeeper-operator"
@@ -55,7 +55,7 @@ class NotLeading(kopf.TemporaryError):
     """This operator may not act now: it does not hold the Lease, or could not renew it in time."""
 
 
-class LeaseLost(Exception):
+class LeaseLost(Superseded):
     """Another operator holds the Lease: this one has to end."""
 
 

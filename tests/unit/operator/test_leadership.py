@@ -313,6 +313,21 @@ class TestServing:
         assert not one.lease.holds()
         assert one.turns == [True, False]
 
+    async def test_to_end_so_is_said_and_is_no_error(
+        self, timeline: Timeline, pair: Pair, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Whoever reads its log looks for nothing that is wrong."""
+        one, two = pair
+        await timeline.run(5)
+        one.line.before = lambda: kopf.TemporaryError("cut off")
+        await timeline.run(SECONDS * 2)
+        one.line.before = lambda: None
+        await timeline.run(SECONDS)
+        assert isinstance(one.runtime.failure, LeaseLost)
+        (said,) = (record for record in caplog.records if "the operator ends" in record.message)
+        assert (said.levelname, said.exc_info) == ("WARNING", None)
+        assert two.lease.holds()
+
     async def test_and_one_that_was_frozen_meanwhile(self, timeline: Timeline, pair: Pair) -> None:
         one, two = pair
         await timeline.run(5)

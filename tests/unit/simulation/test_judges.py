@@ -20,7 +20,7 @@ from pacekeeper_operator.api import (
     Outcome,
     format_time,
 )
-from pacekeeper_operator.services.leadership import LEASE, LeaseLost
+from pacekeeper_operator.services.leadership import LEASE
 from pacekeeper_operator.state import Draft, Incident
 from simulation.judges import behaviour
 from simulation.kubernetes.connection import Request
@@ -440,10 +440,12 @@ def test_an_error_that_nobody_expected_is_found(court: Court) -> None:
     [
         (logging.ERROR, kopf.TemporaryError("the API server is away"), True),
         (logging.CRITICAL, kopf.TemporaryError("the API server is away"), False),
-        (logging.CRITICAL, LeaseLost("it is another's now"), True),
+        (logging.ERROR, ValueError("a bug"), False),
     ],
 )
-def test_an_operator_ends_of_a_lost_lease_only(court: Court, level: int, error: Exception, fine: bool) -> None:
+def test_no_error_is_fine_but_what_says_something_and_ends_nothing(
+    court: Court, level: int, error: Exception, fine: bool
+) -> None:
     logging.getLogger("pacekeeper_operator.runtime").log(level, "it has died", exc_info=error)
     court.look()
     assert court.complaints == ([] if fine else ["nothing of the operator's own fails unexpectedly"])
