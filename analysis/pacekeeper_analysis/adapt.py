@@ -159,7 +159,7 @@ def slight(threshold: float) -> float:
 def _since_first_sign(work: Work, trouble: Trouble, threshold: float) -> Window | None:
     """The steps since the trouble began, within the window; None: it is older, or it does not show when."""
     if trouble is Trouble.GARBAGE:  # without the first collection itself, after which the window begins
-        shows = np.append(False, _pauses(_collected_apart(work.garbage)).any(axis=1)[:-1])
+        shows = np.append(False, np.any(_pauses(_collected_apart(work.garbage)), axis=1)[:-1])
     elif trouble is Trouble.LENGTHS:  # other steps, longer or shorter, are between
         shows = work.working.max(axis=1) >= threshold * work.level.max(axis=1)
     else:

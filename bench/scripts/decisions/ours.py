@@ -144,9 +144,11 @@ class Ours:
         if rows is None:
             return Metrics(untold=tuple(member.worker for member in members))
         heard = {member.worker: rows[n * each : (n + 1) * each] for n, member in enumerate(members)}
-        rows, untold = figures.of_plan(heard, self.draft.plan)
-        self._paces = lasting.seen(self._paces, rows, self.draft.plan.membership, adapt.slight(THRESHOLD), NOW + end)
-        return replace(figures.metrics(rows, untold, self.draft.plan, Metrics()), lasting=self._paces.lasting)
+        told = figures.of_plan(heard, self.draft.plan)
+        self._paces = lasting.seen(
+            self._paces, told.rows, self.draft.plan.membership, adapt.slight(THRESHOLD), NOW + end
+        )
+        return replace(figures.metrics(told, self.draft.plan, Metrics()), lasting=self._paces.lasting)
 
     def _answers(self, end: int) -> tuple[Evidence, ...]:
         """To the request that is out: once given, they stay."""

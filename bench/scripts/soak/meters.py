@@ -21,6 +21,8 @@ from .growth import Growth, growth
 
 METRICS_PORT = 9464
 """Of the operator's and the sidecars' metrics."""
+RING_MB = 9.0
+"""What the records of a worker's one rank come to at most; they fill it once, in an hour or two (decision 31)."""
 TASKS = "pacekeeper_tasks"
 """The operator's."""
 KINDS = (
@@ -81,7 +83,7 @@ def _container(
         pids = container.pids()
         figures = {
             "MB": cgroups.memory_bytes(container.cgroup) / 1e6,
-            "shared MB": cgroups.shared_bytes(container.cgroup) / 1e6,
+            "shared MB": max(0.0, cgroups.shared_bytes(container.cgroup) / 1e6 - RING_MB),
             "descriptors": float(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)),
             "threads": float(sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)),
         }

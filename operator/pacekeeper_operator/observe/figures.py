@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,14 +47,20 @@ def read(figures: Sequence[RankFigures]) -> Rows:
     return np.array([_values(each) for each in by_rank.values()], ROW)
 
 
-def metrics(rows: Rows, untold: Sequence[str], plan: Plan, known: Metrics) -> Metrics:
-    """What the ranks of the plan say, beside what is `known` already. rows, untold: as of `of_plan`."""
-    return replace(_of_rows(rows, known), steps=_steps(rows, plan), untold=tuple(untold))
+def metrics(told: Told, plan: Plan, known: Metrics) -> Metrics:
+    """What the ranks of the plan say, beside what is `known` already."""
+    return replace(_of_rows(told.rows, known), steps=_steps(told.rows, plan), untold=told.untold)
 
 
-def of_plan(heard: Mapping[str, Rows], plan: Plan) -> tuple[Rows, Sequence[str]]:
-    """What the ranks of the plan say, in their order, and the members of which some rank's is missing. heard: of each
-    worker that is heard now."""
+class Told(NamedTuple):
+    """Of the ranks of a plan."""
+
+    rows: Rows  # in the plan's order
+    untold: tuple[str, ...]  # members of which some rank's is missing
+
+
+def of_plan(heard: Mapping[str, Rows], plan: Plan) -> Told:
+    """heard: of each worker that is heard now."""
     told, untold = [heard.get(member.worker, NOTHING) for member in plan.members], []
     rows = _joined(told)
     # Most often every worker tells of all of its own ranks and of no other.
@@ -64,7 +71,7 @@ def of_plan(heard: Mapping[str, Rows], plan: Plan) -> tuple[Rows, Sequence[str]]
             if len(told[place]) < len(member.ranks):
                 untold.append(member.worker)
         rows = _joined(told)
-    return rows, untold
+    return Told(rows, tuple(untold))
 
 
 def _joined(told: Sequence[Rows]) -> Rows:

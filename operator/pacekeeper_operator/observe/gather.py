@@ -42,12 +42,12 @@ def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
     assert memory.draft is not None
     plan = memory.draft.plan
     heard = {name: one.figures for name, one in memory.contacts.items() if one.heard(now, FRESH_SECONDS)}
-    rows, untold = figures.of_plan(heard, plan)
-    if not untold:
+    told = figures.of_plan(heard, plan)
+    if not told.untold:
         least = adapt.slight(memory.job.spec.detection.straggler_slowdown)
-        memory.paces = lasting.seen(memory.paces, rows, plan.membership, least, now)
+        memory.paces = lasting.seen(memory.paces, told.rows, plan.membership, least, now)
     known = memory.paces.lasting if memory.paces.membership == plan.membership else None
-    return replace(figures.metrics(rows, untold, plan, prometheus), lasting=known)
+    return replace(figures.metrics(told, plan, prometheus), lasting=known)
 
 
 def observe(

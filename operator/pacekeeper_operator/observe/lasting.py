@@ -70,15 +70,12 @@ def _lasting(windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[i
     half of them, they may have been held up. None: there are none, or it may be luck."""
     paces = np.stack(windows)[::-1]  # the newest first
     noise = float(np.median(np.abs(np.diff(paces, axis=0)))) / NORMAL
-    stands_out = np.logical_and.accumulate(paces >= 1.0 + (least - 1.0) / 2, axis=0).sum(axis=0)
-    paced = {
-        at: float(np.sort(paces[: stands_out[at], at])[(stands_out[at] - 1) // 2])
-        for at in np.flatnonzero(stands_out >= LEAST_WINDOWS)
-    }
-    surely = {at: CLEARLY * noise / np.sqrt(stands_out[at]) for at in paced}
-    found = [at for at, pace in paced.items() if pace >= least and pace - 1.0 >= surely[at]]
+    stands_out = np.logical_and.accumulate(paces >= 1.0 + (least - 1.0) / 2, axis=0)
+    count = stands_out.sum(axis=0)
+    ordered = np.sort(np.where(stands_out, paces, np.inf), axis=0)
+    pace = np.take_along_axis(ordered, np.maximum(count - 1, 0)[None] // 2, axis=0)[0]
+    surely = pace - 1.0 >= CLEARLY * noise / np.sqrt(np.maximum(count, 1))
+    found = np.flatnonzero((count >= LEAST_WINDOWS) & (pace >= least) & surely).tolist()
     if not found:
         return None
-    return Lasting(
-        tuple(ranks[at] for at in found), max(paced[at] for at in found), ends[-int(stands_out[found].max())]
-    )
+    return Lasting(tuple(ranks[at] for at in found), float(pace[found].max()), ends[-int(count[found].max())])

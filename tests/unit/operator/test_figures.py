@@ -37,8 +37,7 @@ def figures(rank: int, **changes: Any) -> RankFigures:
 
 
 def metrics(heard: Mapping[str, Rows], plan: Plan, known: Metrics) -> Metrics:
-    rows, untold = of_plan(heard, plan)
-    return of_figures.metrics(rows, untold, plan, known)
+    return of_figures.metrics(of_plan(heard, plan), plan, known)
 
 
 def of(**changes_of_rank_3: Any) -> Metrics:

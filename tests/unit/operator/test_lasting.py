@@ -10,7 +10,7 @@ import pytest
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.plan import Member
 from pacekeeper_analysis.reports import Heartbeat, RankFigures
-from pacekeeper_operator.observation import Lasting, Metrics
+from pacekeeper_operator.observation import Metrics
 from pacekeeper_operator.observe import gather
 from pacekeeper_operator.observe.figures import ROW, Rows, read
 from pacekeeper_operator.observe.lasting import LEAST_WINDOWS, MOST_WINDOWS, Paces, seen
@@ -143,7 +143,9 @@ def test_heartbeats_make_it() -> None:
             figures = RankFigures(rank, 32, 0.1, 8 * seconds, seconds, 0.02, 8, 0.1)
             memory.contacts[member.worker] = Contact(Heartbeat(), now, figures=read([figures]))
         found = gather.metrics(memory, Metrics(), now)
-    assert found.lasting == Lasting((2,), pytest.approx(1.08), NOW)
+    assert found.lasting is not None
+    assert (found.lasting.ranks, found.lasting.since) == ((2,), NOW)
+    assert found.lasting.pace == pytest.approx(1.08)
     memory.draft = world.draft.with_plan(membership=2, members=(Member("w9", "10.0.0.9", (0,)),))
     assert gather.metrics(memory, Metrics(), NOW + 60).lasting is None
 

@@ -37,7 +37,7 @@ def sample(team: Team, dcgm: str = "") -> Sample:
 
 def heard(team: Team) -> Metrics:
     told = {name: figures.read(beat.figures) for name, beat in team.desk.beats.items()}
-    return figures.metrics(told, team.desk.plan, Metrics())
+    return figures.metrics(figures.of_plan(told, team.desk.plan), team.desk.plan, Metrics())
 
 
 def test_every_figure_is_there_and_the_slow_rank_stands_out() -> None:
