@@ -60,6 +60,8 @@ NAMED = 8
 COLLECTS_EVERY, STEPS_BEFORE = 50, 50
 """Steps of a rank between two garbage collections that are worth planning, before any is seen, and of how many steps
 that is taken to be known."""
+PAUSE = 0.25
+"""Of the longest collection, at least, is one that is worth planning."""
 SAME_COST = 0.02
 """Costs by which the ranks' parts of a step differ by less balance alike."""
 AS_GOOD = 1.1
@@ -215,6 +217,7 @@ def ways(
     *,
     threshold: float,
     sequence_cost: tuple[float, float, float] | None = None,
+    garbage_every: int = 0,
     smallest_share: int = 1,
     largest_share: int | None = None,
 ) -> tuple[Way, ...]:
@@ -224,7 +227,8 @@ def ways(
     where it leaves a slowdown below `threshold` or mends nearly as well. Where there is no trouble: shares, if they are
     uneven and no longer fit. Where no rank is slow in most steps they are equal: those that fit a few steps fit their
     luck.
-    sequence_cost: by which the plan has samples balanced; None: by the script's own, if at all.
+    sequence_cost: by which the plan has samples balanced; None: by the script's own, if at all. garbage_every: steps
+    between two collections that the plan has; 0: it has none.
     smallest_share, largest_share: samples that a rank can take in a step (memory).
     """
     work = Work.of(diagnosis.window, threshold, diagnosis.culprits)
@@ -239,13 +243,23 @@ def ways(
     if trouble in {Trouble.VOLATILE, Trouble.COMMUNICATION} or (trouble is Trouble.COMPUTE and work.has_slow_ranks):
         found += _local_sgd(work, reference, work.exposed, counted=trouble is Trouble.COMMUNICATION)
     if trouble is Trouble.GARBAGE:
-        found.append(_planned_garbage(work, reference))
+        found.append(_planned_garbage(work, reference, garbage_every))
     if trouble is Trouble.LENGTHS:
         in_force = None if sequence_cost is None else SequenceCost(*sequence_cost)
         found.append(_balanced_lengths(work, reference, in_force))
     if not work.knows_samples:
         found = [replace(way, refused=NOT_STEERED) for way in found]
     return _in_order(found, diagnosis.slowdown, threshold)
+
+
+def with_slow(diagnosis: Diagnosis, slow: Collection[int], threshold: float) -> float:
+    """What is left of the slowdown where, of the culprits, these alone stay as slow as they are. slow: ranks."""
+    work = Work.of(diagnosis.window, threshold, diagnosis.culprits)
+    if work is None:
+        return 1.0
+    stay = np.isin(np.arange(work.even.shape[1]), list(slow))
+    won = work.longest(work.level) - work.longest(np.where(stay, work.even, work.paced))
+    return max(1.0, diagnosis.slowdown * (1.0 - won / diagnosis.step_seconds))
 
 
 def exact_helps(diagnosis: Diagnosis, found: Sequence[Way]) -> str:
@@ -352,7 +366,7 @@ def _judge(work: Work, threshold: float) -> Diagnosis:
     effects = {trouble: now / (now - min(max(0.0, seconds), 0.99 * now)) for trouble, seconds in lost.items()}
     main = max(effects, key=lambda trouble: effects[trouble])
     trouble = main if effects[main] >= threshold else Trouble.NONE
-    if trouble is Trouble.NONE and effects[Trouble.GARBAGE] >= slight(threshold):
+    if trouble is Trouble.NONE and effects[Trouble.GARBAGE] >= max(slight(threshold), effects[Trouble.COMPUTE]):
         trouble = main = Trouble.GARBAGE
     return Diagnosis(
         trouble=trouble,
@@ -371,14 +385,15 @@ def _grown_communication(work: Work) -> float:
     """By how much exposed communication has grown since the job's first steady steps.
 
     Where only the whole of those is known: 0 if the own work alone outlasts them, as it may be that which has grown.
-    What the usual rank waited in them was in part for others, by chance.
+    What the usual rank waited in them was in part for others, by chance; but as that may have grown, too, it counts
+    only where exposed communication outlasts the whole of it.
     """
     first, before = work.window.baseline_seconds, work.window.baseline_exposed
     if before is None:
         before = first - work.steady_seconds
         if before <= 0:
             return 0.0
-    else:
+    elif work.exposed > before:
         before = max(0.0, before - work.waits_by_chance)
     return min(work.exposed - before, work.step_seconds - first)
 
@@ -431,7 +446,7 @@ def _words(work: Work, trouble: Trouble) -> str:
                 f"steps took {_ms(work.window.baseline_seconds)} altogether"
             )
         case Trouble.GARBAGE:
-            waited = work.longest(work.own) - work.longest(work.working)
+            waited = work.longest(work.own) - work.longest(work.own - _collected_apart(work.garbage))
             return (
                 f"garbage is collected for {_ms(float(work.garbage.mean()))} a step on each rank, and all wait for "
                 f"{_ms(waited)}: ranks collect in different steps"
@@ -544,7 +559,8 @@ def _by_clock(own: Seconds, transfer: float) -> tuple[float, float]:
     return free, transfer + data_parallel.meeting_seconds(own.mean(axis=0))
 
 
-def _planned_garbage(work: Work, reference: float) -> Way:
+def _planned_garbage(work: Work, reference: float, in_force: int) -> Way:
+    """Where a plan that is in force is no rarer, the ranks collect apart whatever it says."""
     every, cost = _plan_garbage(work.garbage)
     after = work.longest(work.working) + cost + work.exposed
     return Way(
@@ -554,6 +570,7 @@ def _planned_garbage(work: Work, reference: float) -> Way:
         after / reference,
         f"garbage collection every {every} steps, on all ranks in the same step",
         garbage_every=every,
+        refused="garbage is collected as often by plan already" if 0 < in_force <= every else "",
     )
 
 
@@ -574,12 +591,12 @@ def _plan_garbage(garbage: Seconds) -> tuple[int, float]:
 
 def _collected_apart(garbage: Seconds) -> Seconds:
     """Without the collections that all ranks do in the same step: nobody waits for those."""
-    together = _pauses(garbage).all(axis=1, keepdims=True)
+    together = ((garbage >= PAUSE * garbage.max(axis=0)) & (garbage > 0)).all(axis=1, keepdims=True)
     return np.where(together, 0.0, garbage)
 
 
 def _pauses(garbage: Seconds) -> npt.NDArray[np.bool_]:
-    return np.asarray((garbage >= 0.25 * garbage.max()) & (garbage > 0))
+    return np.asarray((garbage >= PAUSE * garbage.max()) & (garbage > 0))
 
 
 def _balanced_lengths(work: Work, reference: float, in_force: SequenceCost | None) -> Way:

@@ -47,7 +47,7 @@ class Costs:
 
     fixed: Seconds
     per_sample: Seconds
-    identified: npt.NDArray[np.bool_]  # False: the samples hardly varied, and the whole cost is taken as per sample
+    identified: npt.NDArray[np.bool_]  # False: the samples hardly varied; all is in `per_sample`, see `supposed`
 
     def seconds(self, samples: npt.ArrayLike) -> Seconds:
         """Expected own work under these samples, shape (…, ranks)."""

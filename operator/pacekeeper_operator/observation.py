@@ -177,6 +177,7 @@ class Metrics:
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
     untold: tuple[str, ...] = ()  # members whose ranks' figures are not known now
     lasting: Lasting | None = None
+    unsettled: bool = False  # whether it takes some more windows to know that there is none
     # By Prometheus.
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
     gpu_signs: tuple[GpuValue, ...] = ()  # that GPUs of all nodes show

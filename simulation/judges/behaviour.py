@@ -98,9 +98,8 @@ class _Ears(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        if record.levelno >= logging.CRITICAL or not isinstance(
-            error, EXPECTED
-        ):  # the process ends of what is critical
+        ends = record.levelno >= logging.CRITICAL
+        if ends or not isinstance(error, EXPECTED):
             self.heard.append(_in_words(error) or record.getMessage())
 
 

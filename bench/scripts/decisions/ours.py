@@ -148,7 +148,8 @@ class Ours:
         self._paces = lasting.seen(
             self._paces, told.rows, self.draft.plan.membership, adapt.slight(THRESHOLD), NOW + end
         )
-        return replace(figures.metrics(told, self.draft.plan, Metrics()), lasting=self._paces.lasting)
+        found, paces = figures.metrics(told, self.draft.plan, Metrics()), self._paces
+        return replace(found, lasting=paces.lasting, unsettled=paces.unsettled)
 
     def _answers(self, end: int) -> tuple[Evidence, ...]:
         """To the request that is out: once given, they stay."""

@@ -111,8 +111,10 @@ def all_work_has_grown(observation: Observation) -> bool:
 
 def _as_ever(observation: Observation, found: Diagnosis) -> bool:
     """Ranks that are slow in turns a little, or since the job's first steady steps, are its own way: left alone. So are
-    lengths that cannot be balanced better."""
-    if found.trouble is Trouble.LENGTHS and observation.plan.sequence_cost is not None:
+    lengths that cannot be balanced better, and garbage that cannot be planned better."""
+    plan = observation.plan
+    in_force = {Trouble.LENGTHS: plan.sequence_cost is not None, Trouble.GARBAGE: plan.garbage_every > 0}
+    if in_force.get(found.trouble, False):
         return all(way.refused for way in _ways(observation, found))
     if found.trouble is not Trouble.VOLATILE:
         return False
@@ -140,11 +142,11 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         looked_into = _tolerated(observation) and not _spare_is_due(observation, policy)
         wanted = (slow and not looked_into) or waits
         return _ask(draft, Suspicion(since=now, step_seconds=observation.step_seconds), now) if wanted else draft
-    if waits and not slow:
-        if observation.step_seconds > suspicion.step_seconds * observation.job.spec.detection.straggler_slowdown:
-            suspicion = replace(suspicion, since=now, step_seconds=observation.step_seconds)  # another trouble, now
-        elif _in_vain(observation, suspicion) and not _shows(observation):
-            return _give_up(observation, suspicion.step_seconds)
+    grown = observation.step_seconds > suspicion.step_seconds * observation.job.spec.detection.straggler_slowdown
+    if grown and (not slow or now - suspicion.since > PATIENCE_SECONDS):
+        suspicion = replace(suspicion, since=now, step_seconds=observation.step_seconds)  # another trouble, now
+    elif waits and not slow and _in_vain(observation, suspicion) and not _shows(observation):
+        return _give_up(observation, suspicion.step_seconds)
     if now - suspicion.asked_at <= pause_between_questions(now - suspicion.since):
         return draft
     if not slow and not waits:
@@ -157,7 +159,8 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         clear_at = now if shown is Trouble.NONE else suspicion.clear_at
         suspicion = replace(suspicion, shown=shown, clear_at=clear_at)
         draft = _account(observation.with_draft(draft), found)
-        if slow and _shares_fit(observation, found) and not _spare_is_due(observation.with_draft(draft), policy):
+        settled = _shares_fit(observation, found) or _cannot_be_helped(observation, policy, found)
+        if slow and settled and not _spare_is_due(observation.with_draft(draft), policy):
             return _tolerate(_give_up(observation.with_draft(draft), observation.step_seconds), observation)
     return _ask(draft, suspicion, now)
 
@@ -170,7 +173,8 @@ def _forget(observation: Observation, policy: Policy) -> Draft:
     if vain is not None and _is_over(observation, vain):
         draft = draft.with_adaptation(vain=replace(vain, step_seconds=observation.step_seconds))
     adaptation = draft.state.adaptation
-    if (adaptation.tolerated_pace or adaptation.loss is not None) and _alike(observation) and steady(observation):
+    settled = _alike(observation) and steady(observation) and not observation.metrics.unsettled
+    if (adaptation.tolerated_pace or adaptation.loss is not None) and settled:
         if _shares_outlived(observation):
             draft = draft.with_adaptation(vain=None)
         return draft.with_adaptation(tolerated_pace=0.0, tolerated_behind=0.0, loss=None)
@@ -201,8 +205,8 @@ def _since(observation: Observation, found: Diagnosis) -> float:
         return suspicion.first_sign
     lasted = float(np.median(found.window.step_seconds, axis=1).sum())
     since = min(suspicion.first_sign, suspicion.asked_at - lasted)
-    lasting = observation.metrics.lasting
-    return since if lasting is None or not found.culprits else min(since, lasting.since)
+    lasting, slow = observation.metrics.lasting, found.trouble in {Trouble.NONE, Trouble.COMPUTE} and found.culprits
+    return min(since, lasting.since) if lasting is not None and slow and {*slow} <= {*lasting.ranks} else since
 
 
 def _suspect_broken(observation: Observation, policy: Policy) -> Draft:
@@ -299,6 +303,19 @@ def _shares_fit(observation: Observation, found: Diagnosis) -> bool:
     if found.trouble is Trouble.NONE:
         return True
     return bool(adapt.exact_helps(found, exact)) and max(found.rank_slowdown) < BROKEN
+
+
+def _cannot_be_helped(observation: Observation, policy: Policy, found: Diagnosis) -> bool:
+    """What is slow is so by little, and nothing that may be done would win anything."""
+    pace = observation.metrics.pace
+    if not _lasting(observation) or (pace is not None and pace >= observation.job.spec.detection.straggler_slowdown):
+        return False
+    if found.trouble is not Trouble.NONE:
+        return False
+    if not price.wins(found.effects[Trouble.COMPUTE], 1.0):
+        return True
+    spare = _spare(observation, policy, observation.metrics.slowest_rank)
+    return bool(spare.refused) and all(way.refused for way in _ways(observation, found))
 
 
 def _shares_misfit(observation: Observation, found: Diagnosis) -> bool:
@@ -465,7 +482,8 @@ def _weigh(
     mended = (best is not None or bool(exact)) and (not broken or after < threshold)
     actions: list[Action] = [Adapt(way, found.trouble, mended) for way in ways]
     if culprit is not None and found.trouble is Trouble.COMPUTE:
-        options.append(_spare(observation, policy, culprit, found.rank_slowdown[culprit]))
+        spare = _spare(observation, policy, culprit, found.rank_slowdown[culprit])
+        options.append(replace(spare, slowdown_after=_without(observation, found, culprit)))
         words = f"rank {culprit} has cost as much as a spare does"
         actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False))
     around = other_ways.option(observation, policy, found.slowdown)
@@ -475,6 +493,14 @@ def _weigh(
     measured = {incident.remedy for incident in observation.state.incidents.open if incident.live}
     choice = choose([_once(option) if option.remedy in measured else option for option in options])
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
+
+
+def _without(observation: Observation, found: Diagnosis, culprit: int) -> float:
+    """What is left of the slowdown without the culprit's worker: others may be as slow."""
+    worker = observation.worker_of_rank(culprit)
+    member = next((member for member in observation.plan.members if member.worker == worker), None)
+    others = set(found.culprits) - set(() if member is None else member.ranks)
+    return adapt.with_slow(found, others, observation.job.spec.detection.straggler_slowdown) if others else 1.0
 
 
 def _once(option: Option) -> Option:
@@ -524,7 +550,8 @@ def _ways(observation: Observation, found: Diagnosis) -> tuple[Way, ...]:
     if observation.plan.sync_mode is not SYNC:
         return ()
     threshold = observation.job.spec.detection.straggler_slowdown
-    return adapt.ways(found, threshold=threshold, sequence_cost=observation.plan.sequence_cost)
+    plan = observation.plan
+    return adapt.ways(found, threshold=threshold, sequence_cost=plan.sequence_cost, garbage_every=plan.garbage_every)
 
 
 def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:

@@ -67,7 +67,7 @@ def of_plan(heard: Mapping[str, Rows], plan: Plan) -> Told:
     whole = all(len(of) == len(member.ranks) for of, member in zip(told, plan.members, strict=True))
     if not whole or rows["rank"].tolist() != [rank for member in plan.members for rank in member.ranks]:
         for place, member in enumerate(plan.members):
-            told[place] = told[place][np.isin(told[place]["rank"], member.ranks)]
+            told[place] = np.sort(told[place][np.isin(told[place]["rank"], member.ranks)], order="rank")
             if len(told[place]) < len(member.ranks):
                 untold.append(member.worker)
         rows = _joined(told)

@@ -46,8 +46,8 @@ def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
     if not told.untold:
         least = adapt.slight(memory.job.spec.detection.straggler_slowdown)
         memory.paces = lasting.seen(memory.paces, told.rows, plan.membership, least, now)
-    known = memory.paces.lasting if memory.paces.membership == plan.membership else None
-    return replace(figures.metrics(told, plan, prometheus), lasting=known)
+    known = memory.paces if memory.paces.membership == plan.membership else lasting.Paces()
+    return replace(figures.metrics(told, plan, prometheus), lasting=known.lasting, unsettled=known.unsettled)
 
 
 def observe(

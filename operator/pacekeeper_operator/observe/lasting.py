@@ -26,6 +26,9 @@ LONGEST = 1e6
 """Seconds a sample that somebody may mean."""
 SIMILAR = 1.3
 """Times the smallest share. What a step costs whatever its samples makes a rank with few of them look slow."""
+HAVE_SPOKEN = 0.75
+"""Share of the ranks whose figures have to be others: they are told in five digits, so that some are the same by
+chance."""
 NORMAL = 0.9539
 """Median distance of two draws from a normal distribution, over its standard deviation."""
 
@@ -40,6 +43,12 @@ class Paces:
     lasting: Lasting | None = None  # ranks that are slow in them
     told: npt.NDArray[np.float64] | None = None  # seconds a sample, as the newest of them was told
     next_at: float = 0.0  # from when on there may be another
+    similar: bool = True  # the shares are, so that windows can be compared
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether it is not known yet that no rank is a little slow."""
+        return self.similar and len(self.windows) < LEAST_WINDOWS
 
 
 def seen(before: Paces, rows: Rows, membership: int, least: float, now: float) -> Paces:
@@ -48,17 +57,20 @@ def seen(before: Paces, rows: Rows, membership: int, least: float, now: float) -
     rows: of all ranks, in the order of the plan. least: so many times its peers' time a rank takes that is slow. Under
     shares that differ by more than SIMILAR nothing is told.
     """
-    if membership != before.membership:
-        before = Paces(membership)
-    if not len(rows) or rows["share"].max() > SIMILAR * rows["share"].min():
-        return Paces(membership)
+    window = before.next_at - before.ends[-1] if before.ends else 0.0
+    if membership != before.membership or now > before.next_at + MOST_WINDOWS * window:
+        before = Paces(membership)  # other ranks, or nobody knows how they were in between
+    if not len(rows):
+        return before
+    if rows["share"].max() > SIMILAR * rows["share"].min():
+        return Paces(membership, similar=False)
     if now < before.next_at or rows["steps"].min() < MINIMAL_STEPS:
         return before
-    told = rows["compute_seconds_per_sample"]
+    told = rows["compute_seconds_per_sample"].copy()
     if not (told.min() > SHORTEST and told.max() < LONGEST):
         return before
-    if before.told is not None and (told == before.told).any():
-        return before  # some rank has said nothing new
+    if before.told is not None and (told != before.told).mean() < HAVE_SPOKEN:
+        return before
     ends = (*before.ends, now)[-MOST_WINDOWS:]
     windows = (*before.windows, (told / np.median(told)).astype(np.float32))[-MOST_WINDOWS:]
     found = _lasting(windows, ends, rows["rank"].tolist(), least) if len(windows) >= LEAST_WINDOWS else None
@@ -70,7 +82,8 @@ def _lasting(windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[i
     half of them, they may have been held up. None: there are none, or it may be luck."""
     paces = np.stack(windows)[::-1]  # the newest first
     noise = float(np.median(np.abs(np.diff(paces, axis=0)))) / NORMAL
-    stands_out = np.logical_and.accumulate(paces >= 1.0 + (least - 1.0) / 2, axis=0)
+    shows = paces >= 1.0 + (least - 1.0) / 2
+    stands_out = np.logical_and.accumulate(_but_for_one(shows), axis=0) & shows
     count = stands_out.sum(axis=0)
     ordered = np.sort(np.where(stands_out, paces, np.inf), axis=0)
     pace = np.take_along_axis(ordered, np.maximum(count - 1, 0)[None] // 2, axis=0)[0]
@@ -78,4 +91,12 @@ def _lasting(windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[i
     found = np.flatnonzero((count >= LEAST_WINDOWS) & (pace >= least) & surely).tolist()
     if not found:
         return None
-    return Lasting(tuple(ranks[at] for at in found), float(pace[found].max()), ends[-int(count[found].max())])
+    first = int(np.flatnonzero(stands_out[:, found].any(axis=1)).max())
+    return Lasting(tuple(ranks[at] for at in found), float(pace[found].max()), ends[-1 - first])
+
+
+def _but_for_one(shows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """With single windows between others that show it taken for such, too; the newest may be one. (windows, ranks)."""
+    newer = np.vstack([np.ones_like(shows[:1]), shows[:-1]])
+    older = np.vstack([shows[1:], np.zeros_like(shows[:1])])
+    return np.asarray(shows | (newer & older))

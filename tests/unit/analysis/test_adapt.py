@@ -486,6 +486,48 @@ def test_a_slow_link_costs_the_same_whatever_the_noise(noise: float, ranks: int)
     assert diagnosis.slowdown == pytest.approx((first + 0.04) / first, rel=0.05)
 
 
+def test_noise_that_has_grown_is_no_slow_link() -> None:
+    """64 ranks, 1 % at first and 8 % now; the transfer is as it was."""
+    random = np.random.default_rng(2)
+    then, now = (WORK * (1 + noise * random.standard_normal((STEPS, 64))) for noise in (0.01, 0.08))
+    first = float(np.median(then.max(axis=1))) + 0.016
+    given = [replace(w, baseline_seconds=first, baseline_own_seconds=WORK) for w in windows(now, exposed=0.016)]
+    assert found(given).effects[Trouble.COMMUNICATION] < 1.01
+
+
+def test_garbage_that_no_plan_stops_is_not_planned_again() -> None:
+    """The script collects by itself, too."""
+    pauses = np.where(np.random.default_rng(0).random((STEPS, 4)) < 0.1, WORK, 0.0)
+    diagnosis = found(windows(work(15), garbage=pauses))
+    (again,) = adapt.ways(diagnosis, threshold=THRESHOLD, garbage_every=10)
+    assert "already" in again.refused
+    (oftener,) = adapt.ways(diagnosis, threshold=THRESHOLD, garbage_every=100)
+    assert not oftener.refused, "a plan that is too rare is"
+
+
+def test_collections_in_the_same_step_are_together_however_long_each_rank_takes() -> None:
+    together = np.where(np.arange(STEPS)[:, None] % 8 == 0, WORK * np.array([1.0, 0.1, 0.1, 0.1]), 0.0)
+    assert found(windows(work(15), garbage=together)).effects[Trouble.GARBAGE] < 1.01
+
+
+def test_little_garbage_hides_no_slow_rank() -> None:
+    own = work(15, noise=0.005)
+    own[:, 1] *= 1.09
+    pauses = np.where(np.random.default_rng(0).random((STEPS, 4)) < 0.1, 0.25 * WORK, 0.0)
+    diagnosis = adapt.diagnose(windows(own, garbage=pauses), THRESHOLD, slow=[1])
+    assert diagnosis is not None
+    assert diagnosis.effects[Trouble.COMPUTE] > diagnosis.effects[Trouble.GARBAGE]
+    assert diagnosis.trouble is Trouble.NONE
+
+
+def test_what_is_left_where_some_of_the_slow_ranks_stay() -> None:
+    own = work(noise=0.001) * np.array([1.0, 1.0, 1.5, 1.3])
+    diagnosis = found(windows(own))
+    assert diagnosis.culprits == (2, 3)
+    assert adapt.with_slow(diagnosis, [3], THRESHOLD) == pytest.approx(1.28, abs=0.02)
+    assert adapt.with_slow(diagnosis, [], THRESHOLD) == pytest.approx(1.0, abs=0.01)
+
+
 COST = SequenceCost(1e-3, 0.0, 1e-8)
 """0.09 s for 8 sequences of 1,000."""
 

@@ -394,6 +394,13 @@ def little(pace: float = 1.08, steered: bool = True, spares: int = 1, lasts: flo
     return replace(world, metrics=replace(world.metrics, slowest_rank=2, waiting=0.0, lasting=lasting))
 
 
+def looked_at(world: Observation, pace: float = 1.08) -> Thought:
+    """After an answer that led to nothing has been weighed."""
+    first = answered(world, pace)
+    request = first.draft.plan.evidence_request
+    return think(next_pass(first, world, 3.0, evidence=windows(request, pace, (8, 8, 8, 8))), policy())
+
+
 def test_a_rank_that_is_a_little_slow_for_long_gets_shares() -> None:
     thought = answered(little(), 1.08, (32, 32, 32, 32))
     (incident,) = thought.draft.state.incidents.current
@@ -451,3 +458,53 @@ def test_what_was_looked_into_in_vain_shows_at_last() -> None:
     suspicion = shows.draft.state.adaptation.suspicion
     assert suspicion is not None
     assert suspicion.shown is Trouble.COMMUNICATION
+
+
+def test_what_it_has_cost_is_kept_until_it_is_known_that_no_rank_is_slow() -> None:
+    """After a restart of the operator, which remembers no windows."""
+    world = little(lasts=600.0)
+    looked = looked_at(world)
+    assert looked.draft.state.adaptation.loss is not None
+    now = replace(world.metrics, lasting=None)
+    restarted = replace(next_pass(looked, world, 5.0), metrics=replace(now, unsettled=True))
+    kept = think(restarted, policy()).draft.state.adaptation.loss
+    assert kept is not None
+    known = replace(restarted, metrics=now)
+    assert think(known, policy()).draft.state.adaptation.loss is None
+
+
+def test_where_nothing_can_be_done_nobody_is_asked_for_ever() -> None:
+    looked = looked_at(little(spares=0))
+    assert not looked.draft.plan.evidence_request
+    again = next_pass(looked, little(spares=0), 300.0)
+    assert not think(again, policy()).draft.plan.evidence_request
+
+
+def test_one_spare_does_not_mend_two_slow_workers() -> None:
+    """Ranks 2 and 3 are slow for ever: with either of them gone, all wait for the other."""
+    world = little(lasts=3000.0)
+    lasting = Lasting((2, 3), 1.08, world.now - 3000.0)
+    world = replace(world, metrics=replace(world.metrics, lasting=lasting))
+    asked = think(world, policy())
+    costs = [0.010, 0.010, 0.0108, 0.0108]
+    evidence = evidence_of(
+        asked.draft.plan.evidence_request,
+        (RankWindow(rank, STEPS, (0.0864,) * 32, (8 * costs[rank],) * 32, (8,) * 32) for rank in range(4)),
+    )
+    thought = think(next_pass(asked, world, evidence=evidence), policy())
+    assert not thought.draft.state.incidents.current
+
+
+def test_a_little_slow_rank_hides_no_slower_one() -> None:
+    """It has been looked at for an hour, each two minutes by now; then steps get longer."""
+    world = little(lasts=600.0)
+    looked = looked_at(world)
+    suspicion = looked.draft.state.adaptation.suspicion
+    assert suspicion is not None
+    old = looked.draft.with_adaptation(suspicion=replace(suspicion, since=NOW - 3600.0, step_seconds=0.1))
+    slower = replace(world.metrics, pace=2.0, step_seconds=0.15)
+    asked_again = replace(world.with_draft(old), now=NOW + 10.0, metrics=slower)
+    found = think(asked_again, policy()).draft
+    assert found.state.adaptation.suspicion is not None
+    assert found.state.adaptation.suspicion.since == NOW + 10.0
+    assert found.plan.evidence_request != looked.draft.plan.evidence_request
