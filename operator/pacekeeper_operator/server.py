@@ -373,7 +373,11 @@ def _complain(request: web.Request, error: Exception) -> None:
     """In the log, once in a while: a caller that is refused comes again at once."""
     resource = request.match_info.route.resource
     kind = ("" if resource is None else resource.canonical, type(error).__name__)
-    if request.app[COMPLAINTS].take(kind, request.app[RUNTIME].monotonic()):
+    if not request.app[COMPLAINTS].take(kind, request.app[RUNTIME].monotonic()):
+        return
+    if isinstance(error, kopf.TemporaryError):  # it says itself what is wrong, and where
+        log.warning("%s %s cannot be answered now: %s", request.method, kind[0], error)
+    else:
         log.error("%s %s cannot be answered: %r", request.method, kind[0], error, exc_info=error)
 
 
