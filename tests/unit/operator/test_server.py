@@ -662,12 +662,17 @@ class TestTokens:
             assert answer.status == 200
         assert reviews.asked == 2 * tokens.REFUSED_AT_ONCE
 
-    async def test_an_api_server_that_is_away_refuses_nobody(self, client: Client, reviews: Reviews) -> None:
+    async def test_an_api_server_that_is_away_refuses_nobody(
+        self, client: Client, reviews: Reviews, caplog: pytest.LogCaptureFixture
+    ) -> None:
         for error in (kopf.TemporaryError("10.0.0.1 does not answer"), kopf.PermanentError("denied")):
             reviews.error = error
             answer = await client.post("/v1/plan", json=BEAT, **W0)
             assert answer.status == 503
             assert "10.0.0.1" not in await answer.text()
+        (said,) = (record for record in caplog.records if "cannot be answered" in record.getMessage())
+        assert (said.levelname, said.exc_info) == ("WARNING", None), "who reads the log looks for no defect"
+        assert "10.0.0.1 does not answer" in said.getMessage()
         reviews.error = None
         assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200
 
