@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 from ..records import Collective, Device, Phase
 from ..reports import BlockedConnection, Fault, FaultKind, RankState
@@ -95,8 +96,13 @@ class _Case:
 
     def never_ends(self, inside: Collection[int], members: Collection[int]) -> bool:
         """Whether the collective of `members` that the ranks `inside` wait in is taken for one that never ends."""
-        waited = min(rank.waiting_seconds for rank in self.ranks if rank.rank in inside)
+        waited = min(self._waited[rank] for rank in inside if rank in self._waited)
         return waited >= COMMUNICATION_SECONDS or not self.blocked.isdisjoint(members)
+
+    @cached_property
+    def _waited(self) -> Mapping[int, float]:
+        """Seconds, by rank."""
+        return {rank.rank: rank.waiting_seconds for rank in self.ranks}
 
 
 _NO_VERDICT = HangVerdict(HangKind.COMMUNICATION, (), ())

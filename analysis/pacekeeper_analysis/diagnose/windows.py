@@ -43,6 +43,7 @@ class Window:
     baseline_exposed: float | None = None  # of it, communication that no computation hid; None: not known
     costs: Costs | None = None  # of each rank, from all steps that it gave; None: some rank's samples are not known
     share_grain: int = 1  # samples that new shares are multiples of, as the present ones are
+    drawn_from: int = 0  # steps of each rank, at least, that these were put together of; 0: they are steps themselves
 
     def of(self, steps: slice) -> Window:
         """These of its steps."""

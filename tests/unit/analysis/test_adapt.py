@@ -736,6 +736,20 @@ def test_and_closed_while_it_lasts(seed: int) -> None:
     assert adapt.way_back(volatile, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is None
 
 
+def test_a_few_steps_of_luck_do_not_open_it() -> None:
+    """Ten steps of each rank: one has been slow in most of its own, and takes no blame for what comes and goes."""
+
+    def opens(seed: int, often: float) -> bool:
+        names = ("steps", "step_seconds", "compute_seconds", "samples")
+        whole = local(seed, slow=2.0, often=often)
+        few = [replace(window, **{name: getattr(window, name)[:10] for name in names}) for window in whole]
+        usual = {Trouble.VOLATILE: 1.15}
+        return adapt.way_back(few, threshold=THRESHOLD, trouble=Trouble.VOLATILE, usual=usual) is not None
+
+    assert sum(opens(seed, often=0.25) for seed in range(100)) <= 5
+    assert sum(opens(seed, often=0.0) for seed in range(100)) == 100
+
+
 def test_what_led_here_must_fall_further_than_the_threshold() -> None:
     """A slowdown of about 1.08 by ranks that come and go: below 1.1, above half of its excess."""
     given = local(3, slow=1.3, often=0.1)

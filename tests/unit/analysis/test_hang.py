@@ -251,4 +251,4 @@ def test_thousands_of_ranks_are_judged_in_a_moment(device: str) -> None:
     ranks = tuple(replace(WAITING, rank=rank, group=rank % groups, device=device) for rank in range(8192))
     began = time.process_time()
     assert verdict(stalls(*ranks), world_size=len(ranks)) is None
-    assert time.process_time() - began < 3.0, "it takes 0.1 s; by the square of the ranks, 8 s"
+    assert time.process_time() - began < 3.0, "it takes 0.2 s; by the square of the ranks, 8 s"
