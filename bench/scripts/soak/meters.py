@@ -22,7 +22,8 @@ from .growth import Growth, growth
 METRICS_PORT = 9464
 """Of the operator's and the sidecars' metrics."""
 RING_MB = 9.0
-"""What the records of a worker's one rank come to at most; they fill it once, in an hour or two (decision 31)."""
+"""What the records of a worker's one rank come to at most: they fill it once, in an hour or two, and are counted to the
+sidecar (decision 31)."""
 TASKS = "pacekeeper_tasks"
 """The operator's."""
 KINDS = (
@@ -81,9 +82,10 @@ def _container(
     with suppress(ClusterError, OSError, HTTPException, KeyError):
         container = faults.find_container(namespace, pod_name, name)
         pids = container.pids()
+        ring = RING_MB if what == SIDECARS else 0.0
         figures = {
             "MB": cgroups.memory_bytes(container.cgroup) / 1e6,
-            "shared MB": max(0.0, cgroups.shared_bytes(container.cgroup) / 1e6 - RING_MB),
+            "shared MB": max(0.0, cgroups.shared_bytes(container.cgroup) / 1e6 - ring),
             "descriptors": float(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)),
             "threads": float(sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)),
         }
