@@ -43,6 +43,9 @@ SYNC_SECONDS = (0.5, 30.0)
 SOON_SECONDS, SOON = 10.0, 0.1
 """So often there is a synchronisation all the same for a slow link, as long as they stay within this part of the time:
 each shows whether it is well again."""
+RARER = 0.2
+"""Of the time that a link has been slow: as long may pass between two synchronisations. What has gone on for long will
+not be over soon."""
 SYNC_EVERY = (4, 8, 16, 32, 64, 128)
 STEPS_BETWEEN = 4
 """Steps that the slowest rank does between two synchronisations at least."""
@@ -329,6 +332,22 @@ def way_back(
     )
 
 
+def rarer(windows: Sequence[RankWindow], in_force: float, stayed: float, *, threshold: float) -> float:
+    """Seconds between two synchronisations in mode AsyncEDiT from now on, while a link stays slow: the rarer the longer
+    it has, until they cost no more than SYNCHRONISING.
+
+    windows: as of `way_back`. in_force: seconds as the plan has them. stayed: seconds that it has been slow.
+    """
+    window = as_if_synchronous(windows)
+    work = None if window is None else Work.of(window, threshold)
+    transfer = transfer_seconds(windows)
+    if work is None or transfer is None:
+        return in_force
+    (by_clock,) = _local_sgd(work, 1.0, transfer, counted=False)
+    assert by_clock.sync_seconds is not None
+    return max(in_force, min(by_clock.sync_seconds, round(RARER * stayed, 2)))
+
+
 @dataclass(frozen=True)
 class Hysteresis:
     """When the mode may change again: each change soon after the one before doubles the wait, up to `longest`.
@@ -357,7 +376,7 @@ def _judge(work: Work, threshold: float) -> Diagnosis:
     _, planned_garbage = _plan_garbage(apart)
     has_to_change = work.has_slow_ranks or work.is_uneven
     lost = {
-        Trouble.GARBAGE: work.longest(work.own) - work.longest(work.own - apart) - planned_garbage,
+        Trouble.GARBAGE: _waited_for(apart, work) - planned_garbage,
         Trouble.LENGTHS: work.longest(work.working) - work.longest(work.level),
         Trouble.COMPUTE: work.longest(work.level) - work.longest(work.paced) if has_to_change else 0.0,
         Trouble.VOLATILE: work.longest(work.paced) - work.steady_seconds,
@@ -446,7 +465,7 @@ def _words(work: Work, trouble: Trouble) -> str:
                 f"steps took {_ms(work.window.baseline_seconds)} altogether"
             )
         case Trouble.GARBAGE:
-            waited = work.longest(work.own) - work.longest(work.own - _collected_apart(work.garbage))
+            waited = _waited_for(_collected_apart(work.garbage), work)
             return (
                 f"garbage is collected for {_ms(float(work.garbage.mean()))} a step on each rank, and all wait for "
                 f"{_ms(waited)}: ranks collect in different steps"
@@ -593,6 +612,11 @@ def _collected_apart(garbage: Seconds) -> Seconds:
     """Without the collections that all ranks do in the same step: nobody waits for those."""
     together = ((garbage >= PAUSE * garbage.max(axis=0)) & (garbage > 0)).all(axis=1, keepdims=True)
     return np.where(together, 0.0, garbage)
+
+
+def _waited_for(garbage: Seconds, work: Work) -> float:
+    """Seconds by which these collections lengthen a step."""
+    return work.longest(work.own) - work.longest(work.own - garbage)
 
 
 def _pauses(garbage: Seconds) -> npt.NDArray[np.bool_]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,12 @@ FIXED = 0.05
 
 _STEPS_COMPARED = 128
 """Steps of which all pairs are compared for a slope: enough for 1 % at 10 % noise, and a millisecond a rank."""
+
+UNLIKE = 3.0
+"""Standard errors by which a rank varies more than the others, to be one that comes and goes."""
+
+_ROWS = 256
+"""Steps that are put together from the ranks' own."""
 
 _CANDIDATES = 8
 """Ranks that might give, and might take, which are tried in all pairs for each move."""
@@ -268,17 +275,27 @@ def _win(new: tuple[int, ...], old: tuple[int, ...], per_sample: Seconds, fixed:
 
 
 def _shrunk(per_sample: Seconds) -> Seconds:
-    """Costs a sample (steps, ranks), with ranks that differ from the others by no more than chance at their pace.
+    """Costs a sample (steps, ranks), with ranks that differ from the others by no more than chance at their pace, and
+    of whom no more is known than that they vary as the others do, by all of their steps.
 
     Shares that follow chance make steps longer, by more the more ranks there are. A rank's deviation from the median
-    rank counts in full where it is many standard errors, and not at all within two (positive-part shrinkage).
+    rank counts in full where it is many standard errors, and not at all within two, or as many as one of so many ranks
+    is off by luck (positive-part shrinkage). Its own steps say how it varies where they do so by UNLIKE standard errors
+    more than most ranks' (of a deviation: 1/√2n).
     """
+    steps, ranks = per_sample.shape
     mean = per_sample.mean(axis=0)
     usual = float(np.median(mean))
-    error = per_sample.std(axis=0) / np.sqrt(len(per_sample))
-    deviation = mean - usual
-    certain = np.maximum(0.0, 1.0 - (2.0 * error) ** 2 / np.maximum(deviation**2, 1e-30))
-    return np.asarray(per_sample * (usual + certain * deviation) / mean)
+    deviation, spread = mean - usual, per_sample.std(axis=0)
+    luck = max(2.0, NormalDist().inv_cdf(1.0 - 0.5 / ranks))
+    certain = np.maximum(0.0, 1.0 - (luck * spread) ** 2 / np.maximum(steps * deviation**2, 1e-30))
+    varied = per_sample / mean
+    spread = spread / mean
+    like = spread <= np.sort(spread)[(ranks - 1) // 2] * (1.0 + UNLIKE / np.sqrt(2.0 * steps))
+    random = np.random.default_rng(0)
+    drawn = varied[random.integers(0, steps, size=(_ROWS, ranks)), np.arange(ranks)]
+    drawn[:, like] = random.choice(varied[:, like].ravel(), size=(_ROWS, int(like.sum())))
+    return np.asarray(drawn * (usual + certain * deviation))
 
 
 def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int) -> Shares:

@@ -416,6 +416,12 @@ class Observation:
         return frozenset(beat.sync_mode for beat in self._beats)
 
     @property
+    def has_straggler(self) -> bool:
+        """Some rank takes `detection.stragglerSlowdown` × its peers' time a sample or more, by the figures."""
+        pace = self.metrics.pace
+        return pace is not None and pace >= self.job.spec.detection.straggler_slowdown
+
+    @property
     def restored_step(self) -> int:
         """That the present round started from; 0: the beginning, or not known."""
         return max([0, *(beat.restored_step for beat in self._beats)])

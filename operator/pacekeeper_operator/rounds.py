@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from pacekeeper_analysis import adapt
 from pacekeeper_analysis.plan import Member, meeting_place
 
 from .observation import Observation
@@ -26,7 +27,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
             shares=plan.shares if same else None,
             paths=plan.paths if same else None,
             evidence_request="",
-            figures_band=(observation.job.spec.detection.straggler_slowdown - 1) / 2,
+            figures_band=adapt.slight(observation.job.spec.detection.straggler_slowdown) - 1,
             probe=None,
             step_seconds=observation.step_seconds or plan.step_seconds,
             store_port=store_port,

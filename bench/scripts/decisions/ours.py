@@ -148,8 +148,7 @@ class Ours:
         self._paces = lasting.seen(
             self._paces, told.rows, self.draft.plan.membership, adapt.slight(THRESHOLD), NOW + end
         )
-        found, paces = figures.metrics(told, self.draft.plan, Metrics()), self._paces
-        return replace(found, lasting=paces.lasting, unsettled=paces.unsettled)
+        return self._paces.beside(figures.metrics(told, self.draft.plan, Metrics()))
 
     def _answers(self, end: int) -> tuple[Evidence, ...]:
         """To the request that is out: once given, they stay."""

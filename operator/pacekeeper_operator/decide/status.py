@@ -335,8 +335,7 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
         since = format_time(state.adaptation.local_sgd.since)
         words = f"{plan.sync_mode} since {since}: {state.adaptation.local_sgd.reason}"
         return _Found(Condition.DEGRADED, True, Reason.LOCAL_SGD, words)
-    slow = metrics.pace is not None and metrics.pace >= spec.detection.straggler_slowdown
-    if slow:
+    if observation.has_straggler:
         words = f"rank {metrics.slowest_rank} takes {metrics.pace:.2f} × its peers' time a sample"
         return _Found(Condition.DEGRADED, True, Reason.STRAGGLER, words)
     if metrics.uniform is not None and metrics.uniform >= UNIFORM_SLOWDOWN:
@@ -462,7 +461,7 @@ def _goodput(observation: Observation) -> float | None:
 
 
 def _bottleneck(observation: Observation) -> str | None:
-    pace, rank = observation.metrics.pace, observation.metrics.slowest_rank
-    if pace is None or rank is None or pace < observation.job.spec.detection.straggler_slowdown:
+    rank = observation.metrics.slowest_rank
+    if rank is None or not observation.has_straggler:
         return None
     return f"rank {rank} on {observation.worker_of_rank(rank)}"

@@ -243,10 +243,7 @@ def window_steps(observation: Observation) -> int:
 
 def _slow(observation: Observation) -> bool:
     """Some rank's own work takes longer than its peers', by much or for long."""
-    pace = observation.metrics.pace
-    if pace is None:
-        return False
-    return pace >= observation.job.spec.detection.straggler_slowdown or bool(_lasting(observation))
+    return observation.has_straggler or (observation.metrics.pace is not None and bool(_lasting(observation)))
 
 
 def _lasting(observation: Observation) -> tuple[int, ...]:
@@ -307,10 +304,7 @@ def _shares_fit(observation: Observation, found: Diagnosis) -> bool:
 
 def _cannot_be_helped(observation: Observation, policy: Policy, found: Diagnosis) -> bool:
     """What is slow is so by little, and nothing that may be done would win anything."""
-    pace = observation.metrics.pace
-    if not _lasting(observation) or (pace is not None and pace >= observation.job.spec.detection.straggler_slowdown):
-        return False
-    if found.trouble is not Trouble.NONE:
+    if not _lasting(observation) or observation.has_straggler or found.trouble is not Trouble.NONE:
         return False
     if not price.wins(found.effects[Trouble.COMPUTE], 1.0):
         return True

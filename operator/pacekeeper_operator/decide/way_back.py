@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.adapt import Trouble
-from pacekeeper_analysis.plan import EvidencePart, Stop
+from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 
 from .. import modes
 from ..api import Remedy
@@ -44,9 +44,10 @@ def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Dr
     if not observation.plan.evidence_request or len(windows) != observation.plan.world_size:
         return None
     draft, now = observation.draft.with_plan(evidence_request=""), observation.now
+    threshold = observation.job.spec.detection.straggler_slowdown
     way = adapt.way_back(
         windows,
-        threshold=observation.job.spec.detection.straggler_slowdown,
+        threshold=threshold,
         trouble=adaptation.trouble,
         global_batch=observation.global_batch,
         usual={
@@ -54,6 +55,9 @@ def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Dr
             Trouble.COMMUNICATION: MORE_THAN_A_STEP,
         },
     )
+    if way is None and adaptation.trouble is Trouble.COMMUNICATION and draft.plan.sync_mode is SyncMode.ASYNC_EDIT:
+        seconds = adapt.rarer(windows, draft.plan.sync_seconds, now - adaptation.since, threshold=threshold)
+        draft = replace(draft, plan=replace(draft.plan, sync_seconds=seconds))
     over = 0 if way is None else adaptation.over + 1
     since = adaptation.over_since if over > 1 else observation.step
     sure = over >= ANSWERS and (adaptation.trouble is not Trouble.VOLATILE or observation.step >= since + STEPS)

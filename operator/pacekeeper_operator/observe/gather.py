@@ -47,7 +47,7 @@ def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
         least = adapt.slight(memory.job.spec.detection.straggler_slowdown)
         memory.paces = lasting.seen(memory.paces, told.rows, plan.membership, least, now)
     known = memory.paces if memory.paces.membership == plan.membership else lasting.Paces()
-    return replace(figures.metrics(told, plan, prometheus), lasting=known.lasting, unsettled=known.unsettled)
+    return known.beside(figures.metrics(told, plan, prometheus))
 
 
 def observe(

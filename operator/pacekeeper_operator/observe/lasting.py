@@ -6,14 +6,15 @@ Pure. A window is so many steps as a worker's figures are of; those that are loo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from pacekeeper_analysis.adapt import slight
 from pacekeeper_analysis.diagnose.windows import MINIMAL_STEPS
 
-from ..observation import Lasting
+from ..observation import Lasting, Metrics
 from .figures import SHORTEST, Rows
 
 Values = npt.NDArray[np.float32]
@@ -50,6 +51,10 @@ class Paces:
         """Whether it is not known yet that no rank is a little slow."""
         return self.similar and len(self.windows) < LEAST_WINDOWS
 
+    def beside(self, metrics: Metrics) -> Metrics:
+        """With what is known of them."""
+        return replace(metrics, lasting=self.lasting, unsettled=self.unsettled)
+
 
 def seen(before: Paces, rows: Rows, membership: int, least: float, now: float) -> Paces:
     """With what all ranks tell now, where that is of steps that nothing before was of.
@@ -82,7 +87,7 @@ def _lasting(windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[i
     half of them, they may have been held up. None: there are none, or it may be luck."""
     paces = np.stack(windows)[::-1]  # the newest first
     noise = float(np.median(np.abs(np.diff(paces, axis=0)))) / NORMAL
-    shows = paces >= 1.0 + (least - 1.0) / 2
+    shows = paces >= slight(least)
     stands_out = np.logical_and.accumulate(_but_for_one(shows), axis=0) & shows
     count = stands_out.sum(axis=0)
     ordered = np.sort(np.where(stands_out, paces, np.inf), axis=0)

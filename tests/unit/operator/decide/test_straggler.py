@@ -493,6 +493,30 @@ class TestWayBack:
         whole = replace(found, evidence=windows())
         assert way_back.step(whole, policy()).plan.evidence_request == "", "judged"
 
+    @pytest.mark.parametrize(
+        ("trouble", "mode", "transfer", "seconds"),
+        [
+            (Trouble.COMMUNICATION, SyncMode.ASYNC_EDIT, 0.6, 20.0),
+            (Trouble.COMMUNICATION, SyncMode.ASYNC_EDIT, 0.01, 10.0),
+            (Trouble.VOLATILE, SyncMode.ASYNC_EDIT, 0.6, 10.0),
+            (Trouble.COMMUNICATION, SyncMode.EDIT, 0.6, 10.0),
+        ],
+        ids=["slow", "well again", "not for a link", "by steps"],
+    )
+    def test_a_link_that_stays_slow_is_tried_more_rarely(
+        self, trouble: Trouble, mode: SyncMode, transfer: float, seconds: float
+    ) -> None:
+        found = self.local(evidence_request="ask", sync_seconds=10.0, sync_mode=mode)
+        chosen = LocalSgd(NOW - 100, trouble, "r", "i")
+        found = change_members(found.with_draft(found.draft.with_adaptation(local_sgd=chosen)), sync_mode=mode.value)
+        evidence = tuple(
+            replace(each, windows=tuple(replace(w, sync_mode=mode, transfers=(transfer,) * 4) for w in each.windows))
+            for each in windows(slow=1.0)
+        )
+        draft = way_back.step(replace(found, evidence=evidence), policy())
+        assert (draft.plan.sync_mode, draft.plan.sync_seconds) == (mode, pytest.approx(seconds, rel=0.1))
+        assert draft.plan.version == found.plan.version + 1
+
     def test_slow_ranks_that_come_and_go_are_over_when_all_of_many_steps_say_so(self) -> None:
         def answers(trouble: Trouble, *steps: int) -> Observation:
             found = self.local(evidence_request="ask")
