@@ -27,17 +27,17 @@ class Compared:
     spares: int
     factor: float
     seconds: float
-    simulated: float
+    there: float  # where the whole operator runs
     coarse: float
 
     @property
     def agrees(self) -> bool:
-        return abs(self.simulated - self.coarse) <= NEAR
+        return abs(self.there - self.coarse) <= NEAR
 
     @property
     def words(self) -> str:
         return (
-            f"{self.factor:g} × for {self.seconds:g} s, spares: {self.spares}: removed {self.simulated:.1%} and "
+            f"{self.factor:g} × for {self.seconds:g} s, spares: {self.spares}: removed {self.there:.1%} and "
             f"{self.coarse:.1%}"
         )
 
@@ -47,7 +47,7 @@ def compare(found: Sequence[Result]) -> list[Compared]:
     return [
         Compared(
             *kind,
-            simulated=fmean(each.removed for each in found if each.case.kind == kind),
+            there=fmean(each.removed for each in found if each.case.kind == kind),
             coarse=fmean(removed(scenario(seed, *kind)) for seed in range(SEEDS)),
         )
         for kind in COMPARED

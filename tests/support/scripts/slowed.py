@@ -1,11 +1,14 @@
-"""A steered job whose ranks sleep for each sample, as long as FOLDER/seconds-<rank> says, which is read in each step.
+"""A steered job whose ranks sleep for each sample, as long as FOLDER/seconds-<rank> says, or FOLDER/seconds-<host> for
+whatever rank is there; they are read in each step.
 
-Environment: FOLDER; SECONDS_A_SAMPLE where a rank has no such file; PARAMETERS: of the model, about.
+Environment: FOLDER, where each rank writes when its steps ended, their numbers and samples; SECONDS_A_SAMPLE where a
+rank has no such file; PARAMETERS: of the model, about.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -30,8 +33,8 @@ class Zeros(Dataset[Tensor]):
 
 
 def seconds_a_sample(rank: int) -> float:
-    path = FOLDER / f"seconds-{rank}"
-    return float(path.read_text()) if path.exists() else USUAL
+    paths = (FOLDER / f"seconds-{name}" for name in (rank, socket.gethostname()))
+    return next((float(path.read_text()) for path in paths if path.exists()), USUAL)
 
 
 job = pk.init()
@@ -40,9 +43,13 @@ optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=1e-6), warmup_ste
 loader = job.dataloader(Zeros(), global_batch_size=GLOBAL_BATCH, max_microbatch=GLOBAL_BATCH)
 job.register(net=net, optimizer=optimizer, loader=loader)
 job.restore()
-for step in job.steps(loader, until=1_000_000):
-    for batch in step.microbatches():
-        time.sleep(len(batch) * seconds_a_sample(job.rank))
-        (net(batch).square().sum() / step.total_weight).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+with (FOLDER / f"steps-{job.rank}").open("a", buffering=1) as diary:
+    for step in job.steps(loader, until=1_000_000):
+        samples = 0
+        for batch in step.microbatches():
+            samples += len(batch)
+            time.sleep(len(batch) * seconds_a_sample(job.rank))
+            (net(batch).square().sum() / step.total_weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        diary.write(f"{time.time()} {step.number} {samples}\n")

@@ -1,0 +1,117 @@
+"""A slow worker on the test cluster, and the same on the coarse clock: what share of the slowdown is removed.
+
+The job is a real one, its operator, sidecars and ranks too; what its ranks compute is slept, so that one machine can
+hold them all (a stand-in for processors that are not here). Pure: when steps ended in, shares out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from statistics import fmean
+
+from pacekeeper_analysis.price import loss_rate
+
+from . import agreement
+from .agreement import Compared
+from .draw import LEAD_SECONDS, Scenario
+from .world import CALM, Job, Segment, Spare, Strain, Timeline
+
+REPLICAS, SLOW_RANK, SAMPLES, SECONDS_A_SAMPLE = 4, 1, 16, 0.03
+CALM_SECONDS, SLOW_SECONDS, TAIL_SECONDS = 60.0, 180.0, 60.0
+NOISE = 0.01
+SEEDS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """spares: of the job. factor: times its peers' time that the slow worker takes."""
+
+    spares: int
+    factor: float
+
+    @property
+    def name(self) -> str:
+        return f"slow-{self.factor:g}-{self.spares}".replace(".", "-")
+
+
+CASES = (Case(0, 1.6), Case(0, 3.1), Case(1, 3.1))
+
+
+@dataclass(frozen=True)
+class Step:
+    """That a rank has ended."""
+
+    at: float  # seconds since the epoch
+    number: int
+    samples: int
+
+
+def compare(case: Case, by_rank: Mapping[int, Sequence[Step]], struck: float) -> Compared:
+    """by_rank: all steps of a job, of which a worker was slow from `struck` on for SLOW_SECONDS."""
+    trained = Trained(by_rank)
+    usual = trained.between(struck - CALM_SECONDS, struck) / CALM_SECONDS  # samples a second
+    step_seconds, own_seconds = REPLICAS * SAMPLES / usual, SAMPLES * SECONDS_A_SAMPLE
+    until = struck + SLOW_SECONDS + TAIL_SECONDS
+    cost = until - struck - trained.between(struck, until) / usual
+    unmended = SLOW_SECONDS * loss_rate(1.0 + own_seconds * (case.factor - 1.0) / step_seconds)
+    stood = max(1, round(trained.longest_pause(struck, until) - step_seconds))
+    job = Job(
+        workers=REPLICAS,
+        ranks_each=1,
+        samples=SAMPLES,
+        sample_seconds=SECONDS_A_SAMPLE,
+        fixed_seconds=0.0,
+        transfer_seconds=max(0.0, step_seconds - own_seconds),
+        noise=NOISE,
+        hiccups=0.0,
+        spare=Spare.WARM if case.spares else Spare.NONE,
+        restart_seconds=stood,
+    )
+    coarse = fmean(agreement.removed(scenario(seed, case.factor, job)) for seed in range(SEEDS))
+    return Compared(case.spares, case.factor, SLOW_SECONDS, 1.0 - cost / unmended, coarse)
+
+
+class Trained:
+    """What a job has trained by when: a step that is done again after a restart counts once."""
+
+    def __init__(self, by_rank: Mapping[int, Sequence[Step]]) -> None:
+        first = dict[tuple[int, int], Step]()
+        for rank, steps in by_rank.items():
+            for step in steps:
+                first.setdefault((rank, step.number), step)
+        steps = sorted(first.values(), key=lambda step: step.at)
+        self._at = [step.at for step in steps]
+        self._samples = [0, *accumulate(step.samples for step in steps)]
+
+    def between(self, begin: float, end: float) -> int:
+        """Samples."""
+        return self._samples[bisect_right(self._at, end)] - self._samples[bisect_right(self._at, begin)]
+
+    def longest_pause(self, begin: float, end: float) -> float:
+        """Seconds in which no rank ended a step."""
+        inside = [begin, *(at for at in self._at if begin < at < end), end]
+        return max(later - earlier for earlier, later in pairwise(inside))
+
+
+def scenario(seed: int, factor: float, job: Job) -> Scenario:
+    strain = Strain(slow=((SLOW_RANK, factor),), movable=True)
+    over = LEAD_SECONDS + int(SLOW_SECONDS)
+    segments = (
+        Segment(0, LEAD_SECONDS, CALM),
+        Segment(LEAD_SECONDS, over, strain),
+        Segment(over, over + int(TAIL_SECONDS), CALM),
+    )
+    return Scenario(seed, "rank", factor, "once", job, Timeline(segments), restart_known=False)
+
+
+def read(lines: Iterable[str]) -> list[Step]:
+    """What a rank's diary says; its last line may not be whole yet."""
+    found = []
+    for line in lines:
+        fields = line.split()
+        if len(fields) == 3 and line.endswith("\n"):
+            found.append(Step(float(fields[0]), int(fields[1]), int(fields[2])))
+    return found

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from bench.scripts.decisions import on_cluster
+from bench.scripts.decisions.on_cluster import (
+    CALM_SECONDS,
+    REPLICAS,
+    SAMPLES,
+    SECONDS_A_SAMPLE,
+    SLOW_RANK,
+    SLOW_SECONDS,
+    TAIL_SECONDS,
+    Case,
+    Step,
+    Trained,
+)
+
+STRUCK = 1000.0
+USUAL, SLOW = SAMPLES * SECONDS_A_SAMPLE + 0.02, 1.6 * SAMPLES * SECONDS_A_SAMPLE + 0.02
+
+
+def steps(noticed: float, mended: float) -> dict[int, list[Step]]:
+    """Of four ranks, as long as the slow one takes: until it is noticed, until its end, and then."""
+    at, number, found = STRUCK - CALM_SECONDS - 30.0, 0, list[Step]()
+    while at < STRUCK + SLOW_SECONDS + TAIL_SECONDS:
+        since = at - STRUCK
+        at += USUAL if not 0 <= since < SLOW_SECONDS else SLOW if since < noticed else mended
+        number += 1
+        found.append(Step(at, number, SAMPLES))
+    return dict.fromkeys(range(REPLICAS), found)
+
+
+def test_the_share_that_is_removed_is_what_is_not_lost() -> None:
+    nothing = on_cluster.compare(Case(0, 1.6), steps(SLOW_SECONDS, SLOW), STRUCK)
+    assert nothing.there == pytest.approx(0.0, abs=0.02)
+    half = on_cluster.compare(Case(0, 1.6), steps(SLOW_SECONDS / 2, USUAL), STRUCK)
+    assert half.there == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_cluster_that_does_as_the_decisions_alone_would_agrees_and_another_does_not() -> None:
+    """Shares of 11 and 17 or 18 leave about an eighth of the slowdown, and are made within ten seconds."""
+    soon, late = (on_cluster.compare(Case(0, 1.6), steps(noticed, USUAL * 1.12), STRUCK) for noticed in (8.0, 90.0))
+    assert soon.agrees, soon.words
+    assert not late.agrees, late.words
+
+
+def test_a_step_that_is_done_again_counts_once() -> None:
+    trained = Trained({0: [Step(1.0, 1, 8), Step(2.0, 2, 8), Step(7.0, 1, 8), Step(8.0, 2, 8), Step(9.0, 3, 8)]})
+    assert trained.between(0.0, 10.0) == 24
+    assert trained.between(2.0, 8.5) == 0
+    assert trained.longest_pause(0.0, 10.0) == 7.0, "until it trains further"
+
+
+def test_a_line_that_is_not_whole_yet_is_left_out() -> None:
+    assert on_cluster.read(["1.5 1 16\n", "2.5 2 16\n", "3.5 3"]) == [Step(1.5, 1, 16), Step(2.5, 2, 16)]
+
+
+def test_the_slow_worker_of_the_coarse_clock_is_the_clusters() -> None:
+    found = on_cluster.scenario(0, 3.1, on_cluster_job())
+    (slow,) = {rank for strain in found.timeline.by_second for rank in strain.slow}
+    assert slow == (SLOW_RANK, 3.1)
+    assert found.timeline.over - found.timeline.onset == SLOW_SECONDS
+
+
+def on_cluster_job() -> on_cluster.Job:
+    return on_cluster.Job(REPLICAS, 1, SAMPLES, SECONDS_A_SAMPLE, 0.0, 0.02, 0.01, 0.0, on_cluster.Spare.NONE, 4)
