@@ -26,7 +26,6 @@ from bench.scripts.soak import invariants
 from bench.scripts.soak.meters import Meters
 from bench.scripts.soak.strikes import RANKS, Strikes
 from testcluster import placement, release
-from testcluster.settings import REPOSITORY
 from testcluster.shell import say
 from tests.support.cluster import Cluster, running_cluster, scratch_namespace
 from tests.support.jobs import SAMPLES, Job, paced
@@ -68,7 +67,8 @@ def main() -> None:
     course = Course()
     try:
         with running_cluster() as cluster:
-            install(cluster)
+            release.install()
+            release.install_exporter()
             with jobs(cluster) as (struck, bystander):
                 soak(cluster, struck, bystander, course, random.Random(SEED))
                 every = [*struck, bystander]
@@ -191,13 +191,6 @@ def left_behind(cluster: Cluster, every: Sequence[Job]) -> list[str]:
         if not left or time.monotonic() > until:
             return [f"left behind: {', '.join(left)}"] if left else []
         time.sleep(1.0)
-
-
-def install(cluster: Cluster) -> None:
-    release.install()
-    cluster.kubectl("apply", "-f", str(REPOSITORY / "testcluster/dcgm-exporter.yaml"))
-    exporter = ("daemonset/dcgm-exporter", "-n", "gpu-monitoring")
-    cluster.kubectl("rollout", "status", *exporter, "--timeout=180s", timeout=190)
 
 
 @contextmanager

@@ -63,8 +63,7 @@ def report(outcomes: Sequence[Outcome], last: Job, started: float, begun: float)
 def install(view: View) -> None:
     view.say("helm install pacekeeper")
     release.install()
-    kube.kubectl("apply", "-f", str(REPOSITORY / "testcluster/dcgm-exporter.yaml"))
-    kube.kubectl("rollout", "status", "daemonset/dcgm-exporter", "-n", "gpu-monitoring", "--timeout=180s", timeout=190)
+    release.install_exporter()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ SYSTEM = "pacekeeper-system"
 LEASE = "pacekeeper-operator"
 CHART = REPOSITORY / "charts/pacekeeper"
 VALUES = CHART / "ci/dev-values.yaml"
+EXPORTER = REPOSITORY / "testcluster/dcgm-exporter.yaml"
 OVER_OTHERS = ("--server-side=true", "--force-conflicts")
 """Conflicts are with tests, which write by kubectl what the chart has."""
 SECONDS = 120
@@ -27,6 +28,14 @@ def install() -> None:
         "--values", str(VALUES), "--set-string", rf"podAnnotations.pacekeeper\.dev/sources={_digest()}",
         *OVER_OTHERS, "--wait", f"--timeout={SECONDS}s",
     )  # fmt: skip
+
+
+def install_exporter() -> None:
+    """The stand-in for dcgm-exporter, whose GPU errors are set by `faults.set_xid`; returns when it runs."""
+    kubectl = (programs.kubectl(), f"--kubeconfig={KUBECONFIG}")
+    run(*kubectl, "apply", "-f", EXPORTER)
+    rollout = ("rollout", "status", "daemonset/dcgm-exporter", "--namespace=gpu-monitoring")
+    run(*kubectl, *rollout, f"--timeout={SECONDS}s", timeout=SECONDS + 30)
 
 
 def uninstall() -> None:

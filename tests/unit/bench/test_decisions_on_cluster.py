@@ -15,6 +15,7 @@ from bench.scripts.decisions.on_cluster import (
     Step,
     Trained,
 )
+from bench.scripts.decisions.world import Job, Spare
 
 STRUCK = 1000.0
 USUAL, SLOW = SAMPLES * SECONDS_A_SAMPLE + 0.02, 1.6 * SAMPLES * SECONDS_A_SAMPLE + 0.02
@@ -57,11 +58,8 @@ def test_a_line_that_is_not_whole_yet_is_left_out() -> None:
 
 
 def test_the_slow_worker_of_the_coarse_clock_is_the_clusters() -> None:
-    found = on_cluster.scenario(0, 3.1, on_cluster_job())
+    job = Job(REPLICAS, 1, SAMPLES, SECONDS_A_SAMPLE, 0.0, 0.02, 0.01, 0.0, Spare.NONE, 4)
+    found = on_cluster.scenario(0, 3.1, job)
     (slow,) = {rank for strain in found.timeline.by_second for rank in strain.slow}
     assert slow == (SLOW_RANK, 3.1)
     assert found.timeline.over - found.timeline.onset == SLOW_SECONDS
-
-
-def on_cluster_job() -> on_cluster.Job:
-    return on_cluster.Job(REPLICAS, 1, SAMPLES, SECONDS_A_SAMPLE, 0.0, 0.02, 0.01, 0.0, on_cluster.Spare.NONE, 4)
