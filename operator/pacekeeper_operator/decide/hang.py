@@ -8,7 +8,7 @@ from pacekeeper_analysis.diagnose import hang
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
 from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict
 from pacekeeper_analysis.plan import Plan, SyncMode
-from pacekeeper_analysis.records import Phase
+from pacekeeper_analysis.records import Device, Phase
 from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
 
 from ..api import Cause, Class, Reason, Remedy
@@ -27,7 +27,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None  # the next membership ends the stall, whoever holds it
     if not stalls:
         return None
-    verdict = hang.verdict(stalls, observation.plan.world_size, in_first_step=_in_first_step(observation))
+    verdict = hang.verdict(stalls, observation.plan.world_size, in_first_step=_in_first_step(observation, stalls))
     if verdict is None:
         return None
     said = _say(verdict, observation.plan.world_size)
@@ -78,14 +78,23 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     )
 
 
-def _in_first_step(observation: Observation) -> tuple[int, ...]:
-    """Ranks of workers one of whose ranks has not ended its first step of the round; (): its ranks may do so apart, or
-    nobody knows."""
+STEPS_ON_A_DEVICE = 4
+"""That a rank's host must have counted before its device has surely come to the end of the round's first one: it runs
+two ahead, and counts a step before it waits."""
+
+
+def _in_first_step(observation: Observation, stalls: Sequence[Fault]) -> tuple[int, ...]:
+    """Ranks of workers one of whose ranks has not ended its first step of the round, which others have; (): ranks may
+    end their steps apart, or nobody knows."""
     views = [(member, observation.worker(member.worker)) for member in observation.plan.members]
     beats = [(member, None if view is None else view.heartbeat) for member, view in views]
     if observation.plan.sync_mode is not SyncMode.SYNC or not all(beat and beat.steered for _, beat in beats):
         return ()
-    starting = [m for m, beat in beats if beat and (beat.round, beat.steps_in_round) == (observation.round, 0)]
+    steps = {m: beat.steps_in_round for m, beat in beats if beat and beat.round == observation.round}
+    starting, others = ([m for m in steps if (steps[m] == 0) is first] for first in (True, False))
+    on_devices = any(state.device != Device.NONE.name for fault in stalls for state in fault.ranks)
+    if on_devices and min((steps[member] for member in others), default=0) < STEPS_ON_A_DEVICE:
+        return ()
     return tuple(rank for member in starting for rank in member.ranks)
 
 

@@ -299,11 +299,19 @@ def test_who_is_given_up_already_ends_the_stall() -> None:
 class TestInItsFirstStep:
     """Three of four have ended their first step of the round, and wait; rank 2's worker has nothing to complain of."""
 
-    def world(self, waited: float = 130.0, sync_mode: SyncMode = SyncMode.SYNC, **beat: Any) -> Observation:
-        world = change_members(training(), steps_in_round=1)
+    def world(
+        self,
+        waited: float = 130.0,
+        sync_mode: SyncMode = SyncMode.SYNC,
+        ended: int = 1,
+        device: str = "NONE",
+        **beat: Any,
+    ) -> Observation:
+        world = change_members(training(), steps_in_round=ended)
         world = change_worker(world, "j-w2-0", heartbeat={"steps_in_round": 0, **beat})
         told = [stall(m.worker, m.ranks[0]) for m in world.plan.members if m.worker != "j-w2-0"]
-        faults = tuple(replace(f, ranks=tuple(replace(r, waiting_seconds=waited) for r in f.ranks)) for f in told)
+        now = {"waiting_seconds": waited, "device": device}
+        faults = tuple(replace(f, ranks=tuple(replace(r, **now) for r in f.ranks)) for f in told)
         return replace(world.with_draft(world.draft.with_plan(sync_mode=sync_mode)), faults=faults)
 
     def test_it_is_blamed_after_a_time(self) -> None:
@@ -315,6 +323,10 @@ class TestInItsFirstStep:
         finding = decision.finding
         assert finding is not None
         assert (finding.fault, finding.culprit) == (FaultClass.CODE, "rank 2")
+
+    def test_on_gpus_once_the_others_gpus_have_surely_ended_theirs(self) -> None:
+        assert hang.check(self.world(ended=4, device="STARTED"), policy()) is not None
+        assert hang.check(self.world(ended=3, device="STARTED"), policy()) is None, "hosts run ahead"
 
     @pytest.mark.parametrize(
         "changes",
