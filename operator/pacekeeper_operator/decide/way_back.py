@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.adapt import Trouble
-from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
+from pacekeeper_analysis.plan import EvidencePart, Plan, Stop, SyncMode
+from pacekeeper_analysis.reports import RankWindow
 
 from .. import modes
 from ..api import Remedy
@@ -43,11 +45,10 @@ def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Dr
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if not observation.plan.evidence_request or len(windows) != observation.plan.world_size:
         return None
-    draft, now = observation.draft.with_plan(evidence_request=""), observation.now
-    threshold = observation.job.spec.detection.straggler_slowdown
+    draft = observation.draft.with_plan(evidence_request="")
     way = adapt.way_back(
         windows,
-        threshold=threshold,
+        threshold=observation.job.spec.detection.straggler_slowdown,
         trouble=adaptation.trouble,
         global_batch=observation.global_batch,
         usual={
@@ -55,18 +56,29 @@ def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Dr
             Trouble.COMMUNICATION: MORE_THAN_A_STEP,
         },
     )
-    if way is None and adaptation.trouble is Trouble.COMMUNICATION and draft.plan.sync_mode is SyncMode.ASYNC_EDIT:
-        seconds = adapt.rarer(windows, draft.plan.sync_seconds, now - adaptation.since, threshold=threshold)
-        draft = replace(draft, plan=replace(draft.plan, sync_seconds=seconds))
-    over = 0 if way is None else adaptation.over + 1
-    since = adaptation.over_since if over > 1 else observation.step
-    sure = over >= ANSWERS and (adaptation.trouble is not Trouble.VOLATILE or observation.step >= since + STEPS)
-    if way is None or not sure or not draft.state.adaptation.mode_changes.allows(now):
-        return draft.with_adaptation(local_sgd=replace(adaptation, over=over, over_since=since))
+    if way is None:
+        stays = draft.with_adaptation(local_sgd=replace(adaptation, over=0))
+        return replace(stays, plan=_rarer(observation, stays.plan, windows, adaptation))
+    since = adaptation.over_since if adaptation.over else observation.step
+    adaptation = replace(adaptation, over=adaptation.over + 1, over_since=since)
+    sure = adaptation.over >= ANSWERS and (
+        adaptation.trouble is not Trouble.VOLATILE or observation.step >= adaptation.over_since + STEPS
+    )
+    if not sure or not draft.state.adaptation.mode_changes.allows(observation.now):
+        return draft.with_adaptation(local_sgd=adaptation)
     plan = way.applied_to(draft.plan)
     if policy.refusal(Remedy.REBALANCE):
         plan = replace(plan, shares=None)
     return modes.left(replace(draft, plan=plan), way.reason)
+
+
+def _rarer(observation: Observation, plan: Plan, windows: Sequence[RankWindow], adaptation: LocalSgd) -> Plan:
+    """The plan for a link that is still slow."""
+    if adaptation.trouble is not Trouble.COMMUNICATION or plan.sync_mode is not SyncMode.ASYNC_EDIT:
+        return plan
+    stayed = observation.now - adaptation.since
+    threshold = observation.job.spec.detection.straggler_slowdown
+    return replace(plan, sync_seconds=adapt.rarer(windows, plan.sync_seconds, stayed, threshold=threshold))
 
 
 def _ask(observation: Observation, adaptation: LocalSgd) -> Draft:
