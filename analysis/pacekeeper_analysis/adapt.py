@@ -332,17 +332,21 @@ def way_back(
     )
 
 
-def rarer(windows: Sequence[RankWindow], in_force: float, stayed: float, *, threshold: float) -> float:
+def rarer(
+    windows: Sequence[RankWindow], in_force: float, stayed: float, *, threshold: float, global_batch: int = 0
+) -> float:
     """Seconds between two synchronisations in mode AsyncEDiT from now on, while a link stays slow: the rarer the longer
     it has, until they cost no more than SYNCHRONISING.
 
-    windows: as of `way_back`. in_force: seconds as the plan has them. stayed: seconds that it has been slow.
+    windows, global_batch: as of `way_back`. in_force: seconds as the plan has them. stayed: that it has been slow.
     """
-    window = as_if_synchronous(windows)
+    window = as_if_synchronous(windows, global_batch)
     work = None if window is None else Work.of(window, threshold)
     transfer = transfer_seconds(windows)
     if work is None or transfer is None:
         return in_force
+    if _judge(work, threshold).effects[Trouble.COMMUNICATION] < slight(threshold):
+        return in_force  # it is something else that keeps the job there
     (by_clock,) = _local_sgd(work, 1.0, transfer, counted=False)
     assert by_clock.sync_seconds is not None
     return max(in_force, min(by_clock.sync_seconds, round(RARER * stayed, 2)))

@@ -285,14 +285,15 @@ def _shrunk(per_sample: Seconds) -> Seconds:
     """
     steps, ranks = per_sample.shape
     mean = per_sample.mean(axis=0)
-    usual = float(np.median(mean))
-    deviation, spread = mean - usual, per_sample.std(axis=0)
-    luck = max(2.0, NormalDist().inv_cdf(1.0 - 0.5 / ranks))
-    certain = np.maximum(0.0, 1.0 - (luck * spread) ** 2 / np.maximum(steps * deviation**2, 1e-30))
     varied = per_sample / mean
-    spread = spread / mean
-    like = spread <= np.sort(spread)[(ranks - 1) // 2] * (1.0 + UNLIKE / np.sqrt(2.0 * steps))
-    random = np.random.default_rng(0)
+    spread = varied.std(axis=0) * np.sqrt(steps / max(1, steps - 1))
+    most = np.sort(spread)[(ranks - 1) // 2]
+    like = spread <= most * (1.0 + UNLIKE / np.sqrt(2.0 * steps))
+    usual = float(np.median(mean))
+    luck = max(2.0, NormalDist().inv_cdf(1.0 - 0.5 / ranks)) * np.where(like, most, spread) * mean / np.sqrt(steps)
+    deviation = mean - usual
+    certain = np.maximum(0.0, 1.0 - luck**2 / np.maximum(deviation**2, 1e-30))
+    random = np.random.default_rng(1)  # another one than `balance` draws by
     drawn = varied[random.integers(0, steps, size=(_ROWS, ranks)), np.arange(ranks)]
     drawn[:, like] = random.choice(varied[:, like].ravel(), size=(_ROWS, int(like.sum())))
     return np.asarray(drawn * (usual + certain * deviation))

@@ -24,9 +24,6 @@ COMMUNICATION_SECONDS = 10.0
 BLOCKED_SECONDS = 1.5
 """The same where a connection of theirs gets nothing through: three times in a row it has been in vain by then (RFC
 6298, from a time-out of 0.2 s on)."""
-FIRST_STEP_SECONDS = 120.0
-"""So much longer than the others' a rank's first step may take, of a round whose ranks end their steps together: what
-it still does then may be compiled for the first time."""
 LOOK_SECONDS = 10.0
 """A rank that waits for longer without anybody having looked at its GPU is judged as if it had none."""
 
@@ -52,12 +49,7 @@ class HangVerdict:
     members: tuple[int, ...] = ()  # of the group in which it comes to nothing, where no rank is to blame
 
 
-def verdict(
-    faults: Sequence[Fault],
-    world_size: int,
-    ceiling_seconds: float = 1800.0,
-    in_first_step: Collection[int] = (),
-) -> HangVerdict | None:
+def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1800.0) -> HangVerdict | None:
     """Judge the stalls that the workers of one round have reported; earlier reports of a worker do not count.
 
     A stopped process is to blame whatever the others say: no phase excuses it. Otherwise None as long as nobody can be
@@ -65,20 +57,16 @@ def verdict(
     or it is lost, which is not for this function to say), is in a phase with a deadline of its own, or still moves. A
     rank that stays in such a phase without moving for `ceiling_seconds`, or for longer than its launcher allows, is
     blamed all the same.
-
-    in_first_step: ranks of workers one of whose ranks has not ended its first step of the round, in a job whose ranks
-    end their steps together. Once others have ended theirs, it is an excuse for FIRST_STEP_SECONDS.
     """
     stalls, ranks = _latest(faults)
     if len(ranks) < world_size:
-        stopped = _blame(HangKind.STOPPED, [rank for rank in ranks if rank.process_state == "T"])
-        return stopped or _late(ranks, {*range(world_size)} - {rank.rank for rank in ranks}, in_first_step)
+        return _blame(HangKind.STOPPED, [rank for rank in ranks if rank.process_state == "T"])
     newest = _newest(ranks)
     waits = [rank.rank for rank in ranks if _waits(rank, newest)]
     graph = WaitGraph({rank.rank: rank for rank in ranks}, waits, stalls)
     blocked = frozenset(end.rank for end in blocked_ends(stalls))
-    case = _Case(ranks, blocked, frozenset(waits), graph, ceiling_seconds, frozenset(in_first_step))
-    for judge in (_stopped, _beyond_ceiling, _late_in_first_step, _busy, _not_looked_at, _kernel, _holders):
+    case = _Case(ranks, blocked, frozenset(waits), graph, ceiling_seconds)
+    for judge in (_stopped, _beyond_ceiling, _busy, _not_looked_at, _kernel, _holders):
         found = judge(case)
         if found is not None:
             return found if found.evidence else None
@@ -101,7 +89,6 @@ class _Case:
     """Those inside of a collective, where a rank may stand still for as long as another one does."""
     graph: WaitGraph
     ceiling: float
-    in_first_step: frozenset[int]
 
     def blame(self, kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict | None:
         found = _blame(kind, culprits)
@@ -130,24 +117,6 @@ def _beyond_ceiling(case: _Case) -> HangVerdict | None:
     late = [rank for rank in case.ranks if rank.overdue or rank.phase_seconds > case.ceiling]
     stuck = [rank for rank in late if _has_own_deadline(rank) and not rank.moving]
     return case.blame(HangKind.NEVER_ENTERED, stuck)
-
-
-def _late_in_first_step(case: _Case) -> HangVerdict | None:
-    starting = [rank.rank for rank in case.ranks if rank.phase == Phase.START.name and not rank.moving]
-    return _late(case.ranks, starting, case.in_first_step)
-
-
-def _late(told: Sequence[RankState], late: Collection[int], in_first_step: Collection[int]) -> HangVerdict | None:
-    """Blames those ranks for not ending their first step, if all of them are in it and the others have waited for long.
-
-    Where ranks end their steps together, whoever has ended one has needed all others for it: they have only the rest of
-    that step before them.
-    """
-    waited = min((rank.waiting_seconds for rank in told if rank.phase == Phase.TRAIN.name), default=0.0)
-    if not late or waited < FIRST_STEP_SECONDS or not {*late} <= {*in_first_step}:
-        return None
-    said = f"{name_ranks(sorted(late))}: still in the first step of the round, which others ended {waited:.0f} s ago"
-    return HangVerdict(HangKind.NEVER_ENTERED, tuple(sorted(late)), (said,))
 
 
 def _busy(case: _Case) -> HangVerdict | None:

@@ -7,9 +7,9 @@ hold them all (a stand-in for processors that are not here). Pure: when steps en
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import fmean
 
 from pacekeeper_analysis.price import loss_rate
@@ -20,7 +20,7 @@ from .draw import LEAD_SECONDS, Scenario
 from .world import CALM, Job, Segment, Spare, Strain, Timeline
 
 REPLICAS, SLOW_RANK, SAMPLES, SECONDS_A_SAMPLE = 4, 1, 16, 0.03
-CALM_SECONDS, SLOW_SECONDS, TAIL_SECONDS = 60.0, 180.0, 60.0
+CALM_SECONDS, SLOW_SECONDS, TAIL_SECONDS = 45.0, 120.0, 45.0
 NOISE = 0.01
 SEEDS = 3
 
@@ -45,7 +45,8 @@ class Step:
     """That a rank has ended."""
 
     at: float  # seconds since the epoch
-    number: int
+    round: int
+    number: int  # in Local-SGD modes it may come again
     samples: int
 
 
@@ -57,7 +58,6 @@ def compare(case: Case, by_rank: Mapping[int, Sequence[Step]], struck: float) ->
     until = struck + SLOW_SECONDS + TAIL_SECONDS
     cost = until - struck - trained.between(struck, until) / usual
     unmended = SLOW_SECONDS * loss_rate(1.0 + own_seconds * (case.factor - 1.0) / step_seconds)
-    stood = max(1, round(trained.longest_pause(struck, until) - step_seconds))
     job = Job(
         workers=REPLICAS,
         ranks_each=1,
@@ -68,21 +68,17 @@ def compare(case: Case, by_rank: Mapping[int, Sequence[Step]], struck: float) ->
         noise=NOISE,
         hiccups=0.0,
         spare=Spare.WARM if case.spares else Spare.NONE,
-        restart_seconds=stood,
+        restart_seconds=agreement.RESTART_SECONDS,
     )
     coarse = fmean(agreement.removed(scenario(seed, case.factor, job)) for seed in range(SEEDS))
     return Compared(case.spares, case.factor, SLOW_SECONDS, 1.0 - cost / unmended, coarse)
 
 
 class Trained:
-    """What a job has trained by when: a step that is done again after a restart counts once."""
+    """What a job has trained by when: a step that an earlier round had ended counts once."""
 
     def __init__(self, by_rank: Mapping[int, Sequence[Step]]) -> None:
-        first = dict[tuple[int, int], Step]()
-        for rank, steps in by_rank.items():
-            for step in steps:
-                first.setdefault((rank, step.number), step)
-        steps = sorted(first.values(), key=lambda step: step.at)
+        steps = sorted((step for told in by_rank.values() for step in _new(told)), key=lambda step: step.at)
         self._at = [step.at for step in steps]
         self._samples = [0, *accumulate(step.samples for step in steps)]
 
@@ -90,10 +86,16 @@ class Trained:
         """Samples."""
         return self._samples[bisect_right(self._at, end)] - self._samples[bisect_right(self._at, begin)]
 
-    def longest_pause(self, begin: float, end: float) -> float:
-        """Seconds in which no rank ended a step."""
-        inside = [begin, *(at for at in self._at if begin < at < end), end]
-        return max(later - earlier for earlier, later in pairwise(inside))
+
+def _new(told: Sequence[Step]) -> Iterator[Step]:
+    """Of one rank."""
+    reached, before, round_ = 0, 0, 0
+    for step in told:
+        if step.round > round_:
+            round_, before = step.round, reached
+        reached = max(reached, step.number)
+        if step.number > before:
+            yield step
 
 
 def scenario(seed: int, factor: float, job: Job) -> Scenario:
@@ -112,6 +114,6 @@ def read(lines: Iterable[str]) -> list[Step]:
     found = []
     for line in lines:
         fields = line.split()
-        if len(fields) == 3 and line.endswith("\n"):
-            found.append(Step(float(fields[0]), int(fields[1]), int(fields[2])))
+        if len(fields) == 4 and line.endswith("\n"):
+            found.append(Step(float(fields[0]), *map(int, fields[1:])))
     return found

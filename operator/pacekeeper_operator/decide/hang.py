@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pacekeeper_analysis.diagnose import hang
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
 from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict
-from pacekeeper_analysis.plan import Plan, SyncMode
-from pacekeeper_analysis.records import Device, Phase
+from pacekeeper_analysis.plan import Plan
+from pacekeeper_analysis.records import Phase
 from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
 
 from ..api import Cause, Class, Reason, Remedy
@@ -25,9 +25,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     stalls = observation.faults_of(FaultKind.STALLED)
     if any(view.record.leaving for view in observation.members):
         return None  # the next membership ends the stall, whoever holds it
-    if not stalls:
-        return None
-    verdict = hang.verdict(stalls, observation.plan.world_size, in_first_step=_in_first_step(observation, stalls))
+    verdict = hang.verdict(stalls, observation.plan.world_size) if stalls else None
     if verdict is None:
         return None
     said = _say(verdict, observation.plan.world_size)
@@ -78,26 +76,6 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     )
 
 
-STEPS_ON_A_DEVICE = 4
-"""That a rank's host must have counted before its device has surely come to the end of the round's first one: it runs
-two ahead, and counts a step before it waits."""
-
-
-def _in_first_step(observation: Observation, stalls: Sequence[Fault]) -> tuple[int, ...]:
-    """Ranks of workers one of whose ranks has not ended its first step of the round, which others have; (): ranks may
-    end their steps apart, or nobody knows."""
-    views = [(member, observation.worker(member.worker)) for member in observation.plan.members]
-    beats = [(member, None if view is None else view.heartbeat) for member, view in views]
-    if observation.plan.sync_mode is not SyncMode.SYNC or not all(beat and beat.steered for _, beat in beats):
-        return ()
-    steps = {m: beat.steps_in_round for m, beat in beats if beat and beat.round == observation.round}
-    starting, others = ([m for m in steps if (steps[m] == 0) is first] for first in (True, False))
-    on_devices = any(state.device != Device.NONE.name for fault in stalls for state in fault.ranks)
-    if on_devices and min((steps[member] for member in others), default=0) < STEPS_ON_A_DEVICE:
-        return ()
-    return tuple(rank for member in starting for rank in member.ranks)
-
-
 class _Past:
     """What earlier hangs within the window say about this one."""
 
@@ -140,7 +118,7 @@ def _stays_with_node(hangs: list[Past], rank: int, worker: str | None, node: str
 
 def _finding(plan: Plan, verdict: HangVerdict, stalls: Sequence[Fault], past: _Past) -> Finding:
     states = {state.rank: state for fault in sorted(stalls, key=lambda each: each.noticed_at) for state in fault.ranks}
-    named = [states[rank] for rank in verdict.ranks[:NAMED] if rank in states]
+    named = [states[rank] for rank in verdict.ranks[:NAMED]]
     waiting = sum(state.collective != "NONE" for state in states.values())
     processes = "; ".join(map(_process, named)) or "all processes are there, and none is stopped"
     witnesses = [
@@ -151,14 +129,13 @@ def _finding(plan: Plan, verdict: HangVerdict, stalls: Sequence[Fault], past: _P
         witnesses.append(Witness(WitnessKind.STACK, places))
     if verdict.kind is HangKind.KERNEL:
         witnesses.append(Witness(WitnessKind.GPU, "its GPU has not begun the collective that its peers wait in"))
-    blocked = () if verdict.ranks else hang.blocked_ends(stalls)
-    nccl = "" if verdict.ranks else "".join(_nccl(stalls)[-1:])
-    if transport := "; ".join(map(_say_blocked, blocked[:NAMED])) or nccl:
+    blocked = () if named else hang.blocked_ends(stalls)
+    if transport := "; ".join(map(_say_blocked, blocked[:NAMED])) or ("" if named else "".join(_nccl(stalls)[-1:])):
         witnesses.append(Witness(WitnessKind.TRANSPORT, transport))
     if past.sentence:
         witnesses.append(Witness(WitnessKind.HISTORY, past.sentence.removeprefix("; ")))
     links = _links(plan, blocked) or f"links of ranks {listed(verdict.members)}"
-    culprit = f"rank {listed(verdict.ranks)}" if verdict.ranks else links
+    culprit = f"rank {listed(verdict.ranks)}" if named else links
     fault = _class(verdict, named, past)
     advice = KERNEL_ADVICE if verdict.kind is HangKind.KERNEL else ADVICE[fault]
     return join(None, Finding(fault, culprit, tuple(witnesses), advice=advice))
@@ -207,8 +184,8 @@ def _class(verdict: HangVerdict, culprits: Sequence[RankState], past: _Past) -> 
         return FaultClass.HARDWARE
     if verdict.kind is not HangKind.NEVER_ENTERED:
         return FaultClass.UNKNOWN
-    loads = [state.phase in (Phase.LOAD.name, Phase.DATA.name) for state in culprits]
-    return FaultClass.DATA if loads and all(loads) else FaultClass.CODE
+    loads = all(state.phase in (Phase.LOAD.name, Phase.DATA.name) for state in culprits)
+    return FaultClass.DATA if loads else FaultClass.CODE
 
 
 UNINTERRUPTIBLE = "D"

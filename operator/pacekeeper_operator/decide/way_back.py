@@ -77,8 +77,14 @@ def _rarer(observation: Observation, plan: Plan, windows: Sequence[RankWindow], 
     if adaptation.trouble is not Trouble.COMMUNICATION or plan.sync_mode is not SyncMode.ASYNC_EDIT:
         return plan
     stayed = observation.now - adaptation.since
-    threshold = observation.job.spec.detection.straggler_slowdown
-    return replace(plan, sync_seconds=adapt.rarer(windows, plan.sync_seconds, stayed, threshold=threshold))
+    seconds = adapt.rarer(
+        windows,
+        plan.sync_seconds,
+        stayed,
+        threshold=observation.job.spec.detection.straggler_slowdown,
+        global_batch=observation.global_batch,
+    )
+    return replace(plan, sync_seconds=seconds)
 
 
 def _ask(observation: Observation, adaptation: LocalSgd) -> Draft:

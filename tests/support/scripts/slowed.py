@@ -1,8 +1,8 @@
 """A steered job whose ranks sleep for each sample, as long as FOLDER/seconds-<rank> says, or FOLDER/seconds-<host> for
 whatever rank is there; they are read in each step.
 
-Environment: FOLDER, where each rank writes when its steps ended, their numbers and samples; SECONDS_A_SAMPLE where a
-rank has no such file; PARAMETERS: of the model, about.
+Environment: FOLDER, where each rank writes when its steps ended, their rounds, numbers and samples; SECONDS_A_SAMPLE
+where a rank has no such file; PARAMETERS: of the model, about.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ import pacekeeper as pk
 
 GLOBAL_BATCH = 64
 FOLDER = Path(os.environ["FOLDER"])
+ROUND = int(os.environ.get("PACEKEEPER_ROUND", "0"))
 USUAL = float(os.environ["SECONDS_A_SAMPLE"])
 WIDTH = 16
 
@@ -33,8 +35,10 @@ class Zeros(Dataset[Tensor]):
 
 
 def seconds_a_sample(rank: int) -> float:
-    paths = (FOLDER / f"seconds-{name}" for name in (rank, socket.gethostname()))
-    return next((float(path.read_text()) for path in paths if path.exists()), USUAL)
+    for name in (rank, socket.gethostname()):
+        with suppress(FileNotFoundError):
+            return float((FOLDER / f"seconds-{name}").read_text())
+    return USUAL
 
 
 job = pk.init()
@@ -52,4 +56,4 @@ with (FOLDER / f"steps-{job.rank}").open("a", buffering=1) as diary:
             (net(batch).square().sum() / step.total_weight).backward()
         optimizer.step()
         optimizer.zero_grad()
-        diary.write(f"{time.time()} {step.number} {samples}\n")
+        diary.write(f"{time.time()} {ROUND} {step.number} {samples}\n")

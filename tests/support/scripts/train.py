@@ -3,8 +3,8 @@
 Environment: FOLDER (what each rank saw, and what it learned); UNTIL; SHARD=1 for FSDP2; SNAPSHOT_EVERY; SAMPLES; SLEEP
 (seconds a step); FAULTS: a JSON list of {"rank", "round", "step", "kind": "sigkill"}; WIDTH; STOP_EVERY: the steps
 after which the ranks look, again and again, whether a file `stop` in FOLDER ends the job. A file
-`fault-<rank>` there strikes this rank once: `raise` an error, `fill` its memory, or `hang`. A file `slow-<rank>` has
-its `augment` take as many seconds in each step as it says.
+`fault-<rank>` there strikes this rank once, behind its first step, which may take long: `raise` an error, `fill` its
+memory, or `hang`. A file `slow-<rank>` has its `augment` take as many seconds in each step as it says.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
     restored = job.restore()
     with (FOLDER / f"seen-{job.rank}.jsonl").open("a", buffering=1) as diary:
         diary.write(json.dumps({"round": ROUND, "restored": restored, "at": time.time()}) + "\n")
-        for step in job.steps(loader, until=int(os.environ["UNTIL"])):
+        for place, step in enumerate(job.steps(loader, until=int(os.environ["UNTIL"]))):
             seen, total = [], 0.0
             for indices, features in step.microbatches():
                 noise = random.random() + float(np.random.rand())
@@ -75,6 +75,8 @@ def main() -> None:
                 seen += indices.tolist()
                 total += loss.item()
             fail(job.rank, step.number)
+            if place > 0:
+                fail_as_asked(job.rank)
             augment(FOLDER / f"slow-{job.rank}")
             optimizer.step()
             schedule.step()
@@ -104,6 +106,9 @@ def fail(rank: int, step: int) -> None:
     for fault in json.loads(os.environ.get("FAULTS", "[]")):
         if (fault["rank"], fault["round"]) == (rank, ROUND) and step >= fault["step"]:  # AsyncEDiT leaves numbers out
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_as_asked(rank: int) -> None:
     asked = FOLDER / f"fault-{rank}"
     if asked.exists():
         kind = asked.read_text()

@@ -70,29 +70,6 @@ def test_nobody_is_blamed_before_all_have_reported() -> None:
     assert verdict(stalls(WAITING, WAITING, OUTSIDE), world_size=4) is None
 
 
-def test_the_first_step_excuses_for_a_time_only_once_others_have_ended_it() -> None:
-    def judged(*states: RankState, in_first_step: tuple[int, ...] = (2,)) -> tuple[int, ...] | None:
-        found = verdict(stalls(*states), world_size=3, in_first_step=in_first_step)
-        return None if found is None else found.ranks
-
-    waiting = replace(WAITING, waiting_seconds=125.0)
-    starting = replace(OUTSIDE, phase="START", phase_seconds=300.0)
-    assert judged(waiting, waiting) == (2,), "its worker has nothing to complain of"
-    assert judged(waiting, waiting, starting) == (2,), "a neighbour of its on the same worker has"
-    found = verdict(stalls(waiting, waiting), world_size=3, in_first_step=(2,))
-    assert found is not None
-    assert found.kind is HangKind.NEVER_ENTERED
-    assert found.evidence == ("rank 2: still in the first step of the round, which others ended 125 s ago",)
-
-    assert judged(replace(waiting, waiting_seconds=60.0), waiting) is None, "it may be compiled"
-    assert judged(waiting, waiting, in_first_step=()) is None, "ranks end their steps apart, or nobody knows"
-    assert judged(waiting, waiting, in_first_step=(1,)) is None, "it is in another long phase"
-    assert judged(waiting, waiting, replace(starting, moving=True)) is None
-    assert judged(waiting, waiting, replace(OUTSIDE, phase="EVALUATE")) is None
-    others = replace(starting, waiting_seconds=125.0)
-    assert judged(others, others, starting, in_first_step=(0, 1, 2)) is None, "nobody has ended it"
-
-
 @pytest.mark.parametrize("phase", ["COMPILE", "EVALUATE", "CHECKPOINT", "DATA", "START", "RESTORE"])
 def test_a_long_phase_excuses_everybody(phase: str) -> None:
     busy = replace(OUTSIDE, phase=phase, phase_seconds=60.0)

@@ -28,7 +28,7 @@ def steps(noticed: float, mended: float) -> dict[int, list[Step]]:
         since = at - STRUCK
         at += USUAL if not 0 <= since < SLOW_SECONDS else SLOW if since < noticed else mended
         number += 1
-        found.append(Step(at, number, SAMPLES))
+        found.append(Step(at, 1, number, SAMPLES))
     return dict.fromkeys(range(REPLICAS), found)
 
 
@@ -46,15 +46,17 @@ def test_a_cluster_that_does_as_the_decisions_alone_would_agrees_and_another_doe
     assert not late.agrees, late.words
 
 
-def test_a_step_that_is_done_again_counts_once() -> None:
-    trained = Trained({0: [Step(1.0, 1, 8), Step(2.0, 2, 8), Step(7.0, 1, 8), Step(8.0, 2, 8), Step(9.0, 3, 8)]})
-    assert trained.between(0.0, 10.0) == 24
+def test_a_step_that_is_done_again_after_a_restart_counts_once() -> None:
+    told = [(1.0, 1, 1), (2.0, 1, 2), (7.0, 2, 1), (8.0, 2, 2), (9.0, 2, 3), (9.5, 2, 3)]
+    trained = Trained({0: [Step(at, round_, number, 8) for at, round_, number in told]})
+    assert trained.between(0.0, 9.2) == 24
     assert trained.between(2.0, 8.5) == 0
-    assert trained.longest_pause(0.0, 10.0) == 7.0, "until it trains further"
+    assert trained.between(9.2, 10.0) == 8, "in a Local-SGD mode numbers come again"
 
 
 def test_a_line_that_is_not_whole_yet_is_left_out() -> None:
-    assert on_cluster.read(["1.5 1 16\n", "2.5 2 16\n", "3.5 3"]) == [Step(1.5, 1, 16), Step(2.5, 2, 16)]
+    told = on_cluster.read(["1.5 1 1 16\n", "2.5 1 2 16\n", "3.5 1 3 1"])
+    assert told == [Step(1.5, 1, 1, 16), Step(2.5, 1, 2, 16)]
 
 
 def test_the_slow_worker_of_the_coarse_clock_is_the_clusters() -> None:

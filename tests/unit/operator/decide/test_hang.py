@@ -9,14 +9,13 @@ import pytest
 
 from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, WitnessKind
-from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
 from pacekeeper_operator.api import Cause, Class, Remedy
 from pacekeeper_operator.decide import hang
 from pacekeeper_operator.decision import Decision, FailJob, QuarantineNode, ReplaceWorker, RestartRanks
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.state import Past
-from tests.support.worlds import NOW, change_members, change_worker, policy, stall, training
+from tests.support.worlds import NOW, change_worker, policy, stall, training
 
 IN_SCRIPT = 'File "/job/train.py", line 9 in spin'
 WAITING = RankState(
@@ -294,50 +293,3 @@ def test_who_is_given_up_already_ends_the_stall() -> None:
     leaving = world.with_draft(world.draft.with_worker(replace(record, leaving="its GPU fails")))
     faults = tuple(stall(m.worker, m.ranks[0], culprit=m.ranks[0] == 2) for m in world.plan.members)
     assert hang.check(replace(leaving, faults=faults), policy()) is None
-
-
-class TestInItsFirstStep:
-    """Three of four have ended their first step of the round, and wait; rank 2's worker has nothing to complain of."""
-
-    def world(
-        self,
-        waited: float = 130.0,
-        sync_mode: SyncMode = SyncMode.SYNC,
-        ended: int = 1,
-        device: str = "NONE",
-        **beat: Any,
-    ) -> Observation:
-        world = change_members(training(), steps_in_round=ended)
-        world = change_worker(world, "j-w2-0", heartbeat={"steps_in_round": 0, **beat})
-        told = [stall(m.worker, m.ranks[0]) for m in world.plan.members if m.worker != "j-w2-0"]
-        now = {"waiting_seconds": waited, "device": device}
-        faults = tuple(replace(f, ranks=tuple(replace(r, **now) for r in f.ranks)) for f in told)
-        return replace(world.with_draft(world.draft.with_plan(sync_mode=sync_mode)), faults=faults)
-
-    def test_it_is_blamed_after_a_time(self) -> None:
-        decision = hang.check(self.world(), policy())
-        assert decision is not None
-        assert (decision.rank, decision.worker, decision.actions) == (2, "j-w2-0", (RestartRanks(),))
-        assert decision.message == "rank 2 holds all others (NeverEntered)"
-        assert decision.evidence[0] == "rank 2: still in the first step of the round, which others ended 130 s ago"
-        finding = decision.finding
-        assert finding is not None
-        assert (finding.fault, finding.culprit) == (FaultClass.CODE, "rank 2")
-
-    def test_on_gpus_once_the_others_gpus_have_surely_ended_theirs(self) -> None:
-        assert hang.check(self.world(ended=4, device="STARTED"), policy()) is not None
-        assert hang.check(self.world(ended=3, device="STARTED"), policy()) is None, "hosts run ahead"
-
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"waited": 100.0},
-            {"sync_mode": SyncMode.ASYNC_EDIT},
-            {"steered": False},
-            {"steps_in_round": 1},
-            {"round": 0},
-        ],
-        ids=["not yet", "each by itself", "only watched", "in a later one", "not in this round"],
-    )
-    def test_but_not_where_it_may_be_right(self, changes: dict[str, Any]) -> None:
-        assert hang.check(self.world(**changes), policy()) is None
