@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from pacekeeper_analysis.reports import Fault
+from pacekeeper_analysis.reports import Fault, FaultKind
 
 MAX_OF_WORKER = 32
 MAX_BYTES_OF_WORKER = 4 * 2**20
@@ -15,17 +15,24 @@ MAX_BESIDE = 64
 
 
 class OpenFaults(Mapping[str, Fault]):
-    """By name. What came first stays; what is too much is not taken, and comes again once there is room."""
+    """By name. What came first stays; what is too much is not taken, and comes again once there is room.
+
+    Of a worker's stalls the newest one only: it tells all anew, and a rank may keep thousands waiting rightly for half
+    an hour.
+    """
 
     def __init__(self) -> None:
         self._faults: dict[str, Fault] = {}
         self._count: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
+        self._stalls: dict[str, Fault] = {}  # by worker
 
     def take(self, fault: Fault, workers: int) -> str:
-        """Why it is not taken; "": it is, or was before. `workers`: how many the job has."""
-        if fault.name in self._faults:
+        """Why it is not taken; "": it is, or was before, or is told anew. `workers`: how many the job has."""
+        if fault.name in self._faults or self.is_told_anew(fault):
             return ""
+        if fault.kind is FaultKind.STALLED and (before := self._stalls.pop(fault.worker, None)) is not None:
+            self._remove(before)
         if self._count[fault.worker] >= MAX_OF_WORKER:
             return f"worker {fault.worker} has {MAX_OF_WORKER} faults that are not dealt with yet"
         if self._bytes[fault.worker] + _weight(fault) > MAX_BYTES_OF_WORKER:
@@ -35,10 +42,15 @@ class OpenFaults(Mapping[str, Fault]):
         self._add(fault)
         return ""
 
+    def is_told_anew(self, fault: Fault) -> bool:
+        """By a later stall of its worker's."""
+        newest = self._stalls.get(fault.worker)
+        return fault.kind is FaultKind.STALLED and newest is not None and _order(fault) < _order(newest)
+
     def keep(self, wanted: Callable[[Fault], bool]) -> None:
         """Forget all others."""
         faults = [fault for fault in self._faults.values() if wanted(fault)]
-        self._faults, self._count, self._bytes = {}, Counter(), Counter()
+        self._faults, self._count, self._bytes, self._stalls = {}, Counter(), Counter(), {}
         for fault in faults:
             self._add(fault)
 
@@ -55,6 +67,17 @@ class OpenFaults(Mapping[str, Fault]):
         self._faults[fault.name] = fault
         self._count[fault.worker] += 1
         self._bytes[fault.worker] += _weight(fault)
+        if fault.kind is FaultKind.STALLED:
+            self._stalls[fault.worker] = fault
+
+    def _remove(self, fault: Fault) -> None:
+        del self._faults[fault.name]
+        self._count[fault.worker] -= 1
+        self._bytes[fault.worker] -= _weight(fault)
+
+
+def _order(stall: Fault) -> tuple[int, int, float]:
+    return stall.membership, stall.round, stall.noticed_at
 
 
 def _weight(fault: Fault) -> int:

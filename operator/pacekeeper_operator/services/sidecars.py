@@ -349,7 +349,7 @@ def _member(plan: Plan, caller: Caller) -> Member | None:
 
 
 async def _dealt_with(job: JobMemory, fault: Fault) -> None:
-    while not _settled(job, fault):
+    while not _settled(job, fault) and not job.faults.is_told_anew(fault):
         await job.senders.next(fault.worker)
 
 

@@ -710,6 +710,41 @@ class TestFaults:
         clock.at += 1
         assert await self.send(client, "j-w0-0-4") == 503, "there is room again"
 
+    async def test_of_a_workers_stalls_the_newest_is_kept_and_the_others_need_no_answer(
+        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A rank that evaluates for half an hour has all others stall, again and again."""
+        monkeypatch.setattr(faults, "MAX_OF_WORKER", 2)
+
+        async def tell(number: int, round_: int = 1) -> int:
+            fault = replace(
+                stall("j-w0-0", 0, noticed_at=NOW - 60 + number), name=f"j-w0-0-stall-{number}", round=round_
+            )
+            return (await client.post("/v1/faults", json=fault.to_json(), **W0)).status
+
+        assert await self.send(client, "j-w0-0-crash") == 503
+        assert [await tell(number) for number in (1, 3, 9)] == [503, 503, 503]
+        assert list(job.faults) == ["j-w0-0-crash", "j-w0-0-stall-9"]
+        assert [await tell(number) for number in (3, 1)] == [202, 202], "told anew"
+        assert await tell(9) == 503, "it is not dealt with"
+        assert await tell(2, round_=2) == 503, "of a later round"
+        assert list(job.faults) == ["j-w0-0-crash", "j-w0-0-stall-2"]
+        assert await self.send(client, "j-w0-0-crash-2") == 429, "there is room for one more stall only"
+        other = stall("j-w1-0", 1)
+        assert (await client.post("/v1/faults", json=other.to_json(), **as_worker("j-w1-0", "uid-1"))).status == 503
+        assert other.name in job.faults
+
+    async def test_a_stall_that_waits_is_answered_once_it_is_told_anew(self, job: JobMemory) -> None:
+        earlier, later = (replace(stall("j-w0-0", 0, noticed_at=NOW + at), name=f"j-w0-0-{at}") for at in (1, 2))
+        assert job.faults.take(earlier, 3) == ""
+        assert not job.faults.is_told_anew(earlier)
+        assert job.faults.take(later, 3) == ""
+        assert job.faults.is_told_anew(earlier)
+        assert not job.faults.is_told_anew(later)
+        job.faults.keep(lambda fault: fault.name != later.name)
+        assert not job.faults
+        assert not job.faults.is_told_anew(earlier)
+
     async def test_their_bytes_count_too(self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(faults, "MAX_BYTES_OF_WORKER", 3000)
         statuses = [await self.send(client, f"j-w0-0-{number}", error="x" * 1500) for number in range(2)]
