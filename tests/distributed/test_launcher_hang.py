@@ -105,18 +105,6 @@ def test_a_loader_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         assert "in phase LOAD" in found.evidence[0]
 
 
-def test_a_rank_that_does_not_come_to_the_collective_of_a_checkpoint_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(watch, "LONGEST_WAIT", 1.0)
-    faults = [{"rank": 1, "round": 1, "step": 8, "kind": "skip"}]
-    with team(tmp_path, steps=12, faults=faults) as one:
-        one.environment["MEETS_IN"] = "CHECKPOINT"
-        two(one)
-        found = one.wait_for(lambda: judge(one), "a verdict")
-        assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,)), found
-
-
 def test_a_hang_right_after_joining_is_judged_by_the_step_time_that_the_plan_hands_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

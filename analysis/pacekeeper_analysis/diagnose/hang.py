@@ -66,7 +66,7 @@ def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1
     graph = WaitGraph({rank.rank: rank for rank in ranks}, waits, stalls)
     blocked = frozenset(end.rank for end in blocked_ends(stalls))
     case = _Case(ranks, blocked, frozenset(waits), graph, ceiling_seconds)
-    for judge in (_stopped, _beyond_ceiling, _busy, _in_long_phases, _not_looked_at, _kernel, _holders):
+    for judge in (_stopped, _beyond_ceiling, _busy, _not_looked_at, _kernel, _holders):
         found = judge(case)
         if found is not None:
             return found if found.evidence else None
@@ -121,22 +121,8 @@ def _beyond_ceiling(case: _Case) -> HangVerdict | None:
 
 def _busy(case: _Case) -> HangVerdict | None:
     """A rank in a long phase, or one that works outside of collectives, keeps the others waiting rightly."""
-    busy = [
-        rank
-        for rank in case.ranks
-        if (_has_own_deadline(rank) and not _waits_in_phase(rank)) or (rank.rank not in case.waits and rank.moving)
-    ]
+    busy = [rank for rank in case.ranks if _has_own_deadline(rank) or (rank.rank not in case.waits and rank.moving)]
     return _NO_VERDICT if busy else None
-
-
-def _in_long_phases(case: _Case) -> HangVerdict | None:
-    """Where ranks wait for others within long phases, as for the collective that a checkpoint begins with, those hold
-    the job that train and have come to no collective. What the phases move between ranks themselves may take long."""
-    if not any(map(_waits_in_phase, case.ranks)):
-        return None
-    by_rank = {rank.rank: rank for rank in case.ranks}
-    outside = [by_rank[rank] for rank in case.graph.sinks().outside]
-    return case.blame(HangKind.NEVER_ENTERED, [] if any(map(_has_own_deadline, outside)) else outside) or _NO_VERDICT
 
 
 def _not_looked_at(case: _Case) -> HangVerdict | None:
@@ -268,13 +254,6 @@ def _waits(rank: RankState, newest: Mapping[int, int]) -> bool:
 
 def _has_own_deadline(rank: RankState) -> bool:
     return rank.phase != Phase.TRAIN.name
-
-
-def _waits_in_phase(rank: RankState) -> bool:
-    """Within a long phase, but inside of a collective, where it does none of that phase's work. Not on a device, whose
-    host does not know when it has left a collective."""
-    inside = rank.device == Device.NONE.name and rank.collective != Collective.NONE.name
-    return inside and _has_own_deadline(rank) and not _is_elsewhere(rank)
 
 
 def _latest(faults: Sequence[Fault]) -> tuple[list[Fault], list[RankState]]:

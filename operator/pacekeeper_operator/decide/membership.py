@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pacekeeper_analysis.plan import Member, Stop
-from pacekeeper_analysis.records import Phase
 from pacekeeper_analysis.reports import FaultKind, LauncherState
 
 from .. import rounds
@@ -170,13 +169,7 @@ def _await_checkpoint(observation: Observation) -> Draft | None:
     forced = any(view.record.leaving and not view.record.patient for view in observation.members)
     hurried = forced or not any(view.record.leaving for view in observation.members)
     late = hurried and observation.now - draft.state.placement.checkpoint_asked_at > CHECKPOINT_SECONDS
-    return None if answered or late or _stalls_in_training(observation) else draft
-
-
-def _stalls_in_training(observation: Observation) -> bool:
-    """Ranks that wait for others within a checkpoint may just wait for one who writes."""
-    stalls = observation.faults_of(FaultKind.STALLED)
-    return any(state.phase == Phase.TRAIN.name for fault in stalls for state in fault.ranks)
+    return None if answered or late or observation.faults_of(FaultKind.STALLED) else draft
 
 
 def _member(view: WorkerView) -> Member:

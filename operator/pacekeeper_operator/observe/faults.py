@@ -31,14 +31,18 @@ class OpenFaults(Mapping[str, Fault]):
         """Why it is not taken; "": it is, or was before, or is told anew. `workers`: how many the job has."""
         if fault.name in self._faults or self.is_told_anew(fault):
             return ""
-        if fault.kind is FaultKind.STALLED and (before := self._stalls.pop(fault.worker, None)) is not None:
-            self._remove(before)
-        if self._count[fault.worker] >= MAX_OF_WORKER:
+        before = self._stalls.get(fault.worker) if fault.kind is FaultKind.STALLED else None
+        count, weight = (0, 0) if before is None else (1, _weight(before))  # of the one whose place it takes
+        if self._count[fault.worker] - count >= MAX_OF_WORKER:
             return f"worker {fault.worker} has {MAX_OF_WORKER} faults that are not dealt with yet"
-        if self._bytes[fault.worker] + _weight(fault) > MAX_BYTES_OF_WORKER:
+        if self._bytes[fault.worker] - weight + _weight(fault) > MAX_BYTES_OF_WORKER:
             return f"worker {fault.worker} has faults of {MAX_BYTES_OF_WORKER} bytes that are not dealt with yet"
-        if len(self._faults) >= MAX_FOR_EACH_WORKER * workers + MAX_BESIDE:
+        if len(self._faults) - count >= MAX_FOR_EACH_WORKER * workers + MAX_BESIDE:
             return f"the job has {len(self._faults)} faults that are not dealt with yet"
+        if before is not None:
+            del self._faults[before.name]
+            self._count[fault.worker] -= count
+            self._bytes[fault.worker] -= weight
         self._add(fault)
         return ""
 
@@ -69,11 +73,6 @@ class OpenFaults(Mapping[str, Fault]):
         self._bytes[fault.worker] += _weight(fault)
         if fault.kind is FaultKind.STALLED:
             self._stalls[fault.worker] = fault
-
-    def _remove(self, fault: Fault) -> None:
-        del self._faults[fault.name]
-        self._count[fault.worker] -= 1
-        self._bytes[fault.worker] -= _weight(fault)
 
 
 def _order(stall: Fault) -> tuple[int, int, float]:

@@ -187,10 +187,11 @@ class Sidecars:
         if _settled(job, fault):
             return
         fault = _fault_by_our_clock(_about_its_own(fault, job.plan, caller), self._runtime.now())
-        workers = 0 if job.draft is None else len(job.draft.state.placement.workers)
+        workers, known = 0 if job.draft is None else len(job.draft.state.placement.workers), fault.name in job.faults
         if why := job.faults.take(fault, workers):
             raise TooMany(f"{why}: send fault {fault.name} again later")
-        job.wake.set()
+        if not known:  # one that is sent again says nothing new
+            job.wake.set()
         try:
             await self._runtime.within(TAKE_SECONDS, _dealt_with(job, fault))
         except TimeoutError:

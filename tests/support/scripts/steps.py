@@ -2,8 +2,7 @@
 
 Environment: STEPS; FOLDER (counter and diary of each rank); STEP_SECONDS; FAULTS: a JSON list of
 {"rank": …, "round": …, "step": …, "kind": "sigkill" | "raise" | "exit" | "stop" | "skip" | "phase" | "kernel"};
-MEETS_IN: the phase in which the ranks all-reduce; not set: TRAIN. GPU: "nccl" or "gloo", with which a stand-in for a
-GPU exchanges; not set: there is none.
+GPU: "nccl" or "gloo", with which a stand-in for a GPU exchanges; not set: there is none.
 """
 
 from __future__ import annotations
@@ -47,11 +46,9 @@ def main() -> None:
         ring.end_load(time.monotonic_ns() - begin)
         fail(step + 1, ring)
         total = torch.ones(1)
-        ring.enter_phase(Phase[os.environ.get("MEETS_IN", "TRAIN")])
         ring.enter_collective(Collective.ALL_REDUCE, 1, step, time.monotonic_ns(), NO_PLACE)
         dist.all_reduce(total)
         ring.leave_collective()
-        ring.enter_phase(Phase.TRAIN)
         assert total.item() == dist.get_world_size()
         step += 1
         now = time.monotonic_ns()

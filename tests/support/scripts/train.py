@@ -3,8 +3,9 @@
 Environment: FOLDER (what each rank saw, and what it learned); UNTIL; SHARD=1 for FSDP2; SNAPSHOT_EVERY; SAMPLES; SLEEP
 (seconds a step); FAULTS: a JSON list of {"rank", "round", "step", "kind": "sigkill"}; WIDTH; STOP_EVERY: the steps
 after which the ranks look, again and again, whether a file `stop` in FOLDER ends the job. A file
-`fault-<rank>` there strikes this rank once, behind its first step, which may take long: `raise` an error, `fill` its
-memory, or `hang`. A file `slow-<rank>` has its `augment` take as many seconds in each step as it says.
+`fault-<rank>` there strikes this rank once, but not in its first step, nor before a checkpoint, where a hang may last
+for half an hour: `raise` an error, `fill` its memory, or `hang`. A file `slow-<rank>` has its `augment` take as many
+seconds in each step as it says.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import pacekeeper as pk
 FOLDER = Path(os.environ["FOLDER"])
 WIDTH = int(os.environ.get("WIDTH", "16"))
 ROUND = int(os.environ.get("PACEKEEPER_ROUND", "0"))
+CHECKPOINT_EVERY = int(os.environ.get("PACEKEEPER_CHECKPOINT_EVERY") or "0") or 1 << 62
 
 
 class Numbers(Dataset[tuple[int, Tensor]]):
@@ -75,7 +77,7 @@ def main() -> None:
                 seen += indices.tolist()
                 total += loss.item()
             fail(job.rank, step.number)
-            if place > 0:
+            if place > 0 and step.number % CHECKPOINT_EVERY:
                 fail_as_asked(job.rank)
             augment(FOLDER / f"slow-{job.rank}")
             optimizer.step()

@@ -76,25 +76,6 @@ def test_a_long_phase_excuses_everybody(phase: str) -> None:
     assert verdict(stalls(WAITING, busy, WAITING), world_size=3) is None
 
 
-def test_who_waits_for_others_in_a_long_phase_is_not_busy_with_it() -> None:
-    """A checkpoint begins with a word among all ranks; rank 1 has not come to it."""
-
-    def judged(*states: RankState) -> tuple[int, ...] | None:
-        found = verdict(stalls(*states), world_size=3)
-        return None if found is None else found.ranks
-
-    waits = replace(WAITING, phase="CHECKPOINT", phase_seconds=125.0, waiting_seconds=125.0)
-    assert judged(waits, OUTSIDE, waits) == (1,)
-    assert judged(waits, OUTSIDE, WAITING) == (1,)
-    assert judged(waits, replace(OUTSIDE, moving=True), waits) is None
-    assert judged(waits, replace(OUTSIDE, phase="CHECKPOINT", phase_seconds=125.0), waits) is None, "it writes"
-    assert judged(waits, replace(OUTSIDE, phase="EVALUATE"), waits) is None
-    assert judged(waits, waits, waits) is None, "what a checkpoint moves between ranks may take long"
-    writes = replace(waits, stack='File "/job/train.py", line 9 in save')
-    assert judged(writes, OUTSIDE, WAITING) is None, "a collective is under way beside"
-    assert judged(replace(waits, device="IDLE"), OUTSIDE, WAITING) is None, "its host may have left it long ago"
-
-
 def test_a_phase_beyond_its_ceiling_excuses_nobody() -> None:
     stuck = replace(OUTSIDE, phase="DATA", phase_seconds=2000.0)
     found = verdict(stalls(WAITING, stuck, WAITING), world_size=3, ceiling_seconds=1800.0)

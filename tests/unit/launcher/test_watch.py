@@ -61,12 +61,6 @@ def test_a_loader_has_time_by_its_longest_wait(longest: float, expected: float) 
         assert deadline(marked, 100, 0.1, SETTINGS, longest_load=longest) == 1800.0
 
 
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.TRAIN])
-def test_a_wait_for_others_is_told_in_any_phase(phase: Phase) -> None:
-    assert deadline(phase, 100, 0.1, SETTINGS, waits=True) == 120.0
-    assert deadline(phase, 100, 0.1, replace(SETTINGS, phase_deadline=60.0), waits=True) == 60.0
-
-
 @dataclass
 class Bench:
     """A watch over one made-up rank that takes a tenth of a second for a step."""
@@ -147,24 +141,6 @@ def test_the_first_steps_of_a_round_have_time(bench: Bench) -> None:
     bench.steps(4)
     bench.look(0.0)
     assert bench.look(600.0) == 0
-
-
-def test_a_rank_that_waits_in_a_long_phase_is_told_of_and_not_overdue(bench: Bench) -> None:
-    bench.steps(10)
-    bench.writer.enter_phase(Phase.CHECKPOINT)
-    bench.writer.enter_collective(Collective.ALL_REDUCE, 1, 7, int(bench.now * 1e9), NO_PLACE)
-    assert [bench.look(0.0), bench.look(119.0), bench.look(2.0)] == [0, 0, 1]
-    (rank,) = bench.faults[0].ranks
-    assert (rank.phase, rank.collective, rank.overdue) == ("CHECKPOINT", "ALL_REDUCE", False)
-    bench.writer.leave_collective()
-    assert [bench.look(0.0), bench.look(600.0)] == [1, 1], "it writes"
-
-
-def test_on_a_device_a_host_that_has_entered_a_collective_may_have_left_it(bench: Bench) -> None:
-    bench.writer.state.device = Device.IDLE
-    bench.writer.enter_phase(Phase.CHECKPOINT)
-    bench.writer.enter_collective(Collective.ALL_REDUCE, 1, 7, int(bench.now * 1e9), NO_PLACE)
-    assert [bench.look(0.0), bench.look(600.0)] == [0, 0]
 
 
 def test_a_stopped_process_is_a_stall_whatever_it_was_busy_with(bench: Bench) -> None:

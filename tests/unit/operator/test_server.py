@@ -734,6 +734,29 @@ class TestFaults:
         assert (await client.post("/v1/faults", json=other.to_json(), **as_worker("j-w1-0", "uid-1"))).status == 503
         assert other.name in job.faults
 
+    async def test_a_stall_that_is_too_large_leaves_the_one_before(
+        self, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = stall("j-w0-0", 0, noticed_at=NOW)
+        monkeypatch.setattr(faults, "MAX_BYTES_OF_WORKER", 2000)
+        assert job.faults.take(first, 3) == ""
+        large = replace(stall("j-w0-0", 0, noticed_at=NOW + 3), name="j-w0-0-large", error="x" * 1500)
+        assert "bytes" in job.faults.take(large, 3)
+        assert list(job.faults) == [first.name]
+        again = replace(first, name="j-w0-0-again", noticed_at=NOW + 6)
+        for number in range(100):  # of none does anything stay
+            again = replace(again, name=f"j-w0-0-{number}", noticed_at=NOW + 6 + number)
+            assert job.faults.take(again, 3) == ""
+        assert list(job.faults) == ["j-w0-0-99"]
+
+    async def test_what_is_sent_again_starts_no_pass(self, client: Client, job: JobMemory) -> None:
+        job.wake.clear()
+        assert await self.send(client, "j-w0-0-crash") == 503
+        assert job.wake.is_set()
+        job.wake.clear()
+        assert await self.send(client, "j-w0-0-crash") == 503
+        assert not job.wake.is_set()
+
     async def test_a_stall_that_waits_is_answered_once_it_is_told_anew(self, job: JobMemory) -> None:
         earlier, later = (replace(stall("j-w0-0", 0, noticed_at=NOW + at), name=f"j-w0-0-{at}") for at in (1, 2))
         assert job.faults.take(earlier, 3) == ""

@@ -7,7 +7,6 @@ and neighbours, is `inspection.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -30,9 +29,6 @@ SHORTEST_UNARMED, STEPS_LONG_UNARMED = 30.0, 100
 """The same for the first steps of a round, whose step time is known from before it only."""
 SHORTEST_LOAD, LOADS_LONG = 60.0, 20
 """A loader's deadline: so many seconds, or so many of the round's longest waits for it where they are longer."""
-LONGEST_WAIT = 120.0
-"""Seconds for which a rank may wait for others within a long phase before its launcher says so, which accuses nobody:
-whoever works in that phase says nothing yet."""
 RECENT_STEPS = 32
 BETWEEN_LOOKS = 0.5
 """Seconds between two looks at a rank that tell whether it moves."""
@@ -52,19 +48,17 @@ def deadline(
     settings: LauncherSettings,
     earlier_step_seconds: float = 0.0,
     longest_load: float = 0.0,
-    waits: bool = False,
 ) -> float:
     """How long a rank may show no progress (seconds).
 
     step_seconds: the median of its recent steps, or of its synchronisations where those take longer.
     earlier_step_seconds: the same of the round before, or of the plan where there was none here; 0: unknown.
     longest_load: it has waited for its loader in this round; 0: it has not yet, and the first batch may take long.
-    waits: it is inside of a collective: whatever the phase, there it waits for others, who may hang.
     """
     if phase is Phase.LOAD and longest_load > 0:
         return min(settings.phase_deadline, max(SHORTEST_LOAD, LOADS_LONG * longest_load))
     if phase is not Phase.TRAIN:
-        return min(settings.phase_deadline, LONGEST_WAIT if waits else math.inf)
+        return settings.phase_deadline
     if settings.hang is not None:
         return settings.hang
     if steps_in_round >= ARMED_AFTER:
@@ -151,7 +145,7 @@ class Watch:
                 second.get(local, Look()),
                 self._progress[local].since,
                 now,
-                overdue=now - self._progress[local].since >= self._deadline(local, rank, may_wait=False),
+                overdue=now - self._progress[local].since >= self._deadline(local, rank),
             )
             for local, rank in ranks.items()
         )
@@ -186,9 +180,7 @@ class Watch:
         # A stopped one is stalled whatever it was busy with.
         return self.is_stopped(local_rank) or silent >= self._deadline(local_rank, rank)
 
-    def _deadline(self, local_rank: int, rank: np.void, *, may_wait: bool = True) -> float:
-        """may_wait: a wait for others ends the excuse of a long phase. Not on a device, whose host does not know when
-        it has left a collective."""
+    def _deadline(self, local_rank: int, rank: np.void) -> float:
         progress = self._progress[local_rank]
         if progress.step_seconds is None:
             progress.step_seconds = self.longest_step(local_rank)
@@ -199,7 +191,6 @@ class Watch:
             self.settings,
             self.earlier_step_seconds,
             int(rank["longest_load_ns"]) * 1e-9,
-            waits=may_wait and rank["collective"] != Collective.NONE and rank["device"] == Device.NONE,
         )
 
 

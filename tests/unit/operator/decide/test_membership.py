@@ -143,13 +143,6 @@ class TestSeats:
         asked = world.with_draft(step(world))
         assert len(step(replace(asked, faults=stalls(asked, culprit=1))).plan.members) == 3
 
-    def test_but_those_who_wait_within_a_checkpoint_wait_for_it_too(self) -> None:
-        world = training(2, 2, job=job(3, 1))
-        asked = world.with_draft(step(world))
-        told = stalls(asked, culprit=-1)
-        faults = tuple(replace(f, ranks=tuple(replace(r, phase="CHECKPOINT") for r in f.ranks)) for f in told)
-        assert len(step(replace(asked, faults=faults)).plan.members) == 2
-
 
 class TestScaledDown:
     """Three of four workers are wanted from now on, and there is no spare."""
