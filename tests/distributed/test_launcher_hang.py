@@ -69,9 +69,10 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_stack(tmp_path: Path) 
 
 @pytest.mark.parametrize(("backend", "kind"), [("nccl", HangKind.KERNEL), ("gloo", HangKind.NEVER_ENTERED)])
 def test_a_rank_whose_kernel_never_ends_is_named_although_its_processor_spins(
-    tmp_path: Path, backend: str, kind: HangKind
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, kind: HangKind
 ) -> None:
     """On a stand-in for a GPU. With NCCL its host has issued the collective that the others wait in, like theirs."""
+    monkeypatch.setattr(watch, "LONGEST_HOST_WORK", 4.0)
     faults = [{"rank": 2, "round": 1, "step": 8, "kind": "kernel"}]
     with team(tmp_path, steps=20, faults=faults) as one:
         one.environment["GPU"] = backend
