@@ -3,7 +3,8 @@
 Two jobs, one replicated and one sharded, are struck again and again; the third, the bystander, is not. Behind each
 fault all must train again, their plans, pods and nodes must fit together, the bystander must have had no Incident, and
 operators no traceback in their logs. What operators, the bystander's sidecars and trainers, and the cluster hold is
-measured whenever all is calm; in an hour or more, none of it may grow: operators are struck in the first third only.
+measured whenever all is calm; in an hour or more, none of it may grow: operators are struck, and the API server is
+restarted, in the first third only.
 At the end every sample was used once in each epoch, and nothing is left of the jobs.
 
 MINUTES=120, SEED=0: how long, and which faults. QUICK=1: eight minutes.

@@ -42,7 +42,11 @@ class Strikes:
 
     @property
     def _kinds(self) -> dict[str, Callable[[Job], str]]:
-        of_operators = {"operator killed": self._operator_killed, "operator deleted": self._operator_deleted}
+        of_operators = {
+            "operator killed": self._operator_killed,
+            "operator deleted": self._operator_deleted,
+            "API server restarted": self._api_server,  # another one leads when it is back
+        }
         return {
             "rank killed": self._killed,
             "rank stopped": self._stopped,
@@ -55,7 +59,6 @@ class Strikes:
             "link slowed": self._slowed,
             "cable pulled": self._unplugged,
             "XID": self._xid,
-            "API server restarted": self._api_server,
             "Prometheus away": self._prometheus,
             **(of_operators if self.operators else {}),
         }
