@@ -15,13 +15,12 @@ from bench.scripts.decisions.agreement import NEAR, Compared
 from bench.scripts.decisions.on_cluster import (
     CALM_SECONDS,
     CASES,
-    REPLICAS,
     SECONDS_A_SAMPLE,
-    SLOW_RANK,
     SLOW_SECONDS,
     TAIL_SECONDS,
     Case,
 )
+from bench.scripts.decisions.simulated import REPLICAS, SLOW_RANK
 from testcluster import release
 from testcluster.shell import say
 from tests.support.cluster import Cluster, running_cluster, scratch_namespace

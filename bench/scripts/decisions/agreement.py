@@ -75,9 +75,14 @@ def scenario(seed: int, spares: int, factor: float, seconds: float) -> Scenario:
         spare=Spare.WARM if spares else Spare.NONE,
         restart_seconds=RESTART_SECONDS,
     )
+    return slowed(seed, factor, int(seconds), job, tail=0 if seconds == FOR_EVER else int(simulated.TAIL_SECONDS))
+
+
+def slowed(seed: int, factor: float, seconds: int, job: Job, tail: int, *, restart_known: bool = True) -> Scenario:
+    """The job with one worker that is slow for so many seconds. tail: seconds that are watched behind them; 0: none."""
     strain = Strain(slow=((SLOW_RANK, factor),), movable=True)
-    over = LEAD_SECONDS + int(seconds)
+    over = LEAD_SECONDS + seconds
     segments = [Segment(0, LEAD_SECONDS, CALM), Segment(LEAD_SECONDS, over, strain)]
-    if seconds != FOR_EVER:
-        segments.append(Segment(over, over + int(simulated.TAIL_SECONDS), CALM))
-    return Scenario(seed, "rank", factor, "once", job, Timeline(tuple(segments)))
+    if tail:
+        segments.append(Segment(over, over + tail, CALM))
+    return Scenario(seed, "rank", factor, "once", job, Timeline(tuple(segments)), restart_known=restart_known)

@@ -16,13 +16,13 @@ from pacekeeper_analysis.price import loss_rate
 
 from . import agreement
 from .agreement import Compared
-from .draw import LEAD_SECONDS, Scenario
-from .world import CALM, Job, Segment, Spare, Strain, Timeline
+from .draw import Scenario
+from .simulated import REPLICAS
+from .world import Job, Spare
 
-REPLICAS, SLOW_RANK, SAMPLES, SECONDS_A_SAMPLE = 4, 1, 16, 0.03
+SAMPLES, SECONDS_A_SAMPLE = 16, 0.03
 CALM_SECONDS, SLOW_SECONDS, TAIL_SECONDS = 45.0, 120.0, 45.0
 NOISE = 0.01
-SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def compare(case: Case, by_rank: Mapping[int, Sequence[Step]], struck: float) ->
         spare=Spare.WARM if case.spares else Spare.NONE,
         restart_seconds=agreement.RESTART_SECONDS,
     )
-    coarse = fmean(agreement.removed(scenario(seed, case.factor, job)) for seed in range(SEEDS))
+    coarse = fmean(agreement.removed(scenario(seed, case.factor, job)) for seed in range(agreement.SEEDS))
     return Compared(case.spares, case.factor, SLOW_SECONDS, 1.0 - cost / unmended, coarse)
 
 
@@ -99,14 +99,8 @@ def _new(told: Sequence[Step]) -> Iterator[Step]:
 
 
 def scenario(seed: int, factor: float, job: Job) -> Scenario:
-    strain = Strain(slow=((SLOW_RANK, factor),), movable=True)
-    over = LEAD_SECONDS + int(SLOW_SECONDS)
-    segments = (
-        Segment(0, LEAD_SECONDS, CALM),
-        Segment(LEAD_SECONDS, over, strain),
-        Segment(over, over + int(TAIL_SECONDS), CALM),
-    )
-    return Scenario(seed, "rank", factor, "once", job, Timeline(segments), restart_known=False)
+    """It has been through no restart, and does not know what one costs."""
+    return agreement.slowed(seed, factor, int(SLOW_SECONDS), job, int(TAIL_SECONDS), restart_known=False)
 
 
 def read(lines: Iterable[str]) -> list[Step]:

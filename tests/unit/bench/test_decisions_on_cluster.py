@@ -5,16 +5,15 @@ import pytest
 from bench.scripts.decisions import on_cluster
 from bench.scripts.decisions.on_cluster import (
     CALM_SECONDS,
-    REPLICAS,
     SAMPLES,
     SECONDS_A_SAMPLE,
-    SLOW_RANK,
     SLOW_SECONDS,
     TAIL_SECONDS,
     Case,
     Step,
     Trained,
 )
+from bench.scripts.decisions.simulated import REPLICAS, SLOW_RANK
 from bench.scripts.decisions.world import Job, Spare
 
 STRUCK = 1000.0
