@@ -21,7 +21,7 @@ from pacekeeper.launcher import ras
 from pacekeeper.launcher.inspection import Inspector, is_reachable
 from pacekeeper.launcher.rounds import RoundState
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.launcher.stacks import StackFile, main_stack, process_state
+from pacekeeper.launcher.stacks import StackFile, look_at, main_stack, process_state
 from pacekeeper.launcher.watch import Look, Watch, deadline, rank_state, step_seconds_of
 from pacekeeper.observe.ring import NO_PLACE, RingReader, RingWriter, create_ring
 from pacekeeper_analysis.communicators import Communicator, parse_entered
@@ -318,16 +318,31 @@ def test_the_main_threads_stack_is_read_with_the_innermost_call_last() -> None:
     assert main_stack("", "0x00007f0000000001") == ""
 
 
-def test_only_what_was_dumped_behind_the_offset_counts(tmp_path: Path) -> None:
+def test_of_a_ranks_stacks_the_newest_alone_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "0"
-    path.write_text("main thread 0x00007f0000000001\n" + DUMP)
     file = StackFile(path)
-    assert file.stack_behind(file.size()) == ""
-    offset = file.size()
-    with path.open("a") as more:
-        more.write(DUMP.replace("train.py", "eval.py"))
-    assert 'File "eval.py", line 9' in file.stack_behind(offset)
-    assert "train.py" not in file.stack_behind(offset)
+    assert file.forget() == 0, "it has not begun yet"
+    stacks, sizes = [], []
+    with subprocess.Popen([sys.executable, "-c", A_RANK, str(path)], stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        for _ in range(3):
+            stacks.append(asyncio.run(look_at(rank.pid, file)).stack)
+            sizes.append(path.stat().st_size)
+        rank.kill()
+    assert all(stack.endswith("in waits") for stack in stacks)
+    assert sizes[2] == sizes[0], "a stall may last for long, and the file lies in memory"
+
+
+A_RANK = """
+import sys, time
+from pacekeeper.launcher.rank import _write_stacks_on_signal
+def waits():
+    print("waits", flush=True)
+    time.sleep(60)
+_write_stacks_on_signal(sys.argv[1])
+waits()
+"""
 
 
 @pytest.fixture

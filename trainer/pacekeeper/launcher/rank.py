@@ -132,10 +132,10 @@ def _connect_output(stdout: int, stderr: int) -> None:
 
 
 def _write_stacks_on_signal(path: str) -> None:
-    """The stack file's first line names the main thread, the one whose stack explains a hang."""
-    file = open(path, "w")  # noqa: SIM115  # faulthandler keeps it for the life of the process
-    file.write(f"main thread 0x{threading.main_thread().ident:016x}\n")
-    file.flush()
+    """The stack file's first line names the main thread, the one whose stack explains a hang. What follows is appended,
+    wherever the file ends by then: its reader drops what it has read."""
+    Path(path).write_text(f"main thread 0x{threading.main_thread().ident:016x}\n")
+    file = open(path, "a")  # noqa: SIM115  # faulthandler keeps it for the life of the process
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
     _stack_files.append(file)
 

@@ -15,10 +15,19 @@ _PAUSE = 0.01
 
 
 class StackFile:
-    """The file to which a rank writes its stacks: first a line that names its main thread, then dump after dump."""
+    """The file to which a rank appends its stacks: first a line that names its main thread, then dump after dump."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    def forget(self) -> int:
+        """Drops the dumps so far: of a stall that lasts there are many, and the file may lie in memory. Returns the
+        offset at which the next one begins."""
+        try:
+            with self._path.open("rb+") as file:
+                return file.truncate(len(file.readline()))
+        except FileNotFoundError:
+            return 0
 
     def size(self) -> int:
         try:
@@ -26,11 +35,10 @@ class StackFile:
         except FileNotFoundError:
             return 0
 
-    def stack_behind(self, offset: int) -> str:
-        """The main thread's stack in what was written behind `offset`; "" where it is not there (yet)."""
-        content = self._path.read_bytes()
-        head, _, _ = content.partition(b"\n")
-        return main_stack(content[offset:].decode(errors="replace"), head.decode().removeprefix("main thread "))
+    def stack(self) -> str:
+        """The main thread's, in the newest dump; "" where it is not there (yet)."""
+        head, _, dumps = self._path.read_text(errors="replace").partition("\n")
+        return main_stack(dumps, head.removeprefix("main thread "))
 
 
 def main_stack(dump: str, main_thread: str) -> str:
@@ -50,7 +58,7 @@ async def look_at(pid: int, file: StackFile) -> Look:
     state, ticks = process_state(pid)
     if state in {"", "T", "t", "Z", "X"}:
         return Look(state, ticks)
-    offset = file.size()
+    offset = file.forget()
     try:
         os.kill(pid, STACK_SIGNAL)
     except ProcessLookupError:
@@ -60,7 +68,7 @@ async def look_at(pid: int, file: StackFile) -> Look:
         await asyncio.sleep(_PAUSE)
         before, size = size, file.size()
         if size > offset and size == before:  # a dump is many small writes: it is whole when it has stopped to grow
-            stack = file.stack_behind(offset)
+            stack = file.stack()
             break
     return Look(state, ticks, stack)
 
