@@ -186,10 +186,10 @@ def broken(windows: Sequence[RankWindow], plan: Plan, *, threshold: float, globa
     In between nobody waits for a slow rank, but its samples are missing, and at a synchronisation all wait for the step
     that it has in hand (in EDiT, for all of its steps). windows, global_batch: as of `way_back`.
     """
-    window = as_if_synchronous(windows, global_batch)
-    work = None if window is None else Work.of(window, threshold)
-    transfer = transfer_seconds(windows)
-    if work is None or transfer is None or not work.culprits:
+    if (known := _together(windows, global_batch, threshold)) is None:
+        return None
+    work, transfer = known
+    if not work.culprits:
         return None
 
     def seconds(own: Seconds) -> float:
@@ -299,11 +299,9 @@ def way_back(
 
     It has new shares only for ranks that are slow in most of their steps.
     """
-    window = as_if_synchronous(windows, global_batch)
-    work = None if window is None else Work.of(window, threshold)
-    transfer = transfer_seconds(windows)
-    if work is None or transfer is None:
+    if (known := _together(windows, global_batch, threshold)) is None:
         return None
+    work, transfer = known
     new_shares = None
     if work.has_slow_ranks:
         mended = _rebalance(work, 1.0, smallest_share, largest_share)
@@ -340,11 +338,9 @@ def rarer(
 
     windows, global_batch: as of `way_back`. in_force: seconds as the plan has them. stayed: that it has been slow.
     """
-    window = as_if_synchronous(windows, global_batch)
-    work = None if window is None else Work.of(window, threshold)
-    transfer = transfer_seconds(windows)
-    if work is None or transfer is None:
+    if (known := _together(windows, global_batch, threshold)) is None:
         return in_force
+    work, transfer = known
     if _judge(work, threshold).effects[Trouble.COMMUNICATION] < slight(threshold):
         return in_force  # it is something else that keeps the job there
     (by_clock,) = _local_sgd(work, 1.0, transfer, counted=False)
@@ -372,6 +368,15 @@ class Hysteresis:
         is_flap = self.hold_seconds > 0 and now < self.changed_at + 4 * self.hold_seconds
         hold = min(2 * self.hold_seconds, self.longest) if is_flap else self.first
         return replace(self, hold_seconds=hold, changed_at=now)
+
+
+def _together(windows: Sequence[RankWindow], global_batch: int, threshold: float) -> tuple[Work, float] | None:
+    """Of ranks in a Local-SGD mode: what they would do in synchronous steps, and the seconds of an exchange; None: too
+    little is known."""
+    window = as_if_synchronous(windows, global_batch)
+    work = None if window is None else Work.of(window, threshold)
+    transfer = transfer_seconds(windows)
+    return None if work is None or transfer is None else (work, transfer)
 
 
 def _judge(work: Work, threshold: float) -> Diagnosis:
