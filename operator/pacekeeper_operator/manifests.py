@@ -29,6 +29,7 @@ from .api import (
     Object,
 )
 from .probe import SECRET
+from .resources import SIDECAR_RESOURCES, Resources
 
 GPU = "nvidia.com/gpu"
 RUNTIME_PATH = "/run/pacekeeper"
@@ -60,9 +61,7 @@ class Installation:
     authority: str  # PEM of the certificate authority behind `operator_url`
     sidecar_image: str = ""  # "": the trainer's own image, which has Pacekeeper in it
     sidecar_pull_policy: str = ""  # "": the API server's default
-    sidecar_resources: Mapping[str, Any] = field(
-        default_factory=lambda: {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
-    )
+    sidecar_resources: Resources = field(default_factory=lambda: SIDECAR_RESOURCES)
 
 
 @dataclass(frozen=True)
@@ -305,7 +304,7 @@ def _sidecar(trainer: Object, environment: list[Object], installation: Installat
             _variable("PACEKEEPER_METRICS_PORT", port),
         ],
         "ports": [{"name": METRICS_PORT_NAME, "containerPort": port}],
-        "resources": copy.deepcopy(dict(installation.sidecar_resources)),
+        "resources": {kind: dict(quantities) for kind, quantities in installation.sidecar_resources.items()},
         "securityContext": {**_RESTRICTED, **{key: context[key] for key in identity if key in context}},
         "startupProbe": _healthy(period=1, failures=60),
         "livenessProbe": _healthy(period=10, failures=3),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Self
 
@@ -14,6 +14,7 @@ from .api import Mode, parse_duration
 from .node_health import CONDITIONS, TAINTS, NodeHealth
 from .policies import Peer, parse_peers, peers_of_url
 from .prometheus_options import Headers, Matchers, check_url, parse_headers, parse_matchers
+from .resources import SIDECAR_RESOURCES, Resources, parse_resources
 
 MAX_RELEASE_PROBES = 5
 """A NodeQuarantine keeps its last ten probes, those in vain among them."""
@@ -47,6 +48,8 @@ class Settings:
     sidecar_image: str = ""
     """Image of the sidecar; "": that of the job's trainer, which has Pacekeeper in it."""
     sidecar_pull_policy: str = ""
+    sidecar_resources: Resources = field(default_factory=lambda: SIDECAR_RESOURCES)
+    """What the sidecar of each worker asks for and gets at most (a JSON object)."""
 
     port: int = 8443
     """HTTPS endpoint for sidecars."""
@@ -193,6 +196,8 @@ def _read(variable: str, text: str, annotation: str) -> object:
                 return parse_headers(text)
             case "Matchers":
                 return parse_matchers(text)
+            case "Resources":
+                return parse_resources(text)
             case "tuple[str, ...]":
                 return tuple(part.strip() for part in text.split(",") if part.strip())
             case _:

@@ -498,6 +498,29 @@ def test_what_else_reaches_the_operator() -> None:
     assert json.loads(given["PACEKEEPER_METRICS_FROM"]) == json.loads(peers)
 
 
+@pytest.mark.parametrize(
+    ("url", "refused"),
+    [
+        ("https://metrics.platform.example.com/prometheus", True),
+        ("http://prometheus:9090", False),
+        ("http://prometheus.monitoring.svc.cluster.local:9090", False),
+        ("http://10.200.0.1:9090", False),
+        ("http://[fd00::1]:9090", False),
+    ],
+)
+def test_a_prometheus_of_which_nobody_knows_who_scrapes_is_refused_before_it_is_installed(
+    url: str, refused: bool
+) -> None:
+    if refused:
+        with pytest.raises(subprocess.CalledProcessError) as failed:
+            helm_template("--set", f"prometheus.url={url}")
+        assert "networkPolicy.metricsFrom: metrics.platform.example.com is neither" in failed.value.stderr
+        helm_template("--set", f"prometheus.url={url},networkPolicy.jobs=false")
+        helm_template("--set", f"prometheus.url={url},networkPolicy.metricsFrom[0].ipBlock.cidr=10.0.0.1/32")
+    else:
+        Settings.from_environment(environment(helm_template("--set", f"prometheus.url={url}")))
+
+
 def test_how_prometheus_is_reached() -> None:
     rendered = helm_template(
         "--set",

@@ -86,6 +86,17 @@ CHANGES: dict[str, Change] = {
     "sidecarImage.pullPolicy": Change(
         "Never", setting("SIDECAR_PULL_POLICY", "Never"), given={"sidecarImage.repository": "sidecar"}
     ),
+    "sidecarResources.requests": Change(
+        {"cpu": 1},
+        setting("SIDECAR_RESOURCES", '{"limits":{"memory":"256Mi"},"requests":{"cpu":1,"memory":"64Mi"}}'),
+    ),
+    "sidecarResources.limits": Change(
+        {"cpu": "100m"},
+        setting(
+            "SIDECAR_RESOURCES",
+            '{"limits":{"cpu":"100m","memory":"256Mi"},"requests":{"cpu":"20m","memory":"64Mi"}}',
+        ),
+    ),
     "prometheus.url": Change(
         "http://prometheus:9095",
         setting("PROMETHEUS_URL", "http://prometheus:9095") | {"NetworkPolicy spec.egress.2.ports.0.port": 9095},
@@ -544,6 +555,7 @@ def values_file(folder: Path, values: Mapping[tuple[str, ...], Any]) -> Path:
         ("networkPolicy.metricsFrom=[{}]", "networkPolicy.metricsFrom.0"),
         ('imagePullSecrets=["registry"]', "imagePullSecrets.0"),
         ('resources.limit={"memory": "1Gi"}', "limit"),
+        ('sidecarResources.limits={"memory": ["1Gi"]}', "sidecarResources.limits"),
         ('priorityClassName="Very High"', "priorityClassName"),
     ],
 )

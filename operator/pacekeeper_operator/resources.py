@@ -1,0 +1,38 @@
+"""What a container asks for and gets at most, as the platform says it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import brief, parse_json
+
+Resources = Mapping[str, Mapping[str, str]]
+"""Kubernetes' ResourceRequirements: quantities by name, under `requests` and `limits`."""
+SIDECAR_RESOURCES: Resources = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
+
+_QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([num]|[kMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?")
+
+
+def parse_resources(text: str) -> Resources:
+    """From JSON. Raises InputError: pods that the API server refuses for them would be taken for their jobs' fault."""
+    example = '{"requests": {"cpu": "20m"}, "limits": {"memory": "256Mi"}}'
+    try:
+        resources = parse_json(text)
+    except ValueError as error:
+        raise InputError(f"{brief(text)} is not JSON: write resources like {example}") from error
+    if not isinstance(resources, dict) or not resources.keys() <= {"requests", "limits"}:
+        raise InputError(f"{brief(text)}: resources have `requests` and `limits`, like {example}")
+    return {kind: _quantities(kind, quantities) for kind, quantities in resources.items()}
+
+
+def _quantities(kind: str, found: object) -> Mapping[str, str]:
+    if not isinstance(found, dict):
+        raise InputError(f'{kind} must be quantities by name, like {{"memory": "256Mi"}}')
+    quantities = {name: str(quantity) for name, quantity in found.items() if not isinstance(quantity, bool)}
+    for name, quantity in found.items():
+        if not _QUANTITY.fullmatch(quantities.get(name, "")):
+            what = f"{kind} of {brief(name)}"
+            raise InputError(f"{brief(quantity)} is no quantity for {what}: write one like 20m or 256Mi")
+    return quantities
