@@ -119,12 +119,14 @@ def _functions(window: Recording) -> list[_Row]:
     """Those with most of the time first; what is small goes together, by owner."""
     total = float(window.step_seconds.sum())
     rows, sampled = _exact(window.spans, total)
-    covered = sum(share for _, _, share, *_ in rows)
     weights, ran = _weights(window.looks)
     owner_of_look = sampled.owners(window.looks.at_ns)
-    data = min(sampled.seconds(Owner.DATA) / total, 1.0)
-    covered = min(covered + data, 1.0)
-    for owner, share in ((Owner.DATA, data), (Owner.PYTHON, 1.0 - covered)):
+    data = sampled.seconds(Owner.DATA) / total
+    covered = sum(share for _, _, share, *_ in rows) + data
+    if covered > 1.0:  # steps end by the device's clock, loading and waits by the host's
+        rows = [(owner, name, share / covered, *rest) for owner, name, share, *rest in rows]
+        data /= covered
+    for owner, share in ((Owner.DATA, data), (Owner.PYTHON, max(0.0, 1.0 - covered))):
         rows += _shared_out(owner, share, owner_of_look == owner, weights, ran, window.looks)
     return sorted(rows, key=lambda row: -row[2])
 
@@ -159,7 +161,8 @@ class _Covered:
         reached = np.maximum.accumulate(np.concatenate(([np.iinfo(np.int64).min], ends)))[:-1]
         starts = np.minimum(np.maximum(starts, reached), ends)  # of spans of one owner the earlier one has the instant
         alone = (ends - starts).astype(np.float64) - (self._before(ends) - self._before(starts))
-        self._by_owner[owner] = (starts, ends, float(alone.sum()) * 1e-9)
+        mine = ends > starts  # what lies within an earlier one has nothing; the others are disjoint, and rise
+        self._by_owner[owner] = (starts[mine], ends[mine], float(alone.sum()) * 1e-9)
         self._starts, self._ends = _union(np.concatenate((self._starts, starts)), np.concatenate((self._ends, ends)))
         return alone * 1e-9
 
@@ -199,7 +202,7 @@ def _exact(spans: KnownSpans, total: float) -> tuple[list[_Row], _Covered]:
             continue
         seconds = np.bincount(spans.name[mine], alone, minlength=len(spans.names))
         for name in np.flatnonzero(seconds > 0).tolist():
-            rows.append((owner, spans.names[name], min(float(seconds[name]) / total, 1.0), 0.0, UNKNOWN, UNKNOWN))
+            rows.append((owner, spans.names[name], float(seconds[name]) / total, 0.0, UNKNOWN, UNKNOWN))
     return rows, covered
 
 

@@ -100,6 +100,24 @@ def test_kernels_of_two_streams_count_once() -> None:
     assert found["y", Owner.GPU_COMPUTE].share == pytest.approx(0.2)
 
 
+def test_looks_beside_kernels_are_nobodys_whatever_runs_on_another_stream() -> None:
+    """The GPU is busy for 900 ms with one kernel; beside it copies of a moment run. The host is in "late" while it is
+    idle, and launches from "a" before."""
+    held = looks(*[(ms, "a") for ms in range(10, 900, 20)], *[(ms, "late") for ms in range(910, 1000, 20)])
+    kernels = [(Owner.GPU_COMPUTE, "gemm", 0, 900)] + [(Owner.GPU_COMPUTE, "copy", ms, ms + 10) for ms in (50, 100)]
+    found = functions(window(held, spans(*kernels)))
+    assert found["gemm", Owner.GPU_COMPUTE].share == pytest.approx(0.9)
+    assert found["late", Owner.PYTHON].share == pytest.approx(0.1)
+    assert ("a", Owner.PYTHON) not in found
+
+
+def test_what_is_known_to_the_last_instant_and_beyond_is_the_whole_and_no_more() -> None:
+    known = spans((Owner.GPU_COMPUTE, "gemm", 0, 900), (Owner.DATA, "", 900, 1100))
+    found = functions(window(EVEN, known))
+    assert sum(f.share for f in found.values()) == pytest.approx(1.0)
+    assert found["gemm", Owner.GPU_COMPUTE].share == pytest.approx(9 / 11)
+
+
 def test_the_loader_without_a_look_into_it() -> None:
     found = functions(window(EVEN, spans((Owner.DATA, "", 11, 29))))
     assert found[LOADER, Owner.DATA].share == pytest.approx(0.018)

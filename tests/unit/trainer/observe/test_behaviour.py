@@ -107,6 +107,16 @@ class TestSpans:
         ]
         assert found.start_ns.tolist() == [500, 60, far], "cut to the window"
 
+    def test_what_the_gpu_does_in_an_evaluation_is_none_of_the_steps(self) -> None:
+        given = records(*({**STEP, "step": n, "start_ns": s, "end_ns": s + 100} for n, s in enumerate((0, 100, 2200))))
+        kernels = [(Owner.GPU_COMPUTE, "gemm", at, at + 60) for at in (20, 170, 230, 1000, 2210)]
+        found = spans_between(given, [], kernels, (0, 2300))
+        assert list(zip(found.start_ns.tolist(), found.end_ns.tolist(), strict=True)) == [
+            *((20, 80), (170, 200), (2210, 2270)),
+        ], "one that goes on in the evaluation has its part"
+        across = spans_between(given, [], [(Owner.GPU_COMPUTE, "spin", 50, 2250)], (0, 2300))
+        assert (across.end_ns - across.start_ns).sum() == 50 + 100 + 50
+
     def test_a_window_begins_with_the_first_step_that_the_ring_still_holds_all_of(self) -> None:
         """The device may have been two steps behind what the host has written down."""
         rows = (

@@ -70,7 +70,7 @@ def spans_between(
     between: tuple[int, int],
 ) -> KnownSpans:
     """All that has an owner by itself. `waits`: for peers, on the host's clock."""
-    found = [*_recorded(records), *_named(waits, records), *kernels]
+    found = [*_recorded(records), *_named(waits, records), *_in_steps(kernels, records)]
     found = [
         (owner, name, max(start, between[0]), min(end, between[1]))
         for owner, name, start, end in found
@@ -104,6 +104,17 @@ def _named(waits: Sequence[tuple[int, int]], records: NDArray[np.void]) -> Itera
         known = place >= 0 and collectives["end_ns"][place] >= start
         name = Collective(int(collectives["collective"][place])).name.lower() if known else WAIT
         yield Owner.COLLECTIVE, name, start, end
+
+
+def _in_steps(kernels: Sequence[Span], records: NDArray[np.void]) -> Iterator[Span]:
+    """What of them lies in a step: the GPU works in an evaluation, too."""
+    steps = records[(records["kind"] == Kind.STEP) & (records["phase"] == Phase.TRAIN)]
+    starts, ends = steps["start_ns"].astype(np.int64), steps["end_ns"].astype(np.int64)
+    first = np.searchsorted(ends, [start for *_, start, _ in kernels], side="right").tolist()
+    behind = np.searchsorted(starts, [end for *_, end in kernels], side="left").tolist()
+    for (owner, name, start, end), one, other in zip(kernels, first, behind, strict=True):
+        for step in range(one, other):
+            yield owner, name, max(start, int(starts[step])), min(end, int(ends[step]))
 
 
 def _seconds(record: np.void) -> float:
