@@ -25,7 +25,7 @@ from .connections import Connections
 from .handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # importing registers them with kopf
 from .observe.prometheus import Prometheus
 from .observe.prometheus_access import over_http
-from .runtime import Runtime, seldom_look_for_garbage
+from .runtime import Runtime, read_what_is_nested_deeply, seldom_look_for_garbage
 from .services.leadership import Lease
 from .services.operator import Operator
 from .services.quarantine import release_all
@@ -49,6 +49,7 @@ def main() -> int:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     files.raise_limit()
     seldom_look_for_garbage()
+    read_what_is_nested_deeply()
     return asyncio.run(_run(settings) if arguments.command == "run" else _release_all())
 
 

@@ -7,6 +7,7 @@ decide upon have classes of their own.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -346,7 +347,10 @@ def _parse(data: bytes) -> Object:
     try:
         parsed = orjson.loads(data)
     except ValueError:
-        parsed = data.decode(errors="replace")[:500]
+        try:
+            parsed = json.loads(data)  # orjson reads 1,024 levels; a tenant's object may have more
+        except (ValueError, RecursionError):
+            parsed = data.decode(errors="replace")[:500]
     return parsed if isinstance(parsed, dict) else {"message": str(parsed)}
 
 

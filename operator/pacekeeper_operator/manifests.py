@@ -38,6 +38,9 @@ DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodS
 PROBE_SECONDS = 120
 """A probe pod ends itself, should there be no operator to end it."""
 
+MOST_LEVELS = 64
+"""Of a template; Kubernetes' own fields need a dozen."""
+
 _OURS = "pacekeeper-"
 """What the names of our volumes begin with: no container of the template may mount one, and none may be made there."""
 _RUNTIME = f"{_OURS}runtime"
@@ -165,10 +168,23 @@ def refused_template(job: Job) -> str:
 
     The API server's own checks (the CRD's rules, the dry run) come besides.
     """
+    if _is_deeper(job.spec.template, MOST_LEVELS):
+        return f"spec.template: is nested in more than {MOST_LEVELS} levels; compare it with `kubectl explain pod.spec`"
     try:
         return next((f"spec.template.spec.{words}" for words in _refusals(job.spec.template["spec"])), "")
     except (AttributeError, KeyError, TypeError) as error:
         return f"spec.template: is not a pod template ({error!r}); compare it with `kubectl explain pod.spec`"
+
+
+def _is_deeper(template: Mapping[str, Any], levels: int) -> bool:
+    """Level by level, as no recursion goes as deep as a tenant may nest."""
+    level: list[Any] = [template]
+    for _ in range(levels):
+        inner = [each for each in level if isinstance(each, (dict, list))]
+        level = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
+        if not level:
+            return False
+    return True
 
 
 def uses_gpus(job: Job) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import random
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
@@ -36,6 +37,16 @@ def seldom_look_for_garbage() -> None:
     """Of this process."""
     gc.freeze()  # what is loaded by now stays
     gc.set_threshold(*GARBAGE)
+
+
+DEEPEST = 12_000
+"""Levels of JSON that this process reads. The API server takes 10,000 of an object of a tenant's, and kopf, which reads
+by Python's own parser, ends with the first object that it cannot read: again with each operator that follows."""
+
+
+def read_what_is_nested_deeply() -> None:
+    """In this process."""
+    sys.setrecursionlimit(DEEPEST)
 
 
 class Runtime:

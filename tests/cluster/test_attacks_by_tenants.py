@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from testcluster import release
 from tests.support.chart import RELEASE, SYSTEM
 from tests.support.cluster import Cluster, scratch_namespace, wait_for
 
@@ -116,6 +117,26 @@ STRAY_POD: dict[str, Any] = {
     "metadata": {"name": "stray"},
     "spec": {"schedulerName": "nobody", "containers": [{"name": "main", "image": "x"}]},
 }
+
+
+def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_of_it(tenant: Tenant) -> None:
+    """kopf reads all of them, and every operator that follows reads them anew."""
+    levels = 9_000
+    body = JOB | {"metadata": {"name": "deep"}, "spec": {"template": JOB["spec"]["template"] | {"x": "deep"}}}
+    text = json.dumps(body).replace('"x": "deep"', f'"x": {"[" * levels}{"]" * levels}')
+    before = release.leader()
+    tenant.cluster.kubectl("create", "-f", "-", "-n", tenant.namespace, stdin=text)
+    where = ("get", "tj", "deep", "-n", tenant.namespace, "-o")
+    invalid = 'jsonpath={.status.conditions[?(@.type=="InvalidTemplate")].message}'
+    try:
+        wait_for(
+            lambda: "is nested in more than 64 levels" in tenant.cluster.kubectl(*where, invalid),
+            timeout=60,
+            what="refusal of a template that is nested deeply",
+        )
+        assert release.leader() == before
+    finally:
+        tenant.cluster.kubectl("delete", "tj", "deep", "-n", tenant.namespace, "--timeout=60s")
 
 
 def owner(kind: str, name: str = "gpt", api_version: str = API_VERSION, uid: str = "u") -> dict[str, Any]:

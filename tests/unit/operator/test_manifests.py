@@ -259,6 +259,18 @@ def test_a_template_that_is_none_is_refused_in_words(given: dict[str, Any]) -> N
     assert "is not a pod template" in refused_template(job(given))
 
 
+def test_a_template_that_is_nested_without_end_is_refused_and_a_usual_one_is_far_from_it() -> None:
+    deep: Any = "x"
+    for _ in range(9_000):
+        deep = [deep]
+    assert "is nested in more than 64 levels" in refused_template(job(TEMPLATE | {"x": deep}))
+    assert "is nested in more than 64 levels" in refused_template(job(template(x=deep)))
+    inner: Any = "x"
+    for _ in range(40):
+        inner = {"x": [inner]} if isinstance(inner, str) else {"x": inner}
+    assert refused_template(job(template(x=inner))) == ""
+
+
 HOST_NETWORK = template(hostNetwork=True)
 
 

@@ -1,0 +1,38 @@
+"""An object that a tenant has nested as deeply as the API server takes it: an operator that cannot read it ends, and so
+would each one that follows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pacekeeper_operator.cluster import _parse
+
+LEVELS = 9_900
+READS = """
+import json, sys
+from pacekeeper_operator.cluster import _parse
+from pacekeeper_operator.runtime import read_what_is_nested_deeply
+read_what_is_nested_deeply()
+levels = int(sys.argv[1])
+text = json.dumps({"items": [{"spec": {"template": {"x": 0}}}]}).replace("0", "[" * levels + "]" * levels)
+json.loads(text)  # as kopf does
+inner, found = _parse(text.encode())["items"][0]["spec"]["template"]["x"], 0
+while inner:
+    inner, found = inner[0], found + 1
+print(found + 1)
+"""
+
+
+@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="the depth of its JSON parser cannot be changed")
+def test_it_is_read_by_kopfs_parser_and_by_ours() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READS, str(LEVELS)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.strip() == str(LEVELS), done.stderr
+
+
+def test_what_is_no_json_at_all_is_the_message() -> None:
+    assert _parse(b"upstream [[[ gone") == {"message": "upstream [[[ gone"}
