@@ -11,6 +11,7 @@ import gc
 import logging
 import random
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
@@ -39,14 +40,17 @@ def seldom_look_for_garbage() -> None:
     gc.set_threshold(*GARBAGE)
 
 
-DEEPEST = 12_000
-"""Levels of JSON that this process reads. The API server takes 10,000 of an object of a tenant's, and kopf, which reads
-by Python's own parser, ends with the first object that it cannot read: again with each operator that follows."""
+DEEPEST = 25_000
+"""Calls within one another. The API server takes 10,000 levels of an object of a tenant's; kopf reads it by Python's
+own parser, and copies it by two calls a level. With the first object that it cannot read it ends, and so would each
+operator that follows. They take half of a stack of 8 MiB, which is what a process has."""
+STACK_BYTES = 2**24
 
 
 def read_what_is_nested_deeply() -> None:
-    """In this process."""
+    """In this process, and in threads that it begins from now on."""
     sys.setrecursionlimit(DEEPEST)
+    threading.stack_size(STACK_BYTES)
 
 
 class Runtime:

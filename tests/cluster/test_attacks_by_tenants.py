@@ -121,7 +121,7 @@ STRAY_POD: dict[str, Any] = {
 
 def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_of_it(tenant: Tenant) -> None:
     """kopf reads all of them, and every operator that follows reads them anew."""
-    levels = 9_000
+    levels = 9_900
     body = JOB | {"metadata": {"name": "deep"}, "spec": {"template": JOB["spec"]["template"] | {"x": "deep"}}}
     text = json.dumps(body).replace('"x": "deep"', f'"x": {"[" * levels}{"]" * levels}')
     before = release.leader()

@@ -12,13 +12,13 @@ from pacekeeper_operator.cluster import _parse
 
 LEVELS = 9_900
 READS = """
-import json, sys
+import copy, json, sys
 from pacekeeper_operator.cluster import _parse
 from pacekeeper_operator.runtime import read_what_is_nested_deeply
 read_what_is_nested_deeply()
 levels = int(sys.argv[1])
 text = json.dumps({"items": [{"spec": {"template": {"x": 0}}}]}).replace("0", "[" * levels + "]" * levels)
-json.loads(text)  # as kopf does
+copy.deepcopy(json.loads(text))  # as kopf does
 inner, found = _parse(text.encode())["items"][0]["spec"]["template"]["x"], 0
 while inner:
     inner, found = inner[0], found + 1
