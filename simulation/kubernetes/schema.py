@@ -177,10 +177,6 @@ def schema(plural: str) -> Schema:
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def _is_of(value: Any, type_: str) -> bool:
-    return isinstance(value, _TYPES[type_]) and (type_ == "boolean" or type(value) is not bool)
-
-
 def _at(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 

@@ -31,7 +31,6 @@ RESOURCES = {"requests": {"cpu": "20m", "memory": "256Mi"}, "limits": {"cpu": "4
 """Of a trainer: so little memory that a rank has filled it before it seems to hang."""
 AT_ONCE = 3
 """Jobs that train at the same time, where they do not disturb each other."""
-Play = Callable[[Disaster], tuple[Entry, ...]]
 
 
 @contextmanager

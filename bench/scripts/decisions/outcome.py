@@ -66,10 +66,6 @@ class Outcome:
         """By the job's own word, `spec.detection.stragglerSlowdown`."""
         return self.scenario.depth >= 1.1
 
-    @property
-    def can_be_mended(self) -> bool:
-        return self.injected - self.least > 0.01 * self.injected
-
 
 def outcome(scenario: Scenario) -> Outcome:
     world, sign = World(scenario.job), first_sign(scenario)

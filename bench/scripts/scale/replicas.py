@@ -42,7 +42,6 @@ SYSTEM, JOBS = "bench-replicas-system", "bench-replicas"
 NUMBER_OF_JOBS = 10
 LEASE_SECONDS = Settings.lease_seconds
 LEASE_PATH = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/pacekeeper-operator"
-NO_FINALIZERS = {"metadata": {"finalizers": None}}
 LOOK_SECONDS = 0.02
 """So exact are the figures."""
 PATIENCE_SECONDS = 60.0

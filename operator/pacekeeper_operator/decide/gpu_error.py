@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pacekeeper_analysis.diagnose.gpu_health import Origin, xid_blame, xid_words
+from pacekeeper_analysis.diagnose.gpu_health import XIDS, Origin, xid_blame, xid_words
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from ..api import Cause, Class, Remedy, Witness
@@ -56,9 +56,9 @@ class GpuFault:
     @property
     def identity(self) -> str:
         """The same for the same error, and for no other. What a worker says again in a round, under whatever name, is
-        the same: its script can say anything, without end."""
+        the same, and so is all that no catalogue has: its script can say anything, without end."""
         if self.fault is not None:
-            return f"{self.fault.worker}/{self.fault.xid}"
+            return f"{self.fault.worker}/{self.fault.xid if self.fault.xid in XIDS else 'other'}"
         return f"{self.value.key}={self.value.value}" if self.value else ""
 
     @property

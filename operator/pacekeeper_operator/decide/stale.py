@@ -10,6 +10,9 @@ from pacekeeper_analysis.reports import Fault, FaultKind
 from ..observation import Observation, Policy
 from ..state import Draft
 
+UNHEARD_OF_SECONDS = 60.0
+"""So long a fault of a membership waits that was never begun, as the bookkeeping has it: that may be restored."""
+
 
 def step(observation: Observation, _policy: Policy) -> Draft:
     seated = frozenset(member.worker for member in observation.plan.members)
@@ -20,6 +23,8 @@ def step(observation: Observation, _policy: Policy) -> Draft:
 def _says_nothing(observation: Observation, fault: Fault, seated: bool) -> bool:
     over = observation.state.life.over or observation.plan.stop is not Stop.NO
     if over or 0 < fault.membership < observation.plan.membership:
+        return True
+    if fault.membership > observation.plan.membership and not observation.is_younger(fault, UNHEARD_OF_SECONDS):
         return True
     if not seated:
         return fault.kind is not FaultKind.GPU_ERROR

@@ -38,7 +38,7 @@ async def write(cluster: Cluster, job: Job, incident: Incident, retention: float
             there, fresh = await cluster.create(INCIDENTS, _body(job, incident, retention)), True
         except Conflict:
             there = await cluster.get(INCIDENTS, incident.name, job.namespace)
-    if (there.get("status") or {}).get("outcome") not in (None, incident.outcome):
+    if _outcome(there) not in ("", incident.outcome):
         return fresh
     patch = {"metadata": _unchanged(there), "status": status(incident).to_patch()}
     await cluster.patch(INCIDENTS, incident.name, patch, job.namespace, subresource="status")
@@ -54,14 +54,37 @@ async def supersede(cluster: Cluster, job: Job, known: Container[str]) -> None:
 
 async def look_after(cluster: Cluster, namespaces: Sequence[str], now: float) -> None:
     """Of these namespaces (none: of all): delete those whose time is over, close those whose job is gone. A job that is
-    deleted while no operator runs takes nobody's word along."""
-    found = [body for place in INCIDENTS.places(namespaces) for body in await cluster.list(INCIDENTS, place)]
-    jobs = {job["metadata"]["uid"] for place in JOBS.places(namespaces) for job in await cluster.list(JOBS, place)}
-    for body in found:
-        until = body["metadata"].get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
-        if until is not None and until < format_time(now):
-            await _delete(cluster, body["metadata"])
-        elif _job_uid(body) not in jobs:
+    deleted while no operator runs takes nobody's word along.
+
+    A namespace that cannot be looked at does not keep the others. Raises only where none can.
+    """
+    places = INCIDENTS.places(namespaces)
+    failures = []
+    for place in places:
+        try:
+            await _look_after(cluster, place, now)
+        except (kopf.TemporaryError, kopf.PermanentError) as error:
+            log.warning("incidents of %s are not looked after: %s", place or "all namespaces", error)
+            failures.append(error)
+    if failures and len(failures) == len(places):
+        raise failures[-1]
+
+
+async def _look_after(cluster: Cluster, place: str, now: float) -> None:
+    """Page by page, and little is kept of each: they may be many."""
+    over, open_ = [], []
+    async for page in cluster.pages(INCIDENTS, place):
+        for body in page.items:
+            until = body["metadata"].get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
+            if until is not None and until < format_time(now):
+                over.append(_reference(body))
+            elif not _outcome(body):
+                open_.append(_reference(body))
+    jobs = {job["metadata"]["uid"] async for page in cluster.pages(JOBS, place) for job in page.items}
+    for body in over:
+        await _delete(cluster, body["metadata"])
+    for body in open_:
+        if _job_uid(body) not in jobs:
             await _close(cluster, body, "its job is gone")
 
 
@@ -75,7 +98,7 @@ async def _delete(cluster: Cluster, metadata: Object) -> None:
 
 async def _close(cluster: Cluster, body: Object, why: str) -> None:
     """Where it is open. One that has gone meanwhile, or cannot be written, does not keep the others."""
-    if (body.get("status") or {}).get("outcome"):
+    if _outcome(body):
         return
     metadata = body["metadata"]
     patch = {"metadata": _unchanged(body), "status": {"outcome": Outcome.SUPERSEDED, "message": why}}
@@ -88,6 +111,20 @@ async def _close(cluster: Cluster, body: Object, why: str) -> None:
 def _unchanged(body: Object) -> Object:
     """Metadata of a patch that is for this object as it is: refused by Conflict once it has changed."""
     return {"resourceVersion": body["metadata"]["resourceVersion"]}
+
+
+def _reference(body: Object) -> Object:
+    """What it takes to delete or close it, and to find its job."""
+    kept = ("name", "namespace", "uid", "resourceVersion")
+    return {
+        "metadata": {name: body["metadata"][name] for name in kept},
+        "spec": {"jobRef": {"uid": _job_uid(body)}},
+    }
+
+
+def _outcome(body: Object) -> str:
+    """ "": it is open."""
+    return str((body.get("status") or {}).get("outcome") or "")
 
 
 def _job_uid(body: Object) -> str:

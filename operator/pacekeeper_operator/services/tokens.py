@@ -80,7 +80,7 @@ class Tokens:
 
     async def holder(self, token: str, source: str) -> Holder:
         """`source`: the address that it came from. Raises Unauthenticated, Forbidden, TooMany or TemporaryError."""
-        digest = hashlib.sha256(token.encode()).digest()
+        digest = hashlib.sha256(token.encode(errors="replace")).digest()
         verdict = self._known(digest)
         if verdict is None and (why := flaw(token, self._runtime.now())):
             raise Unauthenticated(why)
@@ -154,14 +154,14 @@ def flaw(token: str, now: float) -> str:
     if TOKEN_AUDIENCE not in (audiences if isinstance(audiences, list) else [audiences]):
         return f"the token is not for audience {TOKEN_AUDIENCE}"
     expires = claims.get("exp")
-    if not isinstance(expires, int | float) or not expires + EXPIRY_LEEWAY_SECONDS > now:
+    if not isinstance(expires, int | float) or not expires > now - EXPIRY_LEEWAY_SECONDS:  # of any length
         return "the token has expired"
     return ""
 
 
 def _claims(token: str) -> dict[str, Any] | None:
     parts = token.split(".")
-    if len(parts) != 3:
+    if len(parts) != 3 or not token.isascii():
         return None
     try:
         claims = parse_json(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))

@@ -477,6 +477,17 @@ class TestRetention:
         assert ("other", "old") in self.left(kept)
         assert ("ns", "old") not in self.left(kept)
 
+    async def test_one_that_cannot_be_listed_does_not_keep_the_others(self, kept: Place) -> None:
+        kept.cluster.failures[INCIDENTS.plural] = [Denied("its RoleBinding is gone")]
+        await incidents.look_after(kept.cluster, ("other", "ns"), NOW)
+        assert ("other", "old") in self.left(kept)
+        assert ("ns", "old") not in self.left(kept)
+
+    async def test_where_none_can_be_listed_it_is_tried_again_soon(self, kept: Place) -> None:
+        kept.cluster.failures[INCIDENTS.plural] = [Denied("no"), Denied("no")]
+        with pytest.raises(Denied):
+            await incidents.look_after(kept.cluster, ("other", "ns"), NOW)
+
     async def test_they_are_looked_for_at_the_start_a_minute_later_and_every_ten_minutes(self, place: Place) -> None:
         async with Watching(place):
             await place.timeline.run(SAMPLE_SECONDS)

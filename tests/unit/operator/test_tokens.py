@@ -80,6 +80,16 @@ class TestReviews:
         with pytest.raises(Forbidden, match="is not bound to a pod"):
             await judged(user=user)
 
+    def test_what_is_made_to_be_odd_is_none(self) -> None:
+        claims = {"aud": "pacekeeper", "exp": 10**400}
+        for_ever = base64.urlsafe_b64encode(json.dumps(claims).encode()).decode().rstrip("=")
+        assert flaw(f"a.{for_ever}.c", NOW) == "", "the API server is asked"
+        assert flaw(f"\udce9.{for_ever}.c", NOW) == "the bearer token is not a JSON web token"
+
+    async def test_one_that_is_no_text_is_refused_as_others_are(self) -> None:
+        with pytest.raises(Unauthenticated, match="not a JSON web token"):
+            await Tokens(cast(Cluster, Reviewer(GOOD)), Still()).holder("a.\udce9.c", "192.0.2.1")
+
     def test_none_is_told_what_to_send(self) -> None:
         assert flaw("", NOW).startswith("send a service account token with audience pacekeeper")
 

@@ -11,6 +11,7 @@ operator's requests make Trainer write a checkpoint between two steps. Data, bat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -36,7 +37,8 @@ def newest_checkpoint(output_dir: str | Path) -> str | None:
     Trainer's own `resume_from_checkpoint=True` takes the newest, which a crash has perhaps left half written. One that
     was trained without the callback counts where Trainer has come to the file that it writes last.
     """
-    folders = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob("checkpoint-*[0-9]")}
+    found = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*"))
+    folders = {int(name[1]): path for name, path in found if name is not None}
     newest_first = [folders[step] for step in sorted(folders, reverse=True)]
     for complete in (_has_mark, _has_state):
         for folder in newest_first:

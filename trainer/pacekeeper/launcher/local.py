@@ -16,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -248,8 +248,11 @@ def _sweep(parent: Path) -> None:
     """Removes what killed runs of this user have left: the name tells whose process it was."""
     for folder in parent.glob(f"{_PREFIX}*-*"):
         process = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if process.isdecimal() and not Path(f"/proc/{process}").exists() and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
+        if not process.isdecimal() or Path(f"/proc/{process}").exists():
+            continue
+        with suppress(FileNotFoundError):  # another run that begins sweeps, too
+            if folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

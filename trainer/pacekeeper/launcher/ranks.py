@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -83,7 +84,8 @@ class RankProcesses:
             if signum is signal.SIGKILL:
                 processes.kill_group(rank.pid, signum)
             elif rank.exit_code is None:
-                os.kill(rank.pid, signum)
+                with suppress(ProcessLookupError):  # it has ended, and the warm process has not said so yet
+                    os.kill(rank.pid, signum)
 
     def close(self) -> None:
         """Ends all that is left."""

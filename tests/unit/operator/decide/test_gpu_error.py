@@ -100,6 +100,12 @@ class TestReported:
         assert decided(one).subject != decided(reported(94)).subject
         assert decided(one).subject != decided(reported(79, worker="j-w2-0")).subject
 
+    def test_all_that_is_in_no_catalogue_is_one_trouble(self) -> None:
+        """A script can make numbers without end, and each would be an Incident that is kept for a month."""
+        assert decided(reported(10_000)).subject == decided(reported(10_001)).subject
+        assert decided(reported(10_000)).subject != decided(reported(13)).subject
+        assert decided(reported(10_000)).subject != decided(reported(10_001, worker="j-w2-0")).subject
+
     def test_of_a_spare_the_job_trains_on(self) -> None:
         decision = decided(reported(79, worker="j-w4-0"))
         assert (decision.rank, decision.live) == (None, True)

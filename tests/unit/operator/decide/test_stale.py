@@ -32,6 +32,14 @@ def test_one_of_an_earlier_membership_is_not() -> None:
     assert settled(in_membership(3), earlier, now, unknown) == [earlier.name]
 
 
+def test_one_of_a_membership_that_was_never_begun_waits_for_a_while_and_not_for_ever() -> None:
+    fresh, old, ahead = (
+        replace(crash("j-w1-0", 1, n), membership=10**6, noticed_at=at)
+        for n, at in ((1, NOW - 59), (2, NOW - 61), (3, NOW + 1e6))
+    )
+    assert settled(in_membership(3), fresh, old, ahead) == [old.name, ahead.name], "who forges a time gains none"
+
+
 @pytest.mark.parametrize("end", ["stop", "over"])
 def test_of_a_job_that_ends_none_is(end: str) -> None:
     world = training()

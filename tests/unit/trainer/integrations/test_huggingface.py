@@ -25,7 +25,8 @@ def test_the_newest_that_all_ranks_have_written(tmp_path: Path) -> None:
     checkpoint(tmp_path, 9, "{}", marked=True)
     newest = checkpoint(tmp_path, 100, "{}", marked=True)
     checkpoint(tmp_path, 101, "{}")  # a crash in the middle of it: perhaps another rank's part is missing
-    (tmp_path / "checkpoint-best").mkdir()
+    for name in ("checkpoint-best", "checkpoint-best2", "checkpoint-last-100"):  # the script's own
+        (tmp_path / name).mkdir()
     assert newest_checkpoint(tmp_path) == newest
 
 

@@ -1,0 +1,51 @@
+"""The ranks of a round as processes: what the launcher does to one that ends in the same moment."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from pacekeeper.launcher.launcher import Script, rank_starts
+from pacekeeper.launcher.rank import RankStart
+from pacekeeper.launcher.ranks import RankProcesses
+from pacekeeper.launcher.rounds import Start
+from pacekeeper.launcher.settings import LauncherSettings
+from pacekeeper.launcher.warm import Forked
+from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.plan import Role, WorkerPlan
+
+
+class InItsPlace:
+    """In the place of the warm process: the first rank has ended, which it has not said yet; the others sleep."""
+
+    def __init__(self) -> None:
+        self.forked: list[Forked] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def fork(self, start: RankStart, *_: object) -> None:
+        code = "import time; time.sleep(60)" if self.processes else ""
+        process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        if not self.processes:
+            process.wait()
+        self.processes.append(process)
+        self.forked.append(Forked(start.key, process.pid))
+
+    def news(self) -> list[Forked]:
+        return self.forked
+
+
+async def test_a_rank_that_has_just_ended_keeps_no_signal_from_the_others(tmp_path: Path) -> None:
+    warm, runtime = InItsPlace(), Runtime(tmp_path / "run").make()
+    ranks = RankProcesses(warm, runtime)  # type: ignore[arg-type]  # all that is asked of it here
+    plan = WorkerPlan(role=Role.MEMBER, ranks=(0, 1), world_size=2, workers=1, store="127.0.0.2:29400")
+    settings = LauncherSettings(worker="w", address="127.0.0.1")
+    ranks.start(rank_starts(Start(3, 4711, plan), Script("s.py", False, ()), settings, runtime))
+    ranks.take_news()
+    try:
+        ranks.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(warm.processes[1].wait, 30) == -signal.SIGTERM
+    finally:
+        ranks.close()
