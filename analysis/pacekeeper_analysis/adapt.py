@@ -47,6 +47,9 @@ RARER = 0.2
 """Of the time that a link has been slow: as long may pass between two synchronisations. What has gone on for long will
 not be over soon."""
 SYNC_EVERY = (4, 8, 16, 32, 64, 128)
+LONGEST_BETWEEN = 15.0
+"""Seconds that so many steps may take: ranks end, suspend and checkpoint at a synchronisation only, and a pod has 30 s
+to end in unless its template says more."""
 STEPS_BETWEEN = 4
 """Steps that the slowest rank does between two synchronisations at least."""
 ALIKE = 1.05
@@ -560,9 +563,10 @@ def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) 
         shares=level,
         sync_seconds=seconds,
     )
-    if not counted or pace.max() > ALIKE * pace.mean():
+    allowed = [each for each in SYNC_EVERY if each * float(pace.max()) <= LONGEST_BETWEEN]
+    if not counted or not allowed or pace.max() > ALIKE * pace.mean():
         return [by_clock]
-    every = next((each for each in SYNC_EVERY if transfer <= SYNCHRONISING * each * pace.mean()), SYNC_EVERY[-1])
+    every = next((each for each in allowed if transfer <= SYNCHRONISING * each * pace.mean()), allowed[-1])
     rows = np.random.default_rng(0).integers(0, len(own), size=4 * every)  # a window may be shorter than an interval
     after = data_parallel.local_sgd_step_seconds(data_parallel.analyse(own[rows]), every, transfer)
     by_steps = Way(

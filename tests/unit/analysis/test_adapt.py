@@ -320,6 +320,15 @@ def test_only_for_a_slow_link_is_there_a_synchronisation_before_it_is_cheap() ->
     assert for_turns.sync_seconds > 20.0, "three hundredths, where it is not longer than 30 s"
 
 
+@pytest.mark.parametrize(("longer", "every"), [(1, 128), (10, 16), (50, None)])
+def test_edit_synchronises_soon_enough_for_ranks_to_leave(longer: int, every: int | None) -> None:
+    """They checkpoint and end at a synchronisation only, within their pod's 30 s, however long a transfer takes."""
+    given = windows(work() * longer, 0.5 * longer, baseline=FIRST * longer)  # 0.08 s of own work, so many times
+    found_ways = adapt.ways(found(given), threshold=THRESHOLD)
+    assert [way.sync_every for way in found_ways if way.mode is SyncMode.EDIT] == ([] if every is None else [every])
+    assert SyncMode.ASYNC_EDIT in {way.mode for way in found_ways}
+
+
 def test_noise_on_all_ranks_that_makes_each_step_wait_for_one() -> None:
     own = WORK * (1 + np.random.default_rng(0).exponential(0.6, (STEPS, 8)))
     assert found(windows(own)).trouble is Trouble.VOLATILE
