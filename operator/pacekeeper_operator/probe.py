@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import json
 import os
+import random
 import socket
 import statistics
 import struct
@@ -34,7 +35,8 @@ SECRET = "PACEKEEPER_PROBE_SECRET"
 MESSAGE = Path("/dev/termination-log")
 
 MAX_CORES = 8
-"""So many cores are timed, spread over those that there are: a node of two hundred would take a minute."""
+"""So many cores are timed: a node of two hundred would take a minute. They are drawn, or somebody could keep just their
+hardware siblings busy."""
 PIECE = 60_000
 """Rounds of a loop, about 3 ms."""
 TRIES = 5
@@ -77,7 +79,7 @@ def main() -> int:
             check_network(os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))
             if arguments.gpus:
                 check_gpus(arguments.gpus, _nvidia_smi())
-            figures = {**compute(), "memory_bytes_per_second": check_memory(), "links": list(_links(peers, secret))}
+            figures = {**speed(), "links": list(_links(peers, secret))}
             if host is not None:
                 host.serve(arguments.wait)
     except Unfit as error:
@@ -106,6 +108,15 @@ def check_gpus(expected: int, listed: str) -> None:
             raise Unfit(f"{uuid} has {errors} uncorrected memory errors since its last reset")
 
 
+def speed() -> dict[str, float]:
+    """Of cores and memory. Idle cores count as they were while others left fewest of them idle: nobody is busy for the
+    one figure only, unseen."""
+    found, watch = compute(), Watch()
+    memory = check_memory()
+    idle = min(found["idle_cores"], found["cores"] * watch.spared())
+    return {**found, "memory_bytes_per_second": memory, "idle_cores": idle}
+
+
 def compute() -> dict[str, float]:
     """How fast a fixed piece of work is done on the node's cores, in seconds; and for which share of the time it was
     kept from running by nobody's work, as a quota, a cap of the cloud's or a throttled machine does.
@@ -113,24 +124,53 @@ def compute() -> dict[str, float]:
     What neighbours take of the cores counts for nothing: on a core by the thread's own processor time, best of several;
     beyond that only time counts in which the node had cores to spare, or a quota stood against the pod.
     """
+    watch = Watch()
     cores = _core_seconds()
-    before, idle_before, throttled_before = time.perf_counter(), _idle_seconds(), _throttled_seconds()
-    ran = time.thread_time()
+    spared = watch.spared()
+    watch, throttled = Watch(), _throttled_seconds()
     for _ in range(STRETCH_PIECES):
         _work()
-    wall, ran = time.perf_counter() - before, time.thread_time() - ran
-    idle, throttled = _idle_seconds() - idle_before, _throttled_seconds() - throttled_before
+    wall, ran, idle = watch.wall(), watch.ran(), watch.idle()
+    throttled = _throttled_seconds() - throttled
     held_back = max(0.0, min(wall - ran, max(idle, throttled))) / wall
     return {
         "core_seconds": statistics.median(cores),
         "slowest_core_seconds": max(cores),
         "cores": len(cores),
         "held_back": held_back,
-        "idle_cores": idle / wall,
+        "idle_cores": len(cores) * min(spared, watch.spared()),
         "throttled": min(1.0, throttled / wall),
         "pressure": _pressure(),
         "frequency": _frequency(),
     }
+
+
+class Watch:
+    """What the node has left to the calling thread since this was made."""
+
+    def __init__(self) -> None:
+        self._began, self._ran, self._idle = time.perf_counter(), time.thread_time(), _idle_seconds()
+
+    def wall(self) -> float:
+        return time.perf_counter() - self._began
+
+    def ran(self) -> float:
+        return time.thread_time() - self._ran
+
+    def idle(self) -> float:
+        """Seconds of the cores that the pod may use: what is idle of others is nothing to it."""
+        idle, usable = self._idles(), os.sched_getaffinity(0)
+        return sum(seconds for core, seconds in idle.items() if core in usable)
+
+    def spared(self) -> float:
+        """Share of the node's cores that nobody else has used, or of those that the pod may use, where that is less;
+        1, where nobody tells."""
+        idle, usable, wall, ran = self._idles(), os.sched_getaffinity(0), self.wall(), self.ran()
+        groups = [list(idle.values()), [seconds for core, seconds in idle.items() if core in usable]]
+        return min([1.0, *((sum(group) + ran) / (len(group) * wall) for group in groups if group)])
+
+    def _idles(self) -> dict[int, float]:
+        return {core: seconds - self._idle.get(core, seconds) for core, seconds in _idle_seconds().items()}
 
 
 def check_memory() -> float:
@@ -328,7 +368,7 @@ def _hello(secret: str) -> bytes:
 def _core_seconds() -> list[float]:
     """Processor time of a piece of work on each core (or some of them), best of several."""
     allowed = sorted(os.sched_getaffinity(0))
-    chosen = allowed[:: -(-len(allowed) // MAX_CORES)]
+    chosen = random.sample(allowed, min(MAX_CORES, len(allowed)))
     times = []
     try:
         for core in chosen:
@@ -352,11 +392,15 @@ def _work() -> int:
     return value
 
 
-def _idle_seconds() -> float:
-    """Of all cores of the node, since it was started; what a hypervisor takes of them is none of its neighbours'."""
-    fields = _read("/proc/stat").partition("\n")[0].split()
-    ticks = [int(fields[i]) for i in (4, 5, 8) if i < len(fields)]  # idle, iowait, steal
-    return sum(ticks) / os.sysconf("SC_CLK_TCK")
+def _idle_seconds() -> dict[int, float]:
+    """Of each core of the node, since it was started; what a hypervisor takes of them is none of its neighbours'."""
+    found = {}
+    for line in _read("/proc/stat").splitlines():
+        name, *fields = line.split() or [""]
+        if name.startswith("cpu") and name[3:].isdecimal():
+            ticks = [int(fields[i]) for i in (3, 4, 7) if i < len(fields)]  # idle, iowait, steal
+            found[int(name[3:])] = sum(ticks) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _throttled_seconds() -> float:

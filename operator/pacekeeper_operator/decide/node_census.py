@@ -10,7 +10,8 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from ..api import QuarantinePhase
+from ..api import QuarantineCondition, QuarantinePhase, Witness
+from .node_probes import refused_for_room
 from .node_steps import Quarantine, Rules
 
 AT_ONCE_SECONDS = 60.0
@@ -112,6 +113,21 @@ def worth_a_look(quarantine: Quarantine) -> bool:
     return any(not sign.weak for sign in signs) or len(signs) > 1
 
 
+def unheard(quarantine: Quarantine) -> bool:
+    """Nobody but jobs has ever spoken against the node, and no probe can: the last two were refused for want of room.
+
+    So one namespace that holds all GPUs of some nodes could keep them blamed for as long as it likes. Two probes are a
+    minute apart at least. Whatever many nodes have in common shows within that time: they are not Ready, or GPU series
+    show what has become of them, which are read a while after their jobs complain. One refusal comes within a second.
+    """
+    if any(sign.witness is not Witness.NONE for sign in quarantine.open_signs):
+        return False
+    if any(c.type == QuarantineCondition.WITNESSED and c.status == "True" for c in quarantine.status.conditions):
+        return False
+    ended = [probe for probe in quarantine.status.probes if probe.finished is not None]
+    return len(ended) > 1 and all(refused_for_room(probe) for probe in ended[-2:])
+
+
 def _stand_of(quarantine: Quarantine) -> _Stand:
     return _Stand(
         approved=quarantine.spec.approved,
@@ -122,8 +138,8 @@ def _stand_of(quarantine: Quarantine) -> _Stand:
 
 
 def _blamed(quarantine: Quarantine) -> tuple[_Span, ...]:
-    """One that a probe has cleared is blamed by words only."""
-    if quarantine.over or quarantine.cleared_at is not None or not worth_a_look(quarantine):
+    """One that a probe has cleared is blamed by words only, and so is one that none can look at."""
+    if quarantine.over or quarantine.cleared_at is not None or not worth_a_look(quarantine) or unheard(quarantine):
         return ()
     spans: list[_Span] = []
     for at in sorted(sign.at for sign in quarantine.open_signs):

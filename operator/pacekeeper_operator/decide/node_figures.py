@@ -18,6 +18,16 @@ COMPUTE_RATIO = 1.3
 NETWORK_RATIO = 2.0
 """The same of its best way out, and in: what virtual machines and switches give varies more than cores do."""
 MEMORY_RATIO = 2.0
+CORES_IDLE, MEMORY_IDLE = 0.75, 0.9
+"""Share of a node's cores that others must have left idle for its cores, and its memory, to be held against it.
+
+A thread's own processor time grows with work on its core's other hardware thread (by a half, mostly; nothing bounds
+it), with what all cores together leave of the clock, and with a full memory bus: so a healthy node that somebody
+computes on looks slow. While three quarters are idle, most of some cores drawn at random have an idle sibling, and the
+clock is little lower. Memory takes more: a few dozen threads of a large node fill a socket's bus.
+
+How busy the others were is no help, since one kind of work disturbs more than another. Nor is the pressure: threads
+that a quota holds back count as waiting. Nor the clock: it is the first core's only, of a moment."""
 FEWEST_OTHERS = 2
 """Of two nodes nobody can tell which one is slow."""
 MAX_CHARACTERS = 4096
@@ -27,14 +37,19 @@ _LEAST = 1e-9
 
 def slow(node: str, figures: Mapping[str, ProbeFigures]) -> str:
     """Why `node` is slow beside the others that were looked at with it; "": it is not, or that cannot be told."""
+    own = figures.get(node)
+    if own is None:
+        return ""
+    pace = _pace if _idle(own, CORES_IDLE) else _pace_by_quota
+    memory = {n: f.memory_bytes_per_second for n, f in figures.items()} if _idle(own, MEMORY_IDLE) else {}
     words = (
-        _longer("its cores take", {name: _pace(found) for name, found in figures.items()}, node),
+        _longer("its cores take", {name: pace(found) for name, found in figures.items()}, node),
         _less("it sends", _ways_out(figures), node, NETWORK_RATIO),
         _less("it receives", _ways_in(figures), node, NETWORK_RATIO),
-        _less("its memory takes", {n: f.memory_bytes_per_second for n, f in figures.items()}, node, MEMORY_RATIO),
+        _less("its memory takes", memory, node, MEMORY_RATIO),
     )
-    held_back = figures[node].held_back if node in figures else 0.0
-    why = f" (held back for {held_back:.0%} of the time, not by other work)" if words[0] and held_back > 0.1 else ""
+    held = own.held_back > 0.1
+    why = f" (held back for {own.held_back:.0%} of the time, not by other work)" if words[0] and held else ""
     return "; ".join(filter(None, (f"{words[0]}{why}", *words[1:])))
 
 
@@ -55,9 +70,19 @@ def read_figures(message: str) -> tuple[ProbeFigures | None, str]:
     return read(ProbeFigures, data, "figures"), ""
 
 
+def _idle(figures: ProbeFigures, share: float) -> bool:
+    """Also where nobody tells how many cores were."""
+    return figures.idle_cores >= share * figures.cores
+
+
 def _pace(figures: ProbeFigures) -> float:
     """Seconds that a piece of work takes where only neighbours are left out."""
     return figures.core_seconds / max(1.0 - figures.held_back, 0.01)
+
+
+def _pace_by_quota(figures: ProbeFigures) -> float:
+    """How many times as long work takes by what quotas take of its time: no neighbour sets one."""
+    return 1.0 / max(1.0 - min(figures.held_back, figures.throttled), 0.01)
 
 
 def _ways_out(figures: Mapping[str, ProbeFigures]) -> dict[str, float]:

@@ -7,6 +7,7 @@ second probe says the same: its neighbours may have been busy for a moment.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,6 +21,12 @@ LONGEST_BACK_OFF = 3600.0
 CLEAN_PAUSE = 5.0
 """Between probes that pass one after the other."""
 MAX_PROBES = 10
+_NO_ROOM = re.compile(
+    r"OutOf|Evicted\b|TopologyAffinityError\b|UnexpectedAdmissionError\b.*requested number of devices unavailable",
+    re.DOTALL,
+)
+"""How a kubelet says, first of all, that others have taken what the pod needs: the reason of the pod's status, and for
+devices the words, too, since that reason also stands for a driver that is away."""
 
 
 def result(
@@ -74,6 +81,13 @@ def clean_in_a_row(probes: Sequence[ProbeResult]) -> int:
     """How many of the last ones have passed; those that have said nothing are passed over."""
     said = [probe.passed for probe in probes if probe.passed is not None]
     return len(said) if all(said) else said[::-1].index(False)
+
+
+def refused_for_room(probe: ProbeResult) -> bool:
+    """The kubelet was there, and others have left no room on its node. Whoever has pods there can bring that about; a
+    switch or a power supply that fails cannot: pods of a node that is away just wait, and one that is being shut down
+    says so."""
+    return probe.inconclusive is Inconclusive.NOT_RUN and _NO_ROOM.match(probe.message) is not None
 
 
 def due_after(probes: Sequence[ProbeResult]) -> float:

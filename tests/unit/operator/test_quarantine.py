@@ -375,11 +375,13 @@ class TestProbeProgram:
             serving.join(5)
             assert not serving.is_alive(), "its only guest is served"
         links = [{"peer": "node-1", "up": link.up, "down": link.down, "ping": link.ping}]
-        told = {**probe.compute(), "memory_bytes_per_second": probe.check_memory(), "links": links}
+        told = {**probe.speed(), "links": links}
         figures, unfit = read_figures(json.dumps(told))
         assert not unfit
         assert figures is not None
         assert figures.core_seconds > 0
+        assert 0 <= figures.idle_cores <= figures.cores
+        assert figures.memory_bytes_per_second > 1e6
         assert figures.links[0].up > 1e6
         assert 0 < figures.links[0].ping < 1
 

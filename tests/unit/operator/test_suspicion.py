@@ -134,6 +134,12 @@ class TestWitnesses:
         well, _ = settle(again, pod=replace(slow, figures=ProbeFigures(0.001)), now=START + 70)
         assert well.status.phase is QuarantinePhase.CLEARED
 
+    def test_a_node_that_somebody_computes_on_is_not_held_to_be_slow(self) -> None:
+        others = tuple(ProbePod("Succeeded", node=n, figures=ProbeFigures(0.001, cores=8, idle_cores=8)) for n in "ab")
+        figures = ProbeFigures(0.002, cores=8, idle_cores=1)
+        looked = after_a_probe(ProbePod("Succeeded", node="node-1", figures=figures, others=others))
+        assert looked.status.phase is QuarantinePhase.CLEARED
+
     def test_a_probe_before_a_jobs_start_is_a_witness(self) -> None:
         found, step = settle(suspicion(sign(witness=Witness.PROBE)), now=START + HOLD_SECONDS)
         assert condition(found, QuarantineCondition.WITNESSED) == ("True", "Probe")
@@ -507,6 +513,25 @@ class TestService:
             assert not world.held()
         assert {ruling.verdict for ruling in rulings} == {Verdict.CLEARED}
         assert await world.list(QUARANTINES) == []
+
+    async def test_who_holds_all_gpus_of_two_nodes_cannot_keep_the_breaker_tripped(
+        self, world: World, clock: Clock
+    ) -> None:
+        """Nobody can look at these nodes, and a namespace blames them without end."""
+        refusal = {"phase": "Failed", "reason": "OutOfnvidia.com/gpu", "message": "Pod was rejected"}
+        world.kubelet |= {"node-2": refusal, "node-3": refusal}
+        fleet = Fleet(world, clock, SETTINGS)
+        await suspect(fleet, blame("node-1", witness=Witness.GPU_SERIES))
+        for i in range(4):
+            for node in ("node-2", "node-3"):
+                said = ObjectRef(f"{node}-{i}", "team-b")
+                await suspect(fleet, blame(node, incident=said, at=clock.now()))
+            await run(world, clock, 30)
+            if i == 0:
+                found = await look(Fleet(world, clock, SETTINGS), "node-1", "uid-node-1")
+                assert found is not None
+                assert found.verdict is Verdict.BREAKER, "they count as long as something may still show"
+        assert world.held() == {"node-1"}
 
     async def test_the_third_node_after_two_earlier_ones_is_quarantined(self, world: World, clock: Clock) -> None:
         for i in (1, 2, 3):

@@ -5,11 +5,26 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from pacekeeper_operator.api import ProbeResult, QuarantinePhase, QuarantineSpec, QuarantineStatus, Sign
-from pacekeeper_operator.decide.node_census import AT_ONCE_SECONDS, Census, worth_a_look
+import pytest
+
+from pacekeeper_operator.api import (
+    ConditionStatus,
+    Inconclusive,
+    ProbeResult,
+    QuarantinePhase,
+    QuarantineSpec,
+    QuarantineStatus,
+    Sign,
+    Witness,
+)
+from pacekeeper_operator.decide.node_census import AT_ONCE_SECONDS, Census, unheard, worth_a_look
 from pacekeeper_operator.decide.node_steps import Quarantine
 
 START = 1_000_000.0
+NO_GPU = (
+    "UnexpectedAdmissionError: Pod was rejected: Allocate failed due to requested number of devices unavailable for "
+    "nvidia.com/gpu. Requested: 1, Available: 0, which is unexpected"
+)
 
 
 def drawn(chance: random.Random, name: str) -> Quarantine:
@@ -19,7 +34,8 @@ def drawn(chance: random.Random, name: str) -> Quarantine:
     )
     passed = chance.choice((None, True, False))
     finished = None if chance.random() < 0.3 else START + chance.uniform(0, 400)
-    probes = () if chance.random() < 0.6 else (ProbeResult("p", START, finished, None if finished is None else passed),)
+    probe = ProbeResult("p", START, finished, None if finished is None else passed)
+    probes = chance.choice([(), (), (probe,), (refused(), refused(START + 70))])
     status = QuarantineStatus(phase=chance.choice([None, *QuarantinePhase]), probes=probes)
     spec = QuarantineSpec("why", "uid", approved=chance.random() < 0.3, signs=signs)
     return Quarantine(name, f"q-{name}", spec, status, deleted=chance.random() < 0.1)
@@ -30,7 +46,7 @@ def failing_at_once(quarantine: Quarantine, others: list[Quarantine]) -> int:
     return 1 + sum(
         any(abs(sign.at - quarantine.last_sign) <= AT_ONCE_SECONDS for sign in other.open_signs)
         for other in others
-        if not other.over and other.cleared_at is None and worth_a_look(other)
+        if not other.over and other.cleared_at is None and worth_a_look(other) and not unheard(other)
     )
 
 
@@ -54,10 +70,71 @@ def test_it_counts_as_a_look_at_all_others_does_whatever_comes_and_goes() -> Non
         assert census.probing(name) == sum(other.suspicion and other.probe_runs for other in others)
 
 
-def suspected(name: str) -> Quarantine:
-    return Quarantine(
-        name, f"q-{name}", QuarantineSpec("why", "uid", signs=(Sign("a", "i", "w", START),)), QuarantineStatus()
+def suspected(name: str, *probes: ProbeResult, witness: Witness = Witness.NONE) -> Quarantine:
+    spec = QuarantineSpec("why", "uid", signs=(Sign("a", "i", "w", START, witness),))
+    return Quarantine(name, f"q-{name}", spec, QuarantineStatus(probes=probes))
+
+
+def in_vain(inconclusive: Inconclusive, message: str, at: float = START) -> ProbeResult:
+    return ProbeResult("p", at, at + 2, None, message, inconclusive)
+
+
+def refused(at: float = START, message: str = NO_GPU) -> ProbeResult:
+    return in_vain(Inconclusive.NOT_RUN, message, at)
+
+
+class TestBlame:
+    """Who counts for the breaker."""
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            NO_GPU,
+            "OutOfnvidia.com/gpu: Pod was rejected: Node didn't have enough resource: nvidia.com/gpu, requested: 1",
+            "OutOfcpu",
+            "Evicted: The node was low on resource: ephemeral-storage.",
+            "TopologyAffinityError: Resources cannot be allocated with Topology locality",
+        ],
     )
+    def test_ends_where_others_have_left_the_probes_no_room(self, words: str) -> None:
+        once, twice = refused(message=words), refused(START + 70, words)
+        judged = suspected("node-1")
+        assert Census.of([suspected("node-2", once)]).failing_at_once(judged) == 2, "series may still show something"
+        assert Census.of([suspected("node-2", once, twice)]).failing_at_once(judged) == 1
+        runs = ProbeResult("p", START + 200)
+        assert Census.of([suspected("node-2", once, twice, runs)]).failing_at_once(judged) == 1, "it is asked once more"
+
+    @pytest.mark.parametrize(
+        "probe",
+        [
+            refused(message="NodeShutdown: Pod was rejected as the node is shutting down"),
+            refused(message="Terminated: Pod was terminated in response to imminent node shutdown."),
+            refused(message="UnexpectedAdmissionError: Allocate failed due to no healthy devices present"),
+            refused(message="did not end within 60 s"),
+            in_vain(Inconclusive.IMAGE, "ErrImagePull: dial tcp: i/o timeout"),
+            in_vain(Inconclusive.OVERTAKEN, "another witness has spoken meanwhile"),
+            in_vain(Inconclusive.SLOW, "slow: it sends 6 MB/s"),
+            ProbeResult("p", START, START + 60, False, "did not end within 60 s"),
+            ProbeResult("p", START, START + 60, False, "OutOfMemoryError: said by the probe itself"),
+        ],
+    )
+    def test_stays_where_a_fault_of_many_nodes_may_have_been_in_the_probes_way(self, probe: ProbeResult) -> None:
+        for probes in ((probe, probe), (refused(), probe), (probe, refused(START + 70))):
+            assert Census.of([suspected("node-2", *probes)]).failing_at_once(suspected("node-1")) == 2
+
+    @pytest.mark.parametrize("witness", [Witness.GPU_SERIES, Witness.PROBE, Witness.NODE_CONDITION])
+    def test_stays_where_a_sign_has_a_witness(self, witness: Witness) -> None:
+        blamed = suspected("node-2", refused(), refused(START + 70), witness=witness)
+        assert Census.of([blamed]).failing_at_once(suspected("node-1")) == 2
+
+    def test_stays_where_the_node_has_a_witness_now(self) -> None:
+        blamed = suspected("node-2", refused(), refused(START + 70))
+        down = ConditionStatus("Witnessed", "True", "NodeCondition", "the node is not Ready", START + 80, 1)
+        census = Census.of([replace(blamed, status=replace(blamed.status, conditions=(down,)))])
+        assert census.failing_at_once(suspected("node-1")) == 2
+        away = replace(down, status="Unknown", reason="ProbeInconclusive")
+        census.put(replace(blamed, status=replace(blamed.status, conditions=(away,))))
+        assert census.failing_at_once(suspected("node-1")) == 1
 
 
 class TestApprovalsOnTheirWay:

@@ -67,6 +67,44 @@ class TestSlow:
         assert slow("d", circle()) == ""
 
 
+def busy(figures: ProbeFigures, idle: float) -> ProbeFigures:
+    """Others left so many of eight cores."""
+    return replace(figures, cores=8, idle_cores=idle)
+
+
+class TestABusyNode:
+    """What others compute there makes its figures bad, whatever they do elsewhere."""
+
+    @pytest.mark.parametrize("others", [8.0, 1.0])
+    def test_is_not_held_to_be_slow_by_its_cores(self, others: float) -> None:
+        found = {name: busy(figures, others) for name, figures in circle().items()}
+        slow_cores = replace(USUAL, core_seconds=0.004)
+        assert slow("a", found | {"a": busy(slow_cores, 5.9)}) == ""
+        assert "its cores take 2.0 times" in slow("a", found | {"a": busy(slow_cores, 6.1)})
+
+    @pytest.mark.parametrize("others", [8.0, 1.0])
+    def test_nor_by_its_memory_for_which_less_work_is_enough(self, others: float) -> None:
+        found = {name: busy(figures, others) for name, figures in circle().items()}
+        slow_memory = replace(USUAL, memory_bytes_per_second=10e9)
+        assert slow("a", found | {"a": busy(slow_memory, 7.1)}) == ""
+        assert "its memory takes" in slow("a", found | {"a": busy(slow_memory, 7.3)})
+
+    def test_nor_for_time_that_it_had_to_wait_there(self) -> None:
+        """Cores that are idle in between sum up, and yet none was to be had."""
+        waited = replace(USUAL, core_seconds=0.004, held_back=0.7)
+        assert slow("a", circle(a=busy(waited, 0.0))) == ""
+
+    def test_but_for_what_a_quota_takes(self) -> None:
+        throttled = replace(USUAL, held_back=0.72, throttled=0.8)
+        assert "3.6 times as long" in slow("a", circle(a=busy(throttled, 0.0)))
+        alike = {name: busy(replace(f, held_back=0.72, throttled=0.8), 0.0) for name, f in circle().items()}
+        assert slow("a", alike) == ""
+
+    def test_and_for_its_ways(self) -> None:
+        found = circle(c=busy(linked(c_a=(SLOW, FAST), c_b=(SLOW, FAST)), 0.0))
+        assert slow("c", found).startswith("it sends")
+
+
 class TestReading:
     def test_figures(self) -> None:
         link = {"peer": "node-1", "up": 1.0, "down": 2.0, "ping": 0.1}
