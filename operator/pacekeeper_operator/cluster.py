@@ -7,7 +7,6 @@ decide upon have classes of their own.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,9 @@ import aiohttp
 import kopf
 import orjson
 from kubernetes.aio import client, config
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import parse_json
 
 from . import api
 
@@ -348,8 +350,8 @@ def _parse(data: bytes) -> Object:
         parsed = orjson.loads(data)
     except ValueError:
         try:
-            parsed = json.loads(data)  # orjson reads 1,024 levels; a tenant's object may have more
-        except (ValueError, RecursionError):
+            parsed = parse_json(data)  # orjson reads 1,024 levels; a tenant's object may have more
+        except InputError:
             parsed = data.decode(errors="replace")[:500]
     return parsed if isinstance(parsed, dict) else {"message": str(parsed)}
 

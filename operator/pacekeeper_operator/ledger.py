@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
+from itertools import accumulate
 from typing import Any, TypeVar, get_args
 
 from pacekeeper_analysis.errors import InputError
@@ -25,8 +27,6 @@ SCHEMA = 1
 """Of what is written. It grows when an older operator would misread it; new fields alone are passed over."""
 MOST_BYTES = int(1.1 * 2**20)
 """Of 1.5 MiB, which etcd takes: the rest is for incidents, their evidence, and what one event says of all workers."""
-SURE_WORKERS, SURE_RANKS = 2000, 20_000
-"""Fewer fit in any case."""
 MOST_NUMBERS = 1 << 22
 """Of what is written in runs: a few characters make as many as they please."""
 MOST_IN_A_LIST = 32
@@ -85,13 +85,11 @@ def size(content: Mapping[str, Any]) -> int:
 def refused(job: Job) -> str:
     """Why the bookkeeping of a job of this size could not be kept, with the remedy; "": it can.
 
-    Found out by writing it, as it would be with all workers seated and one fault of each: before any pod is made.
+    Of the bookkeeping as it would be with all workers seated and one fault of each: before any pod is made.
     """
     spec = job.spec
     workers = spec.replicas + spec.spares
-    if workers < SURE_WORKERS and workers * spec.nproc_per_node < SURE_RANKS:
-        return ""
-    takes = size(write(_full(job, workers), job.name))
+    takes = _takes(spec.replicas, workers, spec.nproc_per_node)
     if takes <= MOST_BYTES:
         return ""
     most = int(workers * MOST_BYTES / takes) // 100 * 100
@@ -102,18 +100,57 @@ def refused(job: Job) -> str:
     )
 
 
-def _full(job: Job, workers: int) -> Draft:
-    """With names as long as clouds make them."""
-    names = [f"{job.name}-w{n}-0" for n in range(workers)]
-    each = job.spec.nproc_per_node
-    ranks = [tuple(range(n * each, (n + 1) * each)) for n in range(job.spec.replicas)]
+def _takes(replicas: int, workers: int, each: int) -> int:
+    """Bytes of what `_full` gives, exactly. A few workers are written, which show what one more takes:
+    whoever asks for a million ranks has the operator work no longer than others."""
+    of_workers = _extrapolated(lambda count: _written(1, count, 1), workers)
+    of_members = _extrapolated(lambda count: _written(count, _FEW, 1) - _address_bytes(count), replicas)
+    of_a_rank = _written(1, 1, 2) - _written(1, 1, 1)
+    further_ranks = of_a_rank * replicas * (each - 1) + len(str(each)) - 1
+    return of_workers + of_members + _address_bytes(replicas) - _written(1, _FEW, 1) + further_ranks
+
+
+_FEW = 11
+"""The last of them, and how many they are, have two digits."""
+
+
+def _extrapolated(size_of: Callable[[int], int], count: int) -> int:
+    """`size_of(count)`, by what it is of few. One more takes always the same, and of each column of runs its count
+    ("0*10") or its last number ("0-10") may take a digit more."""
+    if count <= _FEW:
+        return size_of(count)
+    eight, nine, ten, eleven = map(size_of, range(_FEW - 3, _FEW + 1))
+    one = nine - eight
+    counts, lasts = ten - nine - one, eleven - ten - one
+    return nine + one * (count - 9) + counts * (len(str(count)) - 1) + lasts * (len(str(count - 1)) - 1)
+
+
+@cache
+def _written(replicas: int, workers: int, each: int) -> int:
+    return size(write(_full(replicas, workers, each), "j"))
+
+
+def _full(replicas: int, workers: int, each: int) -> Draft:
+    """With names as long as clouds make them. The job's own is in none that is written."""
+    names = [f"j-w{n}-0" for n in range(workers)]
+    ranks = [tuple(range(n * each, (n + 1) * each)) for n in range(replicas)]
     seats = zip(names, ranks, strict=False)
     members = tuple(Member(name, f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}", own) for n, (name, own) in enumerate(seats))
     made = tuple(Worker(name, n, 0, f"{n:036}", f"ip-{n:044}") for n, name in enumerate(names))
     placement = Placement(made, {str(n): 0 for n in range(workers)})
     settled = tuple(f"{name}-19a{n:08x}-r1-stalled-1" for n, name in enumerate(names))
-    plan = Plan(members=members, shares=tuple(100 + n % 2 for n in range(job.spec.replicas * each)))
+    plan = Plan(members=members, shares=tuple(100 + n % 2 for n in range(replicas * each)))
     return Draft(plan, State(placement=placement, incidents=Incidents(settled=settled)))
+
+
+def _address_bytes(count: int) -> int:
+    """Of so many addresses of `_full`, without what parts them: of 256 in a row only the last number differs."""
+    blocks = ((f"10.{block >> 8}.{block & 255}.", min(256, count - 256 * block)) for block in range(-(-count // 256)))
+    return sum(len(first) * here + _DIGITS[here] for first, here in blocks)
+
+
+_DIGITS = tuple(accumulate((len(str(n)) for n in range(256)), initial=0))
+"""Of the numbers below."""
 
 
 def _write_plan(plan: Plan, job: str) -> Json:

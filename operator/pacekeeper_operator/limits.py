@@ -46,8 +46,12 @@ class Rate(Generic[Who]):
 
     def give_back(self, key: Who) -> None:
         """The last one does not count after all."""
+        self.charge(key, -1)
+
+    def charge(self, key: Who, more: float) -> None:
+        """The last one turns out to count as so many more: what is owed comes in before the next is allowed."""
         if key in self._buckets:
-            self._buckets[key].left += 1
+            self._buckets[key].left -= more
 
 
 class Remembered(Generic[Who, Value]):

@@ -27,6 +27,9 @@ class SimulatedRuntime(Runtime):
     def monotonic(self) -> float:
         return self._booted + self._world.now()
 
+    def worked(self) -> float:
+        return 0.0
+
     async def compute(self, work: Callable[[], Result]) -> Result:
         return work()
 

@@ -124,7 +124,7 @@ def _functions(window: Recording) -> list[_Row]:
     data = sampled.seconds(Owner.DATA) / total
     covered = sum(share for _, _, share, *_ in rows) + data
     if covered > 1.0:  # steps end by the device's clock, loading and waits by the host's
-        rows = [(owner, name, share / covered, *rest) for owner, name, share, *rest in rows]
+        rows = [(owner, name, share / covered, error, use, spread) for owner, name, share, error, use, spread in rows]
         data /= covered
     for owner, share in ((Owner.DATA, data), (Owner.PYTHON, max(0.0, 1.0 - covered))):
         rows += _shared_out(owner, share, owner_of_look == owner, weights, ran, window.looks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from sys import getsizeof
 
 from pacekeeper_analysis.reports import Fault, FaultKind
 
@@ -22,6 +23,8 @@ class OpenFaults(Mapping[str, Fault]):
     """
 
     def __init__(self) -> None:
+        self.held = 0
+        """Bytes of them all, about."""
         self._faults: dict[str, Fault] = {}
         self._count: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
@@ -43,6 +46,7 @@ class OpenFaults(Mapping[str, Fault]):
             del self._faults[before.name]
             self._count[fault.worker] -= count
             self._bytes[fault.worker] -= weight
+            self.held -= weight
         self._add(fault)
         return ""
 
@@ -54,7 +58,7 @@ class OpenFaults(Mapping[str, Fault]):
     def keep(self, wanted: Callable[[Fault], bool]) -> None:
         """Forget all others."""
         faults = [fault for fault in self._faults.values() if wanted(fault)]
-        self._faults, self._count, self._bytes, self._stalls = {}, Counter(), Counter(), {}
+        self._faults, self._count, self._bytes, self._stalls, self.held = {}, Counter(), Counter(), {}, 0
         for fault in faults:
             self._add(fault)
 
@@ -70,7 +74,9 @@ class OpenFaults(Mapping[str, Fault]):
     def _add(self, fault: Fault) -> None:
         self._faults[fault.name] = fault
         self._count[fault.worker] += 1
-        self._bytes[fault.worker] += _weight(fault)
+        weight = _weight(fault)
+        self._bytes[fault.worker] += weight
+        self.held += weight
         if fault.kind is FaultKind.STALLED:
             self._stalls[fault.worker] = fault
 
@@ -80,5 +86,8 @@ def _order(stall: Fault) -> tuple[int, int, float]:
 
 
 def _weight(fault: Fault) -> int:
-    """About the bytes that it takes; all that is long in it is text."""
-    return 512 + len(fault.error) + sum(512 + len(state.stack) for state in fault.ranks)
+    """About the bytes that it holds. What is long in it is text, of which one odd character has each take four."""
+    texts = (fault.error, fault.ras, fault.transfers, *fault.unreachable, *fault.missing)
+    held = sum(map(getsizeof, texts)) + 256 * (len(fault.blocked) + 2)
+    held += sum(512 + getsizeof(state.stack) + getsizeof(state.entered) for state in fault.ranks)
+    return held + sum(256 + getsizeof(group.name) + getsizeof(group.members) for group in fault.communicators)

@@ -16,6 +16,7 @@ from pacekeeper_analysis.behaviour.report import html
 from pacekeeper_analysis.errors import InputError
 
 from ..api import ANNOTATION_PROFILE, LABEL_JOB, PAUSE, JobPhase, Mode, Object, WantedMode
+from ..runtime import read_what_is_nested_deeply
 from . import incidents, jobs, links, nodes, report, whatif
 from .kubectl import Kubectl, KubectlError, Missing
 from .seen import SeenIncident, SeenJob, SeenQuarantine, newest_first
@@ -33,6 +34,8 @@ KEPT_SECONDS = 15.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, 1 where the cluster or the person says no, 2 for what cannot be done at all."""
     arguments = _parser().parse_args(argv)
+    if argv is None:  # the process is this command's own; else one job of somebody's keeps all others from being shown
+        read_what_is_nested_deeply()
     options = tuple(f"--{name}={value}" for name in ("context", "kubeconfig") if (value := getattr(arguments, name)))
     kubectl = Kubectl(options, arguments.namespace, arguments.all_namespaces)
     try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from zlib import crc32
 
@@ -37,8 +37,15 @@ TAKE_SECONDS = 2.0
 CALLS_AT_ONCE = 64
 CALLS_PER_SECOND = 20.0
 """Of one worker: more is a sidecar that runs wild."""
+CALL_SECONDS = 0.1 / CALLS_PER_SECOND
+"""What a call brings with it counts as one more for each so many that it takes to read, so that one worker has a tenth
+of the event loop in the long run. Of a worker with 128 ranks a heartbeat takes 2 ms, a stall's report 30, the largest
+evidence 120, which is asked for every 1.5 s at most: 17 calls a second in all."""
 MAX_PATTERN_BYTES = 256 * 2**20
 """Of all behaviour windows that are out: 10,000 ranks send 160 MB."""
+MAX_HELD_FAULTS, SURE_HELD_FAULTS = 64 * 2**20, 2**16
+"""Bytes of all jobs' faults that are not dealt with yet. A job that holds fewer than the second is heard all the same:
+others may not keep out one that has lost a rank."""
 MAX_OPERATION_BYTES = 192 * 2**20
 """Of the collectives that all jobs' ranks have told of: 1,024 ranks send 180 MB at most."""
 MAX_NAME = 253
@@ -92,9 +99,31 @@ class Sidecars:
     async def authenticate(self, token: str, source: str) -> Caller:
         """`source`: the address that the token came from. Raises Unauthenticated, Forbidden, TooMany or NotYet."""
         caller = await self._caller(await self._tokens.holder(token, source))
-        if not self._calls.take(caller, self._runtime.monotonic()):
-            raise TooMany(f"{caller.worker} calls more than {CALLS_PER_SECOND:.0f} times a second")
+        self._count(caller)
         return caller
+
+    def count_again(self, caller: Caller) -> None:
+        """Of a call that was let in a while ago: those that came with it may have cost too much since. Raises
+        TooMany."""
+        self._calls.give_back(caller)
+        self._count(caller)
+
+    def _count(self, caller: Caller) -> None:
+        if not self._calls.take(caller, self._runtime.monotonic()):
+            raise TooMany(
+                f"{caller.worker} calls more than {CALLS_PER_SECOND:.0f} times a second, or sends what takes as long"
+            )
+
+    @contextmanager
+    def charged(self, caller: Caller) -> Iterator[None]:
+        """What is done inside, without waiting for anything, counts by the processor's time that it takes. At most as
+        much as is allowed at once."""
+        began = self._runtime.worked()
+        try:
+            yield
+        finally:
+            calls = (self._runtime.worked() - began) / CALL_SECONDS
+            self._calls.charge(caller, min(calls, CALLS_AT_ONCE))
 
     async def _caller(self, holder: Holder) -> Caller:
         """The worker that this pod is, once it is known. Raises Forbidden or NotYet."""
@@ -186,8 +215,11 @@ class Sidecars:
         job = self._job(caller)
         if _settled(job, fault):
             return
-        fault = _fault_by_our_clock(_about_its_own(fault, job.plan, caller), self._runtime.now())
+        with self.charged(caller):
+            fault = _fault_by_our_clock(_about_its_own(fault, job.plan, caller), self._runtime.now())
         workers, known = 0 if job.draft is None else len(job.draft.state.placement.workers), fault.name in job.faults
+        if not known and job.faults.held > SURE_HELD_FAULTS and self._held_faults() > MAX_HELD_FAULTS:
+            raise TooMany(f"other jobs' faults are being looked into: send fault {fault.name} again later")
         if why := job.faults.take(fault, workers):
             raise TooMany(f"{why}: send fault {fault.name} again later")
         if not known:  # one that is sent again says nothing new
@@ -196,6 +228,9 @@ class Sidecars:
             await self._runtime.within(TAKE_SECONDS, _dealt_with(job, fault))
         except TimeoutError:
             raise NotYet(f"fault {fault.name} is being looked into") from None
+
+    def _held_faults(self) -> int:
+        return sum(job.faults.held for _, job in self._memory)
 
     def awaits_evidence(self, caller: Caller, request: str) -> bool:
         """Whether this request is out, and goes to this worker: other answers are of no use to anybody. Raises NotYet
@@ -232,9 +267,10 @@ class Sidecars:
         links = tuple(link for link in evidence.links if link.rank in member.ranks)
         flows = tuple(flow for flow in evidence.flows if flow.rank in member.ranks)
         operations = {of.rank: of for of in evidence.operations if of.rank in member.ranks}
-        known = EvidencePart.OPERATIONS in job.plan.evidence_parts and all(
-            each.fits(job.plan.world_size) for each in evidence.communicators
-        )
+        with self.charged(caller):
+            known = EvidencePart.OPERATIONS in job.plan.evidence_parts and all(
+                each.fits(job.plan.world_size) for each in evidence.communicators
+            )
         job.evidence[caller.worker] = replace(
             evidence,
             windows=own,

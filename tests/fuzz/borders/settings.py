@@ -8,6 +8,7 @@ from pacekeeper_operator.decide.node_figures import read_figures
 from pacekeeper_operator.decide.node_steps import ProbePod
 from pacekeeper_operator.policies import parse_peers
 from pacekeeper_operator.prometheus_options import parse_headers, parse_matchers
+from pacekeeper_operator.resources import SIDECAR_RESOURCES, parse_resources
 
 from ..border import Border, Enter, by
 from ..mutations import text, written
@@ -39,6 +40,7 @@ BORDERS = [
     Border("Prometheus' headers", lambda: [HEADERS], text, by(words(parse_headers))),
     Border("Prometheus' matchers", lambda: [MATCHERS], text, by(words(parse_matchers))),
     Border("peers", lambda: [PEERS], text, by(words(parse_peers))),
+    Border("the sidecar's resources", lambda: [SIDECAR_RESOURCES], text, by(words(parse_resources))),
     Border("figures of probes", lambda: [FIGURES, {"unfit": "no GPU"}], text, by(words(read_figures))),
     Border("probe pods", lambda: [FIGURES, {"unfit": "no GPU"}], text, by(words(probe)), refusals=()),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from bisect import bisect
 from dataclasses import replace
 from typing import Any
 
@@ -315,6 +316,59 @@ class TestRefused:
         assert too_large.startswith("spec.replicas: 30000 workers of 8 ranks would need ")
         assert 5_000 < most < 10_000
         assert ledger.refused(job(most, 0, nproc_per_node=8)) == ""
+
+    @pytest.mark.parametrize(
+        ("replicas", "spares", "ranks"),
+        [
+            *(
+                (1, 0, 1),
+                (1, 0, 128),
+                (9, 0, 1),
+                (9, 1, 8),
+                (10, 0, 9),
+                (10, 1, 10),
+                (11, 0, 3),
+                (12, 0, 2),
+                (1, 100, 1),
+            ),
+            *(
+                (99, 0, 1),
+                (100, 0, 99),
+                (100, 1, 100),
+                (101, 0, 2),
+                (256, 0, 1),
+                (257, 3, 4),
+                (999, 1, 2),
+                (1000, 1, 2),
+            ),
+            *((2600, 0, 10), (6400, 17, 8), (10_000, 1, 2), (1200, 1000, 128)),
+        ],
+    )
+    def test_its_size_is_what_would_be_written(self, replicas: int, spares: int, ranks: int) -> None:
+        workers = replicas + spares
+        full = ledger.write(ledger._full(replicas, workers, ranks), "j")
+        assert ledger._takes(replicas, workers, ranks) == ledger.size(full)
+
+    def test_the_limit_is_where_it_would_be_written(self) -> None:
+        sizes = range(5_000, 10_000)
+        most = sizes[bisect(sizes, False, key=lambda n: bool(ledger.refused(job(n, 8, nproc_per_node=8)))) - 1]
+        fits, too_large = (ledger.size(ledger.write(ledger._full(n, n + 8, 8), "j")) for n in (most, most + 1))
+        assert fits <= ledger.MOST_BYTES < too_large
+
+    def test_a_huge_one_is_no_more_work_than_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        built, full = 0, ledger._full
+
+        def counted(replicas: int, workers: int, each: int) -> Draft:
+            nonlocal built
+            built += workers + replicas * each
+            return full(replicas, workers, each)
+
+        ledger._written.cache_clear()
+        monkeypatch.setattr(ledger, "_full", counted)
+        assert ledger.refused(job(10_000, 1000, nproc_per_node=128)).startswith("spec.replicas: 11000 workers of 128 ")
+        assert 0 < built < 200, "workers and ranks"
+        ledger.refused(job(9_999, 999, nproc_per_node=127))
+        assert built < 200, "for all of them together"
 
 
 @pytest.mark.parametrize(

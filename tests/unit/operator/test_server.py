@@ -24,12 +24,15 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator
+from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator, format_entered
 from pacekeeper_analysis.diagnose.gpu_health import Sign
 from pacekeeper_analysis.plan import EvidencePart, Profile, WorkerPlan
+from pacekeeper_analysis.reading import parse_json
+from pacekeeper_analysis.records import ENTERED_PLACES
 from pacekeeper_analysis.reports import (
     MOST_GPUS,
     MOST_RANKS,
+    BlockedConnection,
     Evidence,
     GpuHealth,
     Heartbeat,
@@ -55,7 +58,7 @@ Client = TestClient[web.Request, web.Application]
 
 
 class Clock(Runtime):
-    """The real one, but that its clocks stand still until they are moved."""
+    """The real one, but that its clocks stand still until they are moved: what moves them is work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +68,9 @@ class Clock(Runtime):
         return self.at
 
     def monotonic(self) -> float:
+        return self.at
+
+    def worked(self) -> float:
         return self.at
 
 
@@ -314,6 +320,37 @@ class TestBodies:
         assert answer.status == 400
         assert str(most) in (await answer.json())["error"]
 
+    async def test_a_crowd_of_groups_is_refused_before_it_is_read(
+        self, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fault = crash("j-w0-0", 0).to_json()
+        told = [{"entered": ",".join(["1:1"] * 500)}] * (server.MAX_FAULT_MARKS // 500 + 1)
+        monkeypatch.setattr(server, "Fault", None)
+        for escaped in (False, True):
+            body = json.dumps(fault | {"ranks": told})
+            body = body.replace("entered", "\\u0065ntered").replace(",1", "\\u002c1") if escaped else body
+            answer = await client.post("/v1/faults", data=body, **W0)
+            assert answer.status == 400
+            assert str(server.MAX_FAULT_MARKS) in (await answer.json())["error"]
+
+    @pytest.mark.parametrize("ranks", [7, [7], [{"entered": 7}]], ids=str)
+    async def test_groups_that_are_none_are_refused_as_others_are(self, client: Client, ranks: Any) -> None:
+        body = crash("j-w0-0", 0).to_json() | {"ranks": ranks}
+        assert (await client.post("/v1/faults", json=body, **W0)).status == 400
+
+    async def test_a_worker_whose_ranks_are_all_in_many_groups_has_room(
+        self, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        entered = format_entered({2**32 - 1 - n: 2**40 for n in range(ENTERED_PLACES)})
+        stack = 'File "x", line 1, in f(a, b)\n' * 100
+        rank = RankState(1, "TRAIN", 0.5, 1, "NONE", 1, 1, 1, 0.5, "S", True, stack, entered=entered)
+        groups = tuple(Communicator(identity, "0-1023") for identity in range(MOST_COMMUNICATORS))
+        names, blocked = ("j-w1-0",) * 64, (BlockedConnection(0, "10.0.0.1:1", 2.0),) * 64
+        fault = replace(crash("j-w0-0", 0), ranks=(rank,) * 128, unreachable=names, missing=names, blocked=blocked)
+        fault = replace(fault, communicators=groups)
+        assert (await client.post("/v1/faults", json=fault.to_json(), **W0)).status == 503, "it is looked into"
+
     async def test_the_marks_inside_of_words_do_not_count(self, client: Client) -> None:
         words = '{"[,\\' * 2000
         assert (await client.post("/v1/plan", json=BEAT | {"refused": words}, **W0)).status == 200
@@ -334,6 +371,89 @@ class TestBodies:
         fault = replace(crash("j-w0-0", 0), ranks=(rank,) * MOST_RANKS, unreachable=names, missing=names)
         fault = replace(fault, communicators=groups)
         assert (await client.post("/v1/faults", json=fault.to_json(), **W0)).status == 503, "it is looked into"
+
+
+class TestWhatBodiesCost:
+    """Their worker gets a tenth of the event loop, however few calls it is."""
+
+    @pytest.fixture
+    def dear(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each takes 0.2 s."""
+
+        def slowly(*given: Any, **named: Any) -> Any:
+            clock.at += 0.2
+            return parse_json(*given, **named)
+
+        monkeypatch.setattr(server, "parse_json", slowly)
+
+    @pytest.mark.usefixtures("dear")
+    @pytest.mark.parametrize(("body", "status"), [(json.dumps(BEAT), 200), ("[", 400)], ids=["good", "refused"])
+    async def test_counts_as_calls(self, client: Client, clock: Clock, body: str, status: int) -> None:
+        read = 0
+        while clock.at < NOW + 60:
+            answer = await client.post("/v1/plan", data=body, **W0)
+            assert answer.status in (status, 429)
+            if answer.status == status:
+                read += 1
+                continue
+            assert answer.headers["Retry-After"]
+            clock.at += 0.25
+        assert 5.0 < 0.2 * read < 6.0 + sidecars.CALLS_AT_ONCE * sidecars.CALL_SECONDS + 0.2
+        other = json.dumps(BEAT | {"worker": "j-w1-0"})
+        assert (await client.post("/v1/plan", data=other, **as_worker("j-w1-0", "uid-1"))).status == 200
+
+    @pytest.mark.usefixtures("dear")
+    async def test_counts_for_those_that_came_with_it(self, client: Client, served: Sidecars) -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        first = asyncio.create_task(client.post("/v1/plan", data=halves(begun, go_on), **W0))
+        await asyncio.wait_for(begun.wait(), 5)
+        await until(lambda: client.app[server.BODIES].left < server.MAX_BODIES_BYTES)
+        others = [asyncio.create_task(client.post("/v1/plan", json=BEAT, **W0)) for _ in range(19)]
+        calls = served._calls._buckets[sidecars.Caller("ns", "j", "j-w0-0")]
+        await until(lambda: calls.left == sidecars.CALLS_AT_ONCE - 20)
+        go_on.set()
+        statuses = [(await asyncio.wait_for(call, 5)).status for call in (first, *others)]
+        assert (statuses.count(200), statuses.count(429)) == (2, 18)
+
+    @pytest.mark.parametrize("what", ["fault", "evidence"])
+    async def test_counts_where_it_is_looked_at_later(
+        self, served: Sidecars, job: JobMemory, clock: Clock, monkeypatch: pytest.MonkeyPatch, what: str
+    ) -> None:
+        def fits(*_: Any) -> bool:
+            clock.at += 0.5
+            return True
+
+        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        monkeypatch.setattr(Communicator, "fits", fits)
+        job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
+        groups = (Communicator(1, "0-1"),)
+        for _ in range(2):
+            caller = await served.authenticate(token("j-w0-0", "uid-0"), "")
+            if what == "fault":
+                with pytest.raises(sidecars.NotYet):
+                    await served.take_fault(caller, replace(crash("j-w0-0", 0), communicators=groups))
+            else:
+                served.take_evidence(caller, Evidence("why", "j-w0-0", 1, communicators=groups))
+        with pytest.raises(tokens.TooMany):
+            await served.authenticate(token("j-w0-0", "uid-0"), "")
+
+    async def test_of_the_largest_honest_ones_is_never_too_much(self, served: Sidecars, clock: Clock) -> None:
+        heartbeat, stall, evidence = (1.0, 0.002), (30.0, 0.03), (1.5, 0.12)
+        due = [(NOW + every, every, cost) for every, cost in (heartbeat, stall, stall, stall, stall, evidence)]
+        while clock.at < NOW + 600:
+            at, every, cost = min(due)
+            due[due.index(min(due))] = (at + every, every, cost)
+            clock.at = max(clock.at, at)
+            caller = await served.authenticate(token("j-w0-0", "uid-0"), "")
+            served.count_again(caller)
+            with served.charged(caller):
+                clock.at += cost
+
+    async def test_of_a_process_that_stands_still_is_not_its_workers(self, served: Sidecars, clock: Clock) -> None:
+        for _ in range(3):
+            caller = await served.authenticate(token("j-w0-0", "uid-0"), "")
+            with served.charged(caller):
+                clock.at += 5
 
 
 async def halves(begun: asyncio.Event, go_on: asyncio.Event) -> AsyncIterator[bytes]:
@@ -773,6 +893,21 @@ class TestFaults:
         statuses = [await self.send(client, f"j-w0-0-{number}", error="x" * 1500) for number in range(2)]
         assert statuses == [503, 429]
         assert len(job.faults) == 1
+
+    async def test_so_do_those_of_odd_characters_and_of_all_jobs(
+        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert await self.send(client, "j-w0-0-plain", error="x" * 4000) == 503
+        plain = job.faults.held
+        assert await self.send(client, "j-w0-0-odd", error="\N{FIRE}" + "x" * 3999) == 503
+        assert job.faults.held - plain > 16_000, "each of its characters takes four bytes"
+        monkeypatch.setattr(sidecars, "MAX_HELD_FAULTS", job.faults.held - 1)
+        assert await self.send(client, "j-w0-0-small") == 503, "the job holds little"
+        monkeypatch.setattr(sidecars, "SURE_HELD_FAULTS", 0)
+        assert await self.send(client, "j-w0-0-more") == 429
+        assert await self.send(client, "j-w0-0-odd") == 503, "that one is held"
+        job.publish(WORLD.draft.settle(tuple(job.faults)), "2")
+        assert (job.faults.held, await self.send(client, "j-w0-0-more")) == (0, 503)
 
     async def test_a_jobs_are_bounded_whoever_sends_them(
         self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
