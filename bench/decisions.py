@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class Sizes:
     """How much is played. scenarios: by ranks. calm_hours: each by ranks, looked at as often as usual; calm_days: of
-    four ranks, looked at every other minute, in lots of ten."""
+    four ranks, looked at every five minutes, in lots of ten."""
 
     scenarios: dict[int, int]
     calm_hours: dict[int, float]
@@ -42,10 +42,10 @@ class Sizes:
     """Of the simulator, for each of its cases; 0: those alone that are compared, in one."""
 
 
-FULL = Sizes({4: 240, 64: 120, 1024: 20}, {4: 100.0, 64: 100.0, 1024: 4.0}, 1000, simulated.SEEDS)
+FULL = Sizes({4: 240, 64: 120, 1024: 20}, {4: 100.0, 64: 100.0, 1024: 1.0}, 1000, simulated.SEEDS)
 QUICK = Sizes({4: 14, 64: 5, 1024: 0}, {4: 2.0, 64: 0.5}, 0, 0)
 LOT_DAYS = 10
-LOOK_SECONDS, SELDOM_SECONDS = 6, 120
+LOOK_SECONDS, SELDOM_SECONDS = 6, 300
 """Between two looks at a job in which nothing happens: a window of steps is hardly longer."""
 
 
@@ -53,13 +53,11 @@ def main() -> int:
     sizes, began = QUICK if os.environ.get("QUICK") else FULL, time.perf_counter()
     with ProcessPoolExecutor(initializer=_begin) as pool:
         outcomes = list(_told("scenarios", pool.map(outcome, _scenarios(sizes))))
+        print("\n".join([*figures.table(outcomes), "\nworst:", *figures.worst(outcomes)]), flush=True)
         calm = list(_told("days without a fault", pool.map(_calm, _calm_scenarios(sizes))))
         played = list(_told("simulated", pool.map(simulated.play, simulated.cases(sizes.worlds))))
     found = simulated.results(played)
     compared = agreement.compare(found)
-    print("\n".join(figures.table(outcomes)))
-    print("\nworst:")
-    print("\n".join(figures.worst(outcomes)))
     print("\nin the simulator, and on the coarse clock:")
     print("\n".join(each.words for each in compared))
     alone = figures.summary(outcomes, calm)
