@@ -31,8 +31,6 @@ MOST_FLOWS = 4096
 Name = Annotated[str, Longest(253)]
 Words = Annotated[str, Cut(2_000)]
 Count = Annotated[int, Within(0)]
-Ordinal = Annotated[int, Within(0, 10**9)]
-"""Of a membership or round; 0: none. The next one lies above all that workers tell of, and a plan has to hold it."""
 Position = Annotated[int, Within(-1)]
 """A step, or a rank; -1: none."""
 Seconds = Annotated[float, Within(0, 1e12)]
@@ -138,8 +136,8 @@ class Heartbeat:
     worker: Name = ""
     state: LauncherState = LauncherState.STARTING
     plan_version: Count = 0  # that the launcher follows
-    membership: Ordinal = 0
-    round: Ordinal = 0  # last round started or agreed; 0: none
+    membership: Count = 0
+    round: Count = 0  # last round started or agreed; 0: none
     restarts: Count = 0  # rounds that the launchers started by themselves in this membership
     step: Position = -1  # last completed optimizer step of its slowest rank; -1: none
     steps_in_round: Count = 0
@@ -250,9 +248,9 @@ class Fault:
     name: Name
     kind: FaultKind
     worker: Name
-    round: Ordinal
+    round: Count
     noticed_at: Seconds
-    membership: Ordinal = 0
+    membership: Count = 0
     rank: Position = -1  # that failed; -1: concerns the worker
     exit_code: Annotated[int, Within(-1024, 2**31)] = 0  # negative: the signal
     out_of_memory: bool = False  # the cgroup's oom_kill counter rose

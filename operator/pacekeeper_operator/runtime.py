@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import random
+import resource
 import sys
 import threading
 import time
@@ -40,16 +41,19 @@ def seldom_look_for_garbage() -> None:
     gc.set_threshold(*GARBAGE)
 
 
-DEEPEST = 25_000
-"""Calls within one another. The API server takes 10,000 levels of an object of a tenant's; kopf reads it by Python's
-own parser, and copies it by two calls a level. With the first object that it cannot read it ends, and so would each
-operator that follows. They take half of a stack of 8 MiB, which is what a process has."""
-STACK_BYTES = 2**24
+DEEPEST, STACK_BYTES = 25_000, 2**23
+"""Calls within one another, and twice the stack that they need. The API server takes 10,000 levels of an object of a
+tenant's; kopf reads it by Python's own parser, and copies it by two calls a level. With the first object that it cannot
+read it ends, and so would each operator that follows."""
 
 
 def read_what_is_nested_deeply() -> None:
-    """In this process, and in threads that it begins from now on."""
-    sys.setrecursionlimit(DEEPEST)
+    """In this process, and in threads that it begins from now on. Less deep where the process has less of a stack."""
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    part = 1.0 if stack == resource.RLIM_INFINITY else min(1.0, stack / STACK_BYTES)
+    if part < 1.0:
+        log.warning("stacks are limited to %d of 8,192 KiB: a job nested deeply may end this operator", stack >> 10)
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), int(part * DEEPEST)))
     threading.stack_size(STACK_BYTES)
 
 

@@ -46,6 +46,8 @@ JSON becomes in memory, and how long that takes, goes by them: a MiB of `{}` hol
 fullest heartbeat has 93, 11 a rank and 38 a GPU, the fullest fault of 1,024 ranks 21,700, of 128 ranks in 64 groups
 each 12,100.
 """
+MAX_LEVELS = 32
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"{[]}")
 RANK_BYTES, RANK_MARKS = 264, 11
 """A rank's part of a heartbeat: its figures, and its number should it be unkillable."""
 MAX_BODIES_BYTES = 32 * 2**20
@@ -334,12 +336,28 @@ def _check_marks(marks: int, most: int) -> None:
 
 
 def _marks(data: bytes, most: int) -> int:
-    """Brackets that open and commas outside of strings, or some number above `most`; looks at no value."""
+    """Brackets that open and commas outside of strings, or some number above `most`; looks at no value.
+
+    Raises InputError where so few are nested too deeply."""
     bare = data.replace(rb"\\", b"").replace(rb"\"", b"")
     if bare.count(b'"') > 4 * (most + 1):  # so many marks part twice as many strings: a key and a value each
         return most + 1
     outside = b"".join(bare.split(b'"')[::2])
-    return sum(outside.count(mark) for mark in (b"{", b"[", b","))
+    marks = sum(outside.count(mark) for mark in (b"{", b"[", b","))
+    if marks <= most:
+        _check_levels(outside)
+    return marks
+
+
+def _check_levels(outside: bytes) -> None:
+    """The parser goes as deep as a tenant's objects may be, and bodies need little of that."""
+    if outside.count(b"{") + outside.count(b"[") <= MAX_LEVELS:
+        return
+    levels = 0
+    for bracket in outside.translate(None, _NO_BRACKETS):
+        levels += 1 if bracket in b"{[" else -1
+        if levels > MAX_LEVELS:
+            raise InputError(f"the body is nested in more than {MAX_LEVELS} levels")
 
 
 def _marks_of_entered(body: dict[str, Any]) -> int:

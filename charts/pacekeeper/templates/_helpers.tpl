@@ -83,9 +83,8 @@ affinity: {{- toYaml . | nindent 2 }}
 {{/* Refuses what the operator would not start with: workers' policies have to name who scrapes them. */}}
 {{- define "pacekeeper.scrapersAreKnown" -}}
 {{- if and .Values.prometheus.url .Values.networkPolicy.jobs (not .Values.networkPolicy.metricsFrom) }}
-{{- $host := (urlParse .Values.prometheus.url).hostname }}
-{{- $labels := splitList "." $host }}
-{{- if not (or (contains ":" $host) (regexMatch "^[0-9.]+$" $host) (le (len $labels) 2) (eq (index $labels 2) "svc")) }}
+{{- $host := (urlParse .Values.prometheus.url).hostname | lower }}
+{{- if not (or (contains ":" $host) (regexMatch "^([0-9.]+|[^.]*([.][^.]+)?|[^.]+[.][^.]+[.]svc([.].*)?)$" $host)) }}
 {{- fail (printf "networkPolicy.metricsFrom: %s is neither a Service's name nor an address: name the pods that scrape the workers, like [{namespaceSelector: {matchLabels: {name: monitoring}}}], or set networkPolicy.jobs to false" $host) }}
 {{- end }}
 {{- end }}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from sys import getsizeof
 
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 MAX_OF_WORKER = 32
 MAX_BYTES_OF_WORKER = 4 * 2**20
+FEW_CHARACTERS = 500
 MAX_FOR_EACH_WORKER = 4
 MAX_BESIDE = 64
 """Of one job: so many for each of its workers, and so many beside."""
@@ -50,6 +52,10 @@ class OpenFaults(Mapping[str, Fault]):
         self._add(fault)
         return ""
 
+    def held_of(self, worker: str) -> int:
+        """Bytes of this worker's, about."""
+        return self._bytes[worker]
+
     def is_told_anew(self, fault: Fault) -> bool:
         """By a later stall of its worker's."""
         newest = self._stalls.get(fault.worker)
@@ -79,6 +85,12 @@ class OpenFaults(Mapping[str, Fault]):
         self.held += weight
         if fault.kind is FaultKind.STALLED:
             self._stalls[fault.worker] = fault
+
+
+def in_few_words(fault: Fault) -> Fault:
+    """What it takes to judge it: of each stack the innermost call."""
+    ranks = tuple(replace(rank, stack=rank.stack.strip().rpartition("\n")[2][-FEW_CHARACTERS:]) for rank in fault.ranks)
+    return replace(fault, error=fault.error[-FEW_CHARACTERS:], ranks=ranks, ras="", transfers="")
 
 
 def _order(stall: Fault) -> tuple[int, int, float]:

@@ -12,10 +12,11 @@ from zlib import crc32
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import EvidencePart, Member, Plan, Probe, WorkerPlan
-from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat, LauncherState
+from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
 from ..cluster import Cluster
 from ..limits import Rate
+from ..observe.faults import in_few_words
 from ..observe.figures import matters, read
 from ..observe.memory import Contact, JobMemory, Memory
 from ..observe.store import Key
@@ -43,9 +44,11 @@ of the event loop in the long run. Of a worker with 128 ranks a heartbeat takes 
 evidence 120, which is asked for every 1.5 s at most: 17 calls a second in all."""
 MAX_PATTERN_BYTES = 256 * 2**20
 """Of all behaviour windows that are out: 10,000 ranks send 160 MB."""
-MAX_HELD_FAULTS, SURE_HELD_FAULTS = 64 * 2**20, 2**16
-"""Bytes of all jobs' faults that are not dealt with yet. A job that holds fewer than the second is heard all the same:
-others may not keep out one that has lost a rank."""
+MAX_HELD_FAULTS, SURE_HELD_FAULTS = 64 * 2**20, 2**18
+"""Bytes of all jobs' faults that are not dealt with yet. Beyond that they are taken in few words, and of a worker as
+many as the second: nobody else's may keep a hang from being judged, which takes a stall of each worker."""
+FARTHEST_AHEAD = 10**6
+"""Of the plan's membership and round, which are older where bookkeeping was restored."""
 MAX_OPERATION_BYTES = 192 * 2**20
 """Of the collectives that all jobs' ranks have told of: 1,024 ranks send 180 MB at most."""
 MAX_NAME = 253
@@ -173,10 +176,11 @@ class Sidecars:
     ) -> WorkerPlan | None:
         """The caller's part of the first plan with a version > `after`; None: there is none within `wait` seconds, or
         within up to `most` where there are many workers. `unheard`: seconds since its machine has shown that it is
-        there, now or when the connection ended; None: only what it says shows that. Raises Forbidden.
+        there, now or when the connection ended; None: only what it says shows that. Raises Forbidden, InputError.
         """
         _speaks_for_itself(caller, heartbeat.worker)
         job = self._job(caller)
+        _leaves_room(heartbeat, job.plan)
         contact = self._hear(job, caller, heartbeat)
         if wait <= 0:
             return _part(job, caller, after)
@@ -218,8 +222,10 @@ class Sidecars:
         with self.charged(caller):
             fault = _fault_by_our_clock(_about_its_own(fault, job.plan, caller), self._runtime.now())
         workers, known = 0 if job.draft is None else len(job.draft.state.placement.workers), fault.name in job.faults
-        if not known and job.faults.held > SURE_HELD_FAULTS and self._held_faults() > MAX_HELD_FAULTS:
-            raise TooMany(f"other jobs' faults are being looked into: send fault {fault.name} again later")
+        if not known and sum(each.faults.held for _, each in self._memory) > MAX_HELD_FAULTS:
+            fault = in_few_words(fault)
+            if fault.kind is not FaultKind.STALLED and job.faults.held_of(fault.worker) > SURE_HELD_FAULTS:
+                raise TooMany(f"other faults are being looked into: send fault {fault.name} again later")
         if why := job.faults.take(fault, workers):
             raise TooMany(f"{why}: send fault {fault.name} again later")
         if not known:  # one that is sent again says nothing new
@@ -228,9 +234,6 @@ class Sidecars:
             await self._runtime.within(TAKE_SECONDS, _dealt_with(job, fault))
         except TimeoutError:
             raise NotYet(f"fault {fault.name} is being looked into") from None
-
-    def _held_faults(self) -> int:
-        return sum(job.faults.held for _, job in self._memory)
 
     def awaits_evidence(self, caller: Caller, request: str) -> bool:
         """Whether this request is out, and goes to this worker: other answers are of no use to anybody. Raises NotYet
@@ -402,6 +405,13 @@ def _settled(job: JobMemory, fault: Fault) -> bool:
 def _speaks_for_itself(caller: Caller, worker: str) -> None:
     if worker != caller.worker:
         raise Forbidden(f"{caller.worker} may not speak for {worker or 'nobody: say `worker`'}")
+
+
+def _leaves_room(heartbeat: Heartbeat, plan: Plan | None) -> None:
+    """The next membership and round lie above all that are told of, and a plan has to hold them."""
+    for name, known in (("membership", plan.membership), ("round", plan.round)) if plan is not None else ():
+        if (told := getattr(heartbeat, name)) > known + FARTHEST_AHEAD:
+            raise InputError(f"{name}: {told} is far above the plan's, {known}: delete the pod, and another is made")
 
 
 def _names_its_own(fault: Fault) -> None:

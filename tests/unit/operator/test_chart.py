@@ -504,6 +504,7 @@ def test_what_else_reaches_the_operator() -> None:
         ("https://metrics.platform.example.com/prometheus", True),
         ("http://prometheus:9090", False),
         ("http://prometheus.monitoring.svc.cluster.local:9090", False),
+        ("http://prometheus.monitoring.SVC:9090", False),
         ("http://10.200.0.1:9090", False),
         ("http://[fd00::1]:9090", False),
     ],
@@ -519,6 +520,12 @@ def test_a_prometheus_of_which_nobody_knows_who_scrapes_is_refused_before_it_is_
         helm_template("--set", f"prometheus.url={url},networkPolicy.metricsFrom[0].ipBlock.cidr=10.0.0.1/32")
     else:
         Settings.from_environment(environment(helm_template("--set", f"prometheus.url={url}")))
+
+
+def test_values_of_an_older_chart_that_are_used_again_have_no_resources_for_the_sidecar() -> None:
+    given = environment(helm_template("--set", "sidecarResources=null"))
+    assert "PACEKEEPER_SIDECAR_RESOURCES" not in given
+    assert Settings.from_environment(given).sidecar_resources == Settings().sidecar_resources
 
 
 def test_how_prometheus_is_reached() -> None:

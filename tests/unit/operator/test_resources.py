@@ -32,6 +32,11 @@ def test_resources_are_read_from_the_environment() -> None:
         ('{"requests": {"cpu": -1}}', "is no quantity for requests of 'cpu'"),
         ('{"requests": {"cpu": true}}', "is no quantity for requests of 'cpu'"),
         ('{"requests": {"cpu": null}}', "is no quantity for requests of 'cpu'"),
+        (
+            '{"requests": {"memory": "64Mi"}, "limits": {"memory": "64M"}}',
+            "'memory', 64Mi, are above its limit, 64M",
+        ),
+        ('{"requests": {"cpu": 1e-1}, "limits": {"cpu": "99m"}}', "of 'cpu', 0.1, are above its limit, 99m"),
     ],
 )
 def test_what_the_api_server_would_refuse_is_refused_at_the_start(text: str, complaint: str) -> None:

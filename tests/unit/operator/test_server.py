@@ -25,6 +25,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator, format_entered
+from pacekeeper_analysis.diagnose import hang
 from pacekeeper_analysis.diagnose.gpu_health import Sign
 from pacekeeper_analysis.plan import EvidencePart, Profile, WorkerPlan
 from pacekeeper_analysis.reading import parse_json
@@ -797,6 +798,24 @@ class TestTokens:
         assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200
 
 
+class TestLevels:
+    @pytest.mark.parametrize("deep", ["[" * 40 + "]" * 40, '{"a":' * 40 + "1" + "}" * 40, "[[]," * 40 + "0" + "]" * 40])
+    async def test_a_body_that_is_nested_deeply_is_refused_before_it_is_read(self, client: Client, deep: str) -> None:
+        body = json.dumps(BEAT | {"figures": "?"}).replace('"?"', deep)
+        answer = await client.post("/v1/plan", data=body, **W0)
+        assert (answer.status, "nested in more than 32 levels" in await answer.text()) == (400, True)
+
+    async def test_what_stands_in_words_is_no_nesting(self, client: Client) -> None:
+        assert (await client.post("/v1/plan", json=BEAT | {"refused": "[" * 100}, **W0)).status == 200
+
+    @pytest.mark.parametrize("name", ["membership", "round"])
+    async def test_the_next_membership_and_round_have_room(self, client: Client, name: str) -> None:
+        near = WORLD.plan.membership + sidecars.FARTHEST_AHEAD
+        assert (await client.post("/v1/plan", json=BEAT | {name: near}, **W0)).status == 200
+        answer = await client.post("/v1/plan", json=BEAT | {name: 10**9}, **W0)
+        assert (answer.status, f"{name}: 1000000000 is far above the plan's" in await answer.text()) == (400, True)
+
+
 class TestFaults:
     @pytest.fixture(autouse=True)
     def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -902,12 +921,28 @@ class TestFaults:
         assert await self.send(client, "j-w0-0-odd", error="\N{FIRE}" + "x" * 3999) == 503
         assert job.faults.held - plain > 16_000, "each of its characters takes four bytes"
         monkeypatch.setattr(sidecars, "MAX_HELD_FAULTS", job.faults.held - 1)
-        assert await self.send(client, "j-w0-0-small") == 503, "the job holds little"
+        assert await self.send(client, "j-w0-0-long", error="x" * 4000) == 503, "it is taken in few words"
+        assert len(job.faults["j-w0-0-long"].error) == faults.FEW_CHARACTERS
         monkeypatch.setattr(sidecars, "SURE_HELD_FAULTS", 0)
         assert await self.send(client, "j-w0-0-more") == 429
         assert await self.send(client, "j-w0-0-odd") == 503, "that one is held"
         job.publish(WORLD.draft.settle(tuple(job.faults)), "2")
         assert (job.faults.held, await self.send(client, "j-w0-0-more")) == (0, 503)
+
+    async def test_nobody_elses_keep_a_hang_from_being_judged(
+        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sidecars, "MAX_HELD_FAULTS", -1)
+        monkeypatch.setattr(sidecars, "SURE_HELD_FAULTS", 0)
+        for number in range(2):
+            told = stall(f"j-w{number}-0", number, culprit=number == 1, noticed_at=NOW)
+            stack = 'File "a.py", line 1 in main\n' * 100 + 'File "b.py", line 7 in innermost'
+            told = replace(told, ranks=(replace(told.ranks[0], stack=stack),), ras="x" * 2000)
+            answer = await client.post("/v1/faults", json=told.to_json(), **as_worker(told.worker, f"uid-{number}"))
+            assert answer.status == 503
+        held = list(job.faults.values())
+        assert [fault.ranks[0].stack for fault in held] == ['File "b.py", line 7 in innermost'] * 2
+        assert hang.verdict(held, 2) is not None
 
     async def test_a_jobs_are_bounded_whoever_sends_them(
         self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
