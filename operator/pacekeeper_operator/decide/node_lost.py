@@ -62,6 +62,8 @@ class _Lost:
 
     @property
     def words(self) -> str:
+        if self.view.reachable is not False:
+            return self.proof
         if self.blamed:
             return f"node {self.view.node} is lost: {self.proof}"
         return f"the operator does not reach it, and {self.proof}"
@@ -70,7 +72,9 @@ class _Lost:
 def _lost(observation: Observation, policy: Policy) -> Iterator[_Lost]:
     signs = _Signs(observation)
     for view in observation.members:
-        proof = _proof(signs, policy, view) if view.usable and view.reachable is False else ""
+        proof = ""
+        if view.usable:
+            proof = _proof(signs, policy, view) if view.reachable is False else _forsaken(signs, policy, view)
         if proof:
             down, silent = signs.node_is_down(view), view.node_reachable is False
             many = silent and (signs.named(view) or signs.fails_as_a_whole)
@@ -162,8 +166,22 @@ def _proof(signs: _Signs, policy: Policy, view: WorkerView) -> str:
         return "the job stands still, and nobody hears of it"
     if signs.fails_as_a_whole:
         return "none of the job's workers nor of their nodes answers, and others do"
-    patience = max(PATIENCE_SECONDS, 3 * observation.step_seconds)
+    patience = _patience(observation)
     return f"there has been no sign of it for {patience:.0f} s" if unheard > patience else ""
+
+
+def _forsaken(signs: _Signs, policy: Policy, view: WorkerView) -> str:
+    """Why a worker is lost whose machine answers: its sidecar has gone, and its kubelet, which would start that again.
+    Without peers, whose steps would show it, its launcher has ended its ranks by now. In words; "": it is not lost."""
+    patience = _patience(signs.observation)
+    if signs.observation.operator_age <= policy.grace_after_start or signs.unheard_seconds(view) <= patience:
+        return ""
+    words = f"its node is not Ready, and there has been no sign of it for {patience:.0f} s"
+    return words if signs.node_is_down(view) else ""
+
+
+def _patience(observation: Observation) -> float:
+    return max(PATIENCE_SECONDS, 3 * observation.step_seconds)
 
 
 def _complaints(observation: Observation) -> tuple[Fault, ...]:

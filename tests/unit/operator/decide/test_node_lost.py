@@ -86,6 +86,32 @@ class TestWords:
         assert lost(world).node is None
 
 
+class TestForsaken:
+    """Its machine answers; its sidecar has gone, and its kubelet, which would start it again."""
+
+    def forsaken(self, seconds: float = PATIENCE_SECONDS + 1) -> Observation:
+        return not_ready(change_worker(silent(), "j-w1-0", silent_seconds=seconds), "node-1")
+
+    def test_it_is_lost(self) -> None:
+        decision = lost(self.forsaken())
+        words = f"its node is not Ready, and there has been no sign of it for {PATIENCE_SECONDS:.0f} s"
+        assert decision.message == f"worker j-w1-0 (rank 1) is lost: {words}"
+        assert (decision.cause, decision.node) == (Cause.NODE_LOST, "node-1")
+        (moved, _) = decision.actions
+        assert isinstance(moved, ReplaceWorker)
+        assert (moved.dead, moved.force) == (True, False)
+
+    def test_unless_it_may_train_on(self) -> None:
+        ready = change_worker(silent(), "j-w1-0", silent_seconds=PATIENCE_SECONDS + 1)
+        for world in (
+            self.forsaken(PATIENCE_SECONDS - 1),
+            ready,
+            change_worker(self.forsaken(), "j-w2-0", stepped_seconds=5.0),
+            replace(self.forsaken(), operator_age=policy().grace_after_start),
+        ):
+            assert node_lost.check(world, policy()) is None
+
+
 class TestCutOff:
     """Where the operator reaches nobody, its own silence proves nothing."""
 
