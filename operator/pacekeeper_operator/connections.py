@@ -122,7 +122,7 @@ class Connections:
             except BaseException:
                 accepted.close()
                 raise
-            if _has_left(accepted):  # while it waited: a handshake with nobody takes the time of those who are there
+            if has_left(accepted):  # while it waited: a handshake with nobody takes the time of those who are there
                 accepted.close()
                 continue
             connection = self.admit(peer[0], accepted)
@@ -241,7 +241,7 @@ def _keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _has_left(connection: socket.socket) -> bool:
+def has_left(connection: socket.socket) -> bool:
     """Whether the other side has ended it, by the kernel's `tcp_info`."""
     with contextlib.suppress(OSError):
         return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED

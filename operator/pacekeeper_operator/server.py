@@ -25,7 +25,7 @@ from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
 
 from . import metrics
-from .connections import Connection, Connections, listen, spare_tls_buffers
+from .connections import Connection, Connections, has_left, listen, spare_tls_buffers
 from .limits import Budget, Rate, Spent, Turns
 from .runtime import Runtime
 from .services.sidecars import Caller, NotYet, Sidecars
@@ -154,6 +154,8 @@ async def _begin(
     connection: Connection, protocol: Callable[[], asyncio.BaseProtocol], context: ssl.SSLContext | None
 ) -> None:
     """Whatever the other side makes of the handshake is its own affair."""
+    if context is not None and not await _speaks(connection):
+        return
     try:
         await asyncio.get_running_loop().connect_accepted_socket(
             protocol,
@@ -163,6 +165,25 @@ async def _begin(
         )
     except (OSError, TimeoutError):  # ssl.SSLError among them
         connection.close()
+
+
+async def _speaks(connection: Connection) -> bool:
+    """Whether something comes; else it is closed. The kubelet's probe just connects, every two seconds, and what a
+    handshake with nobody has begun is circles of objects, which stay for long."""
+    loop, heard, speaks = asyncio.get_running_loop(), asyncio.Event(), False
+    descriptor = connection.fileno()
+    loop.add_reader(descriptor, heard.set)
+    try:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            await heard.wait()
+        speaks = not has_left(connection)
+    except TimeoutError:
+        pass
+    finally:
+        loop.remove_reader(descriptor)
+        if not speaks:
+            connection.close()
+    return speaks
 
 
 def application(

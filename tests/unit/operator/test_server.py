@@ -6,6 +6,7 @@ import asyncio
 import asyncio.constants
 import asyncio.sslproto
 import base64
+import gc
 import json
 import logging
 import socket
@@ -1079,6 +1080,33 @@ class TestConnections:
             known.close()
             await until(lambda: held.total == 0)
             assert not held._door
+
+    async def test_that_say_nothing_leave_nothing_behind(self, served: Sidecars, clock: Clock) -> None:
+        """The kubelet's probes, for as long as nothing looks for circles of objects."""
+        held = Connections()
+        gc.collect()
+        gc.disable()
+        try:
+            async with serve(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
+                for _ in range(3):
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    await until(lambda: held.total == 1)
+                    writer.close()
+                    await until(lambda: held.total == 0)
+            assert not [each for each in gc.get_objects() if isinstance(each, asyncio.sslproto.SSLProtocol)]
+        finally:
+            gc.enable()
+
+    async def test_that_say_nothing_are_closed_in_time(
+        self, served: Sidecars, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.05)
+        held = Connections()
+        async with serve(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            assert await closed(reader)
+            writer.close()
+            assert held.total == 0
 
     async def test_have_small_buffers(self, served: Sidecars, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
         """Fails with a Python whose asyncio has these by other names: find them, or measure a connection anew."""
