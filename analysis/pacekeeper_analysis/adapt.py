@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -133,20 +134,26 @@ class Way:
         return replace(plan, version=plan.version + 1, sync_mode=self.mode, **told)
 
 
-def diagnose(windows: Sequence[RankWindow], threshold: float, slow: Collection[int] = ()) -> Diagnosis | None:
+def diagnose(
+    windows: Sequence[RankWindow], threshold: float, slow: Mapping[int, float] = MappingProxyType({})
+) -> Diagnosis | None:
     """What costs the synchronous job most.
 
     `Trouble.NONE` where no trouble has an S of `threshold` or more; of `GARBAGE`, which costs nothing to be rid of, of
     `slight(threshold)`. None where the windows cannot tell: ranks are missing, fewer than 8 common steps since the
     shares last changed, or a Local-SGD mode is in force; or it has begun in the last few steps. One that has begun
-    within the windows is judged by the steps since: those before would only make it look less. slow: ranks that are
-    known to be slow by more steps than these.
+    within the windows is judged by the steps since: those before would only make it look less.
+
+    slow: ranks that are known to be slow by more steps than these, and their time a sample over the ranks' median, by
+    which they are judged.
     """
     if any(window.sync_mode not in {"", SyncMode.SYNC} for window in windows):
         return None
     window = align(windows)
     work = None if window is None else Work.of(window, threshold, slow)
-    if window is None or work is None:
+    if work is not None and slow:
+        work = Work.of(work.at_paces(slow, threshold), threshold, slow)
+    if work is None:
         return None
     found = _judge(work, threshold)
     since = _since_first_sign(work, found.trouble, threshold)

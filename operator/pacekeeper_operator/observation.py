@@ -153,8 +153,7 @@ NOT_ASKED = "Prometheus has not been asked lately"
 class Lasting:
     """Ranks that are slower than their peers by so little that it takes several windows to tell."""
 
-    ranks: tuple[int, ...]
-    pace: float  # of the slowest: its own work a sample over the ranks' median
+    paces: Mapping[int, float]  # by rank: its own work a sample over the ranks' median
     since: float  # seconds since the epoch; of the first of them
 
 

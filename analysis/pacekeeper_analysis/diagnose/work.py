@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -29,6 +29,8 @@ PERSISTENT = 0.8
 """Share of the window's steps in which a rank must be slow to be called a straggler: what comes and goes is noise."""
 EXCEPTIONAL = 0.1
 """Unusually long steps are exceptions, and not judged, while they are at most this part of the window's."""
+BY_LUCK = 3.0
+"""Standard errors that what a window shows may be off by luck."""
 DRAWS = 256
 """Synchronous steps that are put together from the steps of ranks that do not wait for each other."""
 
@@ -99,6 +101,20 @@ class Work:
     @property
     def knows_samples(self) -> bool:
         return min(self.shares) > 0
+
+    def at_paces(self, known: Mapping[int, float], threshold: float) -> Window:
+        """With ranks as slow as is known by more steps: in these few they are more or less so by luck.
+
+        known: by rank, time a sample over the ranks' median. Where that is no luck any more, a rank is what it is here:
+        it has recovered, or become slow by `threshold`.
+        """
+        relative = self.even / np.median(self.even, axis=1, keepdims=True)
+        shown = np.median(relative, axis=0)
+        error = _spread(relative) * np.sqrt(np.pi / 2 / len(relative))  # of a median
+        pace = np.array([known.get(rank, np.nan) for rank in range(shown.size)])
+        by_luck = (np.abs(pace - shown) < BY_LUCK * error) & (np.maximum(pace, shown) < threshold)
+        more = np.where(by_luck, pace / shown - 1.0, 0.0) * without_garbage(self.window)
+        return replace(self.window, compute_seconds=self.window.compute_seconds + more)
 
     @property
     def has_slow_ranks(self) -> bool:
@@ -238,11 +254,15 @@ def _persistently(slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return np.asarray(slow.mean(axis=0) >= PERSISTENT)
 
 
+def _spread(values: Seconds) -> Seconds:
+    """Standard deviation over the first axis, of which single values are no part."""
+    return np.asarray(1.4826 * np.median(np.abs(values - np.median(values, axis=0)), axis=0))
+
+
 def _usual(seconds: Seconds) -> npt.NDArray[np.bool_]:
     """Which steps are not exceptionally long (a hiccup, a pause that nobody recorded). seconds: (steps,)."""
     median = float(np.median(seconds))
-    spread = 1.4826 * float(np.median(np.abs(seconds - median)))
-    long = seconds > median + max(6.0 * spread, 0.15 * median)
+    long = seconds > median + max(6.0 * float(_spread(seconds)), 0.15 * median)
     return ~long if long.sum() <= max(2.0, EXCEPTIONAL * len(seconds)) else np.ones_like(long)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from pacekeeper_analysis import adapt
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.reports import Evidence, Heartbeat
 from pacekeeper_operator.api import Cause
@@ -145,9 +144,7 @@ class Ours:
             return Metrics(untold=tuple(member.worker for member in members))
         heard = {member.worker: rows[n * each : (n + 1) * each] for n, member in enumerate(members)}
         told = figures.of_plan(heard, self.draft.plan)
-        self._paces = lasting.seen(
-            self._paces, told.rows, self.draft.plan.membership, adapt.slight(THRESHOLD), NOW + end
-        )
+        self._paces = lasting.seen(self._paces, told.rows, self.draft.plan.membership, THRESHOLD, NOW + end)
         return self._paces.beside(figures.metrics(told, self.draft.plan, Metrics()))
 
     def _answers(self, end: int) -> tuple[Evidence, ...]:

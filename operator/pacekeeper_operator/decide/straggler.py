@@ -8,6 +8,7 @@ dearer remedies, and one is taken.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -206,7 +207,7 @@ def _since(observation: Observation, found: Diagnosis) -> float:
     lasted = float(np.median(found.window.step_seconds, axis=1).sum())
     since = min(suspicion.first_sign, suspicion.asked_at - lasted)
     lasting, slow = observation.metrics.lasting, found.trouble in {Trouble.NONE, Trouble.COMPUTE} and found.culprits
-    return min(since, lasting.since) if lasting is not None and slow and {*slow} <= {*lasting.ranks} else since
+    return min(since, lasting.since) if lasting is not None and slow and {*slow} <= {*lasting.paces} else since
 
 
 def _suspect_broken(observation: Observation, policy: Policy) -> Draft:
@@ -246,11 +247,11 @@ def _slow(observation: Observation) -> bool:
     return observation.has_straggler or (observation.metrics.pace is not None and bool(_lasting(observation)))
 
 
-def _lasting(observation: Observation) -> tuple[int, ...]:
-    """Ranks that are a little slower than their peers, window after window. In a script that is only watched they may
-    differ by nature."""
+def _lasting(observation: Observation) -> Mapping[int, float]:
+    """Ranks that are a little slower than their peers, window after window, and how slow. In a script that is only
+    watched they may differ by nature."""
     lasting = observation.metrics.lasting
-    return () if lasting is None or not steered(observation) else lasting.ranks
+    return {} if lasting is None or not steered(observation) else lasting.paces
 
 
 def _alike(observation: Observation) -> bool:

@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pacekeeper_analysis import adapt
-
 from ..api import LABEL_JOB, Job
 from ..cluster import PODS, Cluster
 from ..manifests import metrics_port
@@ -44,8 +42,8 @@ def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
     heard = {name: one.figures for name, one in memory.contacts.items() if one.heard(now, FRESH_SECONDS)}
     told = figures.of_plan(heard, plan)
     if not told.untold:
-        least = adapt.slight(memory.job.spec.detection.straggler_slowdown)
-        memory.paces = lasting.seen(memory.paces, told.rows, plan.membership, least, now)
+        threshold = memory.job.spec.detection.straggler_slowdown
+        memory.paces = lasting.seen(memory.paces, told.rows, plan.membership, threshold, now)
     known = memory.paces if memory.paces.membership == plan.membership else lasting.Paces()
     return known.beside(figures.metrics(told, plan, prometheus))
 

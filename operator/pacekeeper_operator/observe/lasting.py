@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from pacekeeper_analysis.adapt import slight
 from pacekeeper_analysis.diagnose.windows import MINIMAL_STEPS
 
 from ..observation import Lasting, Metrics
@@ -21,6 +20,8 @@ Values = npt.NDArray[np.float32]
 
 MOST_WINDOWS, LEAST_WINDOWS = 16, 4
 """That are kept; and that it takes to tell: one by one, ranks are held up by accident."""
+OF_THE_EXCESS, SHOWING = 0.4, 0.2
+"""Of the threshold's excess: what a rank takes more than its peers by all of its windows, at least; and by each."""
 CLEARLY = 6.0
 """Standard errors above its peers that a rank's pace is, at least: among thousands, looked at for days."""
 LONGEST = 1e6
@@ -56,10 +57,10 @@ class Paces:
         return replace(metrics, lasting=self.lasting, unsettled=self.unsettled)
 
 
-def seen(before: Paces, rows: Rows, membership: int, least: float, now: float) -> Paces:
+def seen(before: Paces, rows: Rows, membership: int, threshold: float, now: float) -> Paces:
     """With what all ranks tell now, where that is of steps that nothing before was of.
 
-    rows: of all ranks, in the order of the plan. least: so many times its peers' time a rank takes that is slow. Under
+    rows: of all ranks, in the order of the plan. threshold: so many times its peers' time makes a rank slow. Under
     shares that differ by more than SIMILAR nothing is told.
     """
     window = before.next_at - before.ends[-1] if before.ends else 0.0
@@ -78,26 +79,26 @@ def seen(before: Paces, rows: Rows, membership: int, least: float, now: float) -
         return before
     ends = (*before.ends, now)[-MOST_WINDOWS:]
     windows = (*before.windows, (told / np.median(told)).astype(np.float32))[-MOST_WINDOWS:]
-    found = _lasting(windows, ends, rows["rank"].tolist(), least) if len(windows) >= LEAST_WINDOWS else None
+    found = _lasting(windows, ends, rows["rank"].tolist(), threshold - 1.0) if len(windows) >= LEAST_WINDOWS else None
     return Paces(membership, ends, windows, found, told, now + float(rows["steps"].max() * rows["step_seconds"].max()))
 
 
-def _lasting(windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[int], least: float) -> Lasting | None:
-    """Ranks that take `least` × their peers' time or more, by the lower median of the windows since they stand out: in
-    half of them, they may have been held up. None: there are none, or it may be luck."""
+def _lasting(windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[int], excess: float) -> Lasting | None:
+    """Ranks that take more than their peers' time, by OF_THE_EXCESS and the lower median of the windows since they
+    stand out: in half of them, they may have been held up. None: there are none, or it may be luck."""
     paces = np.stack(windows)[::-1]  # the newest first
     noise = float(np.median(np.abs(np.diff(paces, axis=0)))) / NORMAL
-    shows = paces >= slight(least)
+    shows = paces >= 1.0 + SHOWING * excess
     stands_out = np.logical_and.accumulate(_but_for_one(shows), axis=0) & shows
     count = stands_out.sum(axis=0)
     ordered = np.sort(np.where(stands_out, paces, np.inf), axis=0)
     pace = np.take_along_axis(ordered, np.maximum(count - 1, 0)[None] // 2, axis=0)[0]
     surely = pace - 1.0 >= CLEARLY * noise / np.sqrt(np.maximum(count, 1))
-    found = np.flatnonzero((count >= LEAST_WINDOWS) & (pace >= least) & surely).tolist()
+    found = np.flatnonzero((count >= LEAST_WINDOWS) & (pace >= 1.0 + OF_THE_EXCESS * excess) & surely).tolist()
     if not found:
         return None
     first = int(np.flatnonzero(stands_out[:, found].any(axis=1)).max())
-    return Lasting(tuple(ranks[at] for at in found), float(pace[found].max()), ends[-1 - first])
+    return Lasting({ranks[at]: float(pace[at]) for at in found}, ends[-1 - first])
 
 
 def _but_for_one(shows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

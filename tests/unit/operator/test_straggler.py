@@ -390,7 +390,7 @@ def little(pace: float = 1.08, steered: bool = True, spares: int = 1, lasts: flo
     """Rank 2 is slower than its peers by less than the threshold, and has been for so many seconds."""
     world = change_members(suspicious(pace=pace, spares=spares), steered=steered)
     world = world.with_draft(world.draft.with_budget(restart_seconds=60.0))
-    lasting = Lasting((2,), pace, world.now - lasts)
+    lasting = Lasting({2: pace}, world.now - lasts)
     return replace(world, metrics=replace(world.metrics, slowest_rank=2, waiting=0.0, lasting=lasting))
 
 
@@ -483,7 +483,7 @@ def test_where_nothing_can_be_done_nobody_is_asked_for_ever() -> None:
 def test_one_spare_does_not_mend_two_slow_workers() -> None:
     """Ranks 2 and 3 are slow for ever: with either of them gone, all wait for the other."""
     world = little(lasts=3000.0)
-    lasting = Lasting((2, 3), 1.08, world.now - 3000.0)
+    lasting = Lasting({2: 1.08, 3: 1.08}, world.now - 3000.0)
     world = replace(world, metrics=replace(world.metrics, lasting=lasting))
     asked = think(world, policy())
     costs = [0.010, 0.010, 0.0108, 0.0108]
