@@ -7,7 +7,9 @@ programming whom none of them can beat. And days on which nothing goes wrong.
 *In the simulator* (`scripts/decisions/simulated.py`): the whole operator, four ranks, one of them slow. Some of these
 cases are played on the coarse clock as well, which says how real that is.
 
-QUICK=1: few scenarios of each, which say whether it works and not more. The last line of the output is the summary.
+QUICK=1: few scenarios of each, which say whether it works and not more. SEEDS=4109-4158,64030: these scenarios on the
+coarse clock alone; a seed is a thousand times the ranks (4, 64 or 1024), and a number below a thousand. The last line
+of the output is the summary.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bench.scripts.decisions import agreement, draw, figures, simulated
 from bench.scripts.decisions.draw import Scenario
+from bench.scripts.decisions.ours import Looks
 from bench.scripts.decisions.outcome import Outcome, outcome, quiet
 
 Result = TypeVar("Result")
@@ -32,38 +35,48 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is played. scenarios: by ranks. calm_hours: each by ranks, looked at as often as usual; calm_days: of
-    four ranks, looked at every five minutes, in lots of ten."""
+    """How much is played."""
 
-    scenarios: dict[int, int]
-    calm_hours: dict[int, float]
-    calm_days: int
-    worlds: int
-    """Of the simulator, for each of its cases; 0: those alone that are compared, in one."""
+    seeds: Sequence[int]
+    """Of scenarios: a thousand times the ranks, and a number below a thousand."""
+    calm_hours: Mapping[int, float] = field(default_factory=dict)
+    """By ranks, looked at as often as usual."""
+    calm_days: int = 0
+    """Of four ranks, looked at for a minute and a half twice an hour, in lots of LOT_DAYS."""
+    worlds: int | None = 0
+    """Of the simulator, for each of its cases; 0: those alone that are compared, in one; None: none."""
 
 
-FULL = Sizes({4: 240, 64: 120, 1024: 20}, {4: 100.0, 64: 100.0, 1024: 1.0}, 1000, simulated.SEEDS)
-QUICK = Sizes({4: 14, 64: 5, 1024: 0}, {4: 2.0, 64: 0.5}, 0, 0)
+FULL = Sizes(
+    (*range(1_024_000, 1_024_020), *range(64_000, 64_120), *range(4000, 4240)),
+    {1024: 1.0, 64: 100.0, 4: 100.0},
+    1000,
+    simulated.SEEDS,
+)
+QUICK = Sizes((*range(64_000, 64_005), *range(4000, 4014)), {64: 0.5, 4: 2.0})
 LOT_DAYS = 10
-LOOK_SECONDS, SELDOM_SECONDS = 6, 300
-"""Between two looks at a job in which nothing happens: a window of steps is hardly longer."""
+OFTEN = Looks(every=6)
+"""At a job in which nothing happens: a window of steps is hardly longer."""
+SELDOM = Looks(every=12, row=8, rest=1710)
+"""Enough in a row for ranks that are a little slow, window after window, to be told from luck (`observe.lasting`)."""
 
 
 def main() -> int:
-    sizes, began = QUICK if os.environ.get("QUICK") else FULL, time.perf_counter()
+    sizes, began = asked(os.environ), time.perf_counter()
     with ProcessPoolExecutor(initializer=_begin) as pool:
         outcomes = list(_told("scenarios", pool.map(outcome, _scenarios(sizes))))
         print("\n".join([*figures.table(outcomes), "\nworst:", *figures.worst(outcomes)]), flush=True)
         calm = list(_told("days without a fault", pool.map(_calm, _calm_scenarios(sizes))))
-        played = list(_told("simulated", pool.map(simulated.play, simulated.cases(sizes.worlds))))
-    found = simulated.results(played)
-    compared = agreement.compare(found)
-    print("\nin the simulator, and on the coarse clock:")
-    print("\n".join(each.words for each in compared))
+        cases = [] if sizes.worlds is None else simulated.cases(sizes.worlds)
+        played = list(_told("simulated", pool.map(simulated.play, cases)))
     alone = figures.summary(outcomes, calm)
     holds = dict(alone.pop("holds"))  # type: ignore[call-overload]  # it is a dictionary
-    holds[f"the simulator within {agreement.NEAR:.0%}"] = all(each.agrees for each in compared)
     told: dict[str, object] = {}
+    if found := simulated.results(played):
+        compared = agreement.compare(found)
+        print("\nin the simulator, and on the coarse clock:")
+        print("\n".join(each.words for each in compared))
+        holds[f"the simulator within {agreement.NEAR:.0%}"] = all(each.agrees for each in compared)
     if sizes.worlds:
         print()
         told, more = simulated.report(found)
@@ -72,6 +85,25 @@ def main() -> int:
     summary = {"bench": "decisions", **alone, "simulated": told, "seconds": seconds, "holds": holds}
     print(json.dumps(summary))
     return 0 if all(holds.values()) else 1
+
+
+def asked(environment: Mapping[str, str]) -> Sizes:
+    if "SEEDS" in environment:
+        return Sizes(_seeds(environment["SEEDS"]), worlds=None)
+    return QUICK if environment.get("QUICK") else FULL
+
+
+def _seeds(words: str) -> list[int]:
+    ends = [part.partition("-") for part in words.split(",")]
+    try:
+        seeds = [seed for first, _, last in ends for seed in range(int(first), int(last or first) + 1)]
+    except ValueError:
+        seeds = []
+    if not seeds or not {seed // 1000 for seed in seeds} <= set(FULL.calm_hours):
+        sys.exit(
+            f"SEEDS={words}: each is a thousand times 4, 64 or 1024, and a number below a thousand: 4109-4158,64030"
+        )
+    return seeds
 
 
 def _begin() -> None:
@@ -90,22 +122,16 @@ def _told(name: str, results: Iterator[Result]) -> Iterator[Result]:
 
 def _scenarios(sizes: Sizes) -> list[Scenario]:
     """The longest first, so that no processor is left alone with one at the end."""
-    return [
-        draw.scenario(1000 * ranks + seed, ranks=ranks)
-        for ranks, count in sorted(sizes.scenarios.items(), reverse=True)
-        for seed in range(count)
-    ]
+    return [draw.scenario(seed, ranks=seed // 1000) for seed in sorted(sizes.seeds, reverse=True)]
 
 
-def _calm_scenarios(sizes: Sizes) -> list[tuple[Scenario, int]]:
-    often = [
-        (draw.healthy(ranks, hours, ranks), LOOK_SECONDS) for ranks, hours in sorted(sizes.calm_hours.items())[::-1]
-    ]
+def _calm_scenarios(sizes: Sizes) -> list[tuple[Scenario, Looks]]:
+    often = [(draw.healthy(ranks, hours, ranks), OFTEN) for ranks, hours in sizes.calm_hours.items()]
     lots = sizes.calm_days // LOT_DAYS
-    return often + [(draw.healthy(10_000 + lot, 24.0 * LOT_DAYS, 4), SELDOM_SECONDS) for lot in range(lots)]
+    return often + [(draw.healthy(10_000 + lot, 24.0 * LOT_DAYS, 4), SELDOM) for lot in range(lots)]
 
 
-def _calm(of: tuple[Scenario, int]) -> Outcome:
+def _calm(of: tuple[Scenario, Looks]) -> Outcome:
     return quiet(*of)
 
 

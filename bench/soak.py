@@ -5,7 +5,7 @@ fault all must train again, their plans, pods and nodes must fit together, the b
 operators no traceback in their logs. What operators, the bystander's sidecars and trainers, and the cluster hold is
 measured whenever all is calm; in an hour or more, none of it may grow: operators are struck, and the API server is
 restarted, in the first third only.
-At the end every sample was used once in each epoch, and nothing is left of the jobs.
+At the end every sample was used once in each epoch, and nothing is left of the jobs, nor on any node.
 
 MINUTES=120, SEED=0: how long, and which faults. QUICK=1: eight minutes.
 """
@@ -16,6 +16,7 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ class Course:
     """Faults that could not be made: the rank was just starting, say."""
     broken: list[str] = field(default_factory=list)
     incidents: dict[str, int] = field(default_factory=dict)
+    quarantines: Counter[str] = field(default_factory=Counter)
+    """By node. The bystander's nodes have given no reason."""
     meters: Meters = field(default_factory=Meters)
 
 
@@ -95,6 +98,7 @@ def result(course: Course) -> dict[str, Any]:
         "faults": len(course.made),
         "missed": len(course.missed),
         "incidents": course.incidents,
+        "quarantines": dict(course.quarantines),
         "broken": course.broken,
         "growth": {name: its.to_json() for name, its in growth.items()},
         "holds": holds,
@@ -105,7 +109,7 @@ def soak(cluster: Cluster, struck: Sequence[Job], bystander: Job, course: Course
     """Ends early where something does not get calm again: what comes later would say nothing new."""
     began = looked = time.monotonic()
     while True:
-        course.broken += when_calm(cluster, struck, bystander)
+        course.broken += when_calm(cluster, struck, bystander, course)
         course.broken += tracebacks(cluster, time.monotonic() - looked)
         looked = time.monotonic()
         at = looked - began
@@ -134,13 +138,12 @@ def strike(strikes: Strikes, job: Job, course: Course) -> None:
         say(f"missed: {course.missed[-1][:300]}")
 
 
-def when_calm(cluster: Cluster, struck: Sequence[Job], bystander: Job) -> list[str]:
+def when_calm(cluster: Cluster, struck: Sequence[Job], bystander: Job, course: Course) -> list[str]:
     """Waits until all is as it should be; what is wrong, where that does not come about in time."""
     until = time.monotonic() + CALM_WITHIN_SECONDS
     while True:
         try:
-            if cluster.list("nodequarantines"):
-                cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=90s", timeout=100)  # as on-call does
+            give_back_nodes(cluster, course)
             wrong = [its for job in struck for its in of_job(job, spares=1)] + of_job(bystander, spares=0)
             wrong += invariants.of_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
             if not wrong:
@@ -150,10 +153,21 @@ def when_calm(cluster: Cluster, struck: Sequence[Job], bystander: Job) -> list[s
             wrong = [f"{error!r}"[:2000]]
         if not wrong:
             names = bystander.incident_names()
-            return [f"{bystander.name} was never struck, and has incident {name}" for name in names]
+            falsely = [node for node in BYSTANDERS_NODES if course.quarantines[node]]
+            return [
+                *(f"{bystander.name} was never struck, and has incident {name}" for name in names),
+                *(f"{node} was never struck, and was quarantined" for node in falsely),
+            ]
         if time.monotonic() > until:
             return wrong
         time.sleep(1.0)
+
+
+def give_back_nodes(cluster: Cluster, course: Course) -> None:
+    """As on-call does."""
+    if found := cluster.list("nodequarantines"):
+        course.quarantines.update(its["metadata"]["name"] for its in found)
+        cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=90s", timeout=100)
 
 
 def of_job(job: Job, spares: int) -> list[str]:
@@ -189,6 +203,7 @@ def left_behind(cluster: Cluster, every: Sequence[Job]) -> list[str]:
     until = time.monotonic() + GONE_WITHIN_SECONDS
     while True:  # owned objects go by themselves
         left = [f"{kind} {its['metadata']['name']}" for kind in OURS for its in cluster.list(kind, every[0].namespace)]
+        left += invariants.of_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
         if not left or time.monotonic() > until:
             return [f"left behind: {', '.join(left)}"] if left else []
         time.sleep(1.0)

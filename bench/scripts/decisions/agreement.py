@@ -8,13 +8,13 @@ from statistics import fmean
 
 from . import simulated
 from .course import play
-from .draw import LEAD_SECONDS, Scenario
+from .draw import Scenario
 from .ours import Ours
 from .policies import Never
 from .simulated import COMPARED, FOR_EVER, REPLICAS, SLOW_RANK, Result
 from .world import CALM, Job, Segment, Spare, Strain, Timeline, World
 
-NEAR = 0.15
+NEAR, LEAD_SECONDS = 0.15, 90
 SEEDS = 3
 RESTART_SECONDS = 4
 """What exchanging a worker costs in these worlds, to the second."""

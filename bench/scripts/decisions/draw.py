@@ -10,8 +10,8 @@ import numpy as np
 from .kinds import KINDS
 from .world import CALM, Job, Segment, Spare, Timeline
 
-LEAD_SECONDS, TAIL_SECONDS = 90, 180
-"""That nothing is wrong before and behind."""
+LEADS, TAIL_SECONDS = (60, 600), 180
+"""Seconds that nothing is wrong before and behind."""
 SHORTEST, LONGEST = 30, 3600
 """Seconds that a slowdown lasts; those without end are watched for LONGEST."""
 DEPTHS = (1.05, 5.0)
@@ -53,14 +53,15 @@ def scenario(seed: int, kind: str | None = None, ranks: int | None = None) -> Sc
     kind = kind or drawn
     job = draw_job(random, ranks)
     lowest, highest = DEPTHS[0], min(DEPTHS[1], KINDS[kind].deepest)
-    # What is above 1 is log-uniform: published slowdowns of jobs are 1.34 on average, and have a long tail.
+    # What is above 1 is log-uniform: shallow ones are the most frequent, as published, and deep ones are tried, too.
     depth = 1.0 + float(np.exp(random.uniform(np.log(lowest - 1), np.log(highest - 1))))
     end = str(random.choice(["once", "never", "flapping"], p=[0.7, 0.15, 0.15]))
     lasts = LONGEST
     if end != "never":
         lasts = int(np.clip(random.exponential(KINDS[kind].mean_seconds), SHORTEST, LONGEST))
     strain = KINDS[kind].make(job, depth, random)
-    segments, now, until = [Segment(0, LEAD_SECONDS, CALM)], LEAD_SECONDS, LEAD_SECONDS + lasts
+    onset = int(np.random.default_rng((19, seed)).integers(*LEADS))
+    segments, now, until = [Segment(0, onset, CALM)], onset, onset + lasts
     while now < until:
         goes_on = until - now if end != "flapping" else int(random.integers(*PAUSES))
         segments.append(Segment(now, min(until, now + goes_on), strain))

@@ -79,9 +79,9 @@ KINDS: Mapping[str, Kind] = {
     "lengths": Kind(lengths, 0.07, deepest=2.2),
     "all alike": Kind(all_alike, 0.08),
 }
-"""Weights: 40 % of large jobs have slow communication (Greyhound, ATC'25); of the rest, causes as in the what-if traces
-(arXiv 2505.05713), where slow workers are few, and lengths and garbage frequent. Durations: computing ten minutes on
-average, communication 24 (Greyhound)."""
+"""Weights: 40 % of large jobs have slow communication (Greyhound, ATC'25). Of the rest all causes of the what-if traces
+(arXiv 2505.05713), and slow ranks and nodes, which are few there, more often: they have the dearest remedies.
+Durations: computing ten minutes on average, communication 24 (Greyhound)."""
 
 
 def _factor(job: Job, depth: float) -> float:

@@ -36,6 +36,15 @@ SLOWNESS = frozenset(
 
 
 @dataclass(frozen=True)
+class Looks:
+    """At a job in which nothing happens: seconds between two, and behind `row` of them; row 0: that never comes."""
+
+    every: int = LOOK_SECONDS
+    row: int = 0
+    rest: int = 0
+
+
+@dataclass(frozen=True)
 class Act:
     """A remedy that was applied: what it was to win, for `figures`. Losses are seconds a second."""
 
@@ -58,8 +67,9 @@ class Ours:
     quarantines: int = 0
     failures: list[str] = field(default_factory=list)
     passes: int = 0
-    look_seconds: int = LOOK_SECONDS
+    looks: Looks = Looks()
     due: int = 0
+    _in_a_row: int = 0
     _answered: int = 0  # checkpoint requests, by the members: those that a pass before this one has made
 
     def __post_init__(self) -> None:
@@ -99,7 +109,7 @@ class Ours:
             self._think(observation, now.second)
         busy = self.draft.state.adaptation.suspicion is not None or self.draft.plan.checkpoint_request > self._answered
         calm = nothing_to_do(observation.with_draft(self.draft), self.rules)
-        pause = self._suspect_pause(end) if busy else self.look_seconds if calm else LOOK_SECONDS
+        pause = self._suspect_pause(end) if busy else self._calm_pause() if calm else LOOK_SECONDS
         self.due = now.second + pause
         return self._wished(now.setup)
 
@@ -165,6 +175,13 @@ class Ours:
         suspicion = self.draft.state.adaptation.suspicion
         lasts = 0.0 if suspicion is None else NOW + end - suspicion.since
         return int(min(max(SUSPECT_SECONDS, OF_THE_TIME * lasts), LONGEST_PAUSE))
+
+    def _calm_pause(self) -> int:
+        self._in_a_row += 1
+        if self._in_a_row != self.looks.row:
+            return self.looks.every
+        self._in_a_row = 0
+        return self.looks.rest
 
     def _is_calm(self, observation: Observation) -> bool:
         """Nothing shows, nothing goes on: a pass would leave all as it is (the tests say so)."""

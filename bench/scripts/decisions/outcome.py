@@ -12,7 +12,7 @@ from pacekeeper_operator.api import Remedy
 from . import clairvoyant
 from .course import Course, first_sign, play
 from .draw import Scenario
-from .ours import Act, Ours
+from .ours import Act, Looks, Ours
 from .policies import OURS, POLICIES
 from .world import CALM, Spare, Strain, World, met
 
@@ -88,10 +88,10 @@ def outcome(scenario: Scenario) -> Outcome:
     )
 
 
-def quiet(scenario: Scenario, look_seconds: int) -> Outcome:
+def quiet(scenario: Scenario, looks: Looks) -> Outcome:
     """Ours alone, where nothing goes wrong."""
     world = World(scenario.job)
-    ours = Ours(scenario, world, look_seconds=look_seconds)
+    ours = Ours(scenario, world, looks=looks)
     course = play(scenario, world, ours)
     lost = {OURS: course.cost(), "never act": 0.0}
     return Outcome(scenario, lost, course.slowed, lost, 0.0, 0.0, **_judged(scenario, ours))

@@ -57,7 +57,8 @@ class Meters:
     def tell_of_all(self) -> bool:
         """Whether `grown` tells of each kind of process, and of the cluster."""
         return all(
-            any(name.startswith(kind) for name in self.grown()) for kind in (LEADER, SIDECARS, TRAINERS, CLUSTER)
+            any(name.startswith(kind) for name in self.grown())
+            for kind in (LEADER, STANDBY, SIDECARS, TRAINERS, CLUSTER)
         )
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from bench import decisions
 from bench.scripts.decisions import clairvoyant, draw
 from bench.scripts.decisions.course import Now, first_sign, noticing_seconds, play
-from bench.scripts.decisions.draw import LEAD_SECONDS, Scenario
+from bench.scripts.decisions.draw import Scenario
 from bench.scripts.decisions.figures import summary, table, worst
 from bench.scripts.decisions.kinds import KINDS
-from bench.scripts.decisions.ours import Ours, nothing_to_do
+from bench.scripts.decisions.ours import Looks, Ours, nothing_to_do
 from bench.scripts.decisions.outcome import Gain, Outcome, outcome, quiet
 from bench.scripts.decisions.policies import OURS, POLICIES, SHARES_SECONDS, SkiRental
 from bench.scripts.decisions.sight import Sight
@@ -35,6 +36,7 @@ JOB = Job(
     restart_seconds=20,
 )
 """Steps of half a second."""
+LEAD_SECONDS = 90
 TWICE = Strain(slow=((2, 2.0),), movable=True)
 SLOW_LINK = Strain(transfer_seconds=0.5, movable=True)
 
@@ -231,8 +233,22 @@ class TestOurs:
             assert draft.state.incidents == before.state.incidents
 
     def test_nothing_is_done_where_nothing_is_wrong(self) -> None:
-        found = quiet(draw.healthy(4, 0.5, 4), look_seconds=10)
+        found = quiet(draw.healthy(4, 0.5, 4), Looks(every=10))
         assert (found.false_alarms, found.exchanges, found.quarantines) == (0, 0, 0)
+
+    def test_days_are_looked_at_for_long_enough_to_find_who_is_a_little_slow(self) -> None:
+        of, looked = draw.healthy(10_000, 2.0, 4), list[tuple[int, bool]]()
+
+        class Watched(Ours):
+            def _observe(self, now: Now, end: int) -> Observation:
+                observation = super()._observe(now, end)
+                looked.append((now.second, observation.metrics.unsettled))
+                return observation
+
+        play(of, World(of.job), Watched(of, World(of.job), looks=decisions.SELDOM))
+        assert len(looked) < 200, "or a thousand days would take too long"
+        settled = [second for second, unsettled in looked if not unsettled]
+        assert {second // 1800 for second in settled} == {0, 1, 2, 3}
 
 
 class TestSight:
@@ -281,8 +297,22 @@ class TestDraw:
         assert links / 400 == pytest.approx(0.4, abs=0.07)
         assert {of.kind for of in drawn} == set(KINDS)
         assert {of.job.ranks for of in drawn} == {4, 64, 1024}
-        assert all(1.05 <= of.depth <= 5.0 and of.timeline.onset == LEAD_SECONDS for of in drawn)
+        assert all(1.05 <= of.depth <= 5.0 for of in drawn)
+        onsets = {of.timeline.onset for of in drawn}
+        assert len(onsets) > 200
+        assert min(onsets) >= draw.LEADS[0]
+        assert max(onsets) < draw.LEADS[1]
         assert {of.end for of in drawn} == {"once", "never", "flapping"}
+
+    @pytest.mark.parametrize("words", ["", "x", "-4109", "5000", "4110-4109", "4100-8000"])
+    def test_a_seed_of_no_size_is_refused(self, words: str) -> None:
+        with pytest.raises(SystemExit, match=f"^SEEDS={words}: each is a thousand times"):
+            decisions.asked({"SEEDS": words})
+
+    def test_what_is_asked_for(self) -> None:
+        assert decisions.asked({"SEEDS": "4109-4111,64030"}).seeds == [4109, 4110, 4111, 64030]
+        assert decisions.asked({}) is decisions.FULL
+        assert decisions.asked({"QUICK": "1"}) is decisions.QUICK
 
 
 class TestFigures:

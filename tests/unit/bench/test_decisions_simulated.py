@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.scripts.decisions import agreement
-from bench.scripts.decisions.draw import LEAD_SECONDS
+from bench.scripts.decisions.agreement import LEAD_SECONDS
 from bench.scripts.decisions.simulated import (
     COMPARED,
     FOR_EVER,
