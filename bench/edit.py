@@ -6,7 +6,8 @@ All in one process, without a clock: replicas of a tiny GPT train one after the 
 Dirty data has random bytes in place of a replica's samples, or of everybody's, for the time between two
 synchronisations. A seed has the same samples, garbage and initial parameters for all sides. DiLoCo is its published
 rule, which torchft's class applies (torch's SGD with Nesterov momentum on the plain mean), by our outer optimizer.
-QUICK=1: one seed and few steps, which says whether it works; there are no goals then.
+QUICK=1: one seed and few steps, which says whether it works; there are no goals then. CURVES=picture.svg: draws the
+first seed's curves there.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.scripts.edit.drawing import picture
 from bench.scripts.edit.training import ALL_GARBLED, LOCAL_BATCH, ONE_GARBLED, SYNC_EVERY, Curve, Run, train
 from bench.scripts.stragglers.hosts import say
 from pacekeeper.replication.local_sgd import OuterSGD
@@ -71,6 +75,9 @@ Losses = Mapping[str, Sequence[float]]
 
 
 def main() -> None:
+    picture_at = Path(os.environ["CURVES"]) if os.environ.get("CURVES") else None
+    if picture_at is not None and not picture_at.absolute().parent.is_dir():
+        sys.exit(f"CURVES={picture_at}: there is no such folder")
     torch.set_num_threads(1)
     curves: dict[str, dict[str, Curve]] = {}
     losses: dict[str, Losses] = {}
@@ -92,6 +99,8 @@ def main() -> None:
         "curves": curves,
         "by_workers": by_workers(),
     }
+    if picture_at is not None:
+        picture_at.write_text(picture(curves))
     if SIZES is FULL:
         result["holds"] = goals(losses["clean"], losses["dirty"])
     print(json.dumps(rounded(result)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from bench import edit
-from bench.scripts.edit import training
+from bench.scripts.edit import drawing, training
 from bench.scripts.edit.training import SYNC_EVERY, Fleet, Run
 from bench.scripts.stragglers.workload import GPT, make_optimizer
 from pacekeeper.replication.local_sgd import OuterSGD
@@ -128,3 +129,27 @@ def test_a_goal_that_is_missed_is_the_only_one(missed: str, clean: dict[str, flo
 
 def test_numbers_are_short_and_all_the_rest_as_it_was() -> None:
     assert edit.rounded({"a": [1.23456, (2, True)], "b": "x"}) == {"a": [1.2346, [2, True]], "b": "x"}
+
+
+def test_curves_are_drawn_within_their_panels() -> None:
+    curves = {
+        name: {side: [(0, 9.0), (320, 2.5), (640, end)] for side in edit.SIDES}
+        for name, end in (("clean", 2.0), ("dirty", 2.2))
+    }
+    drawn = ElementTree.fromstring(drawing.picture(curves))
+    panels = drawn.findall("{*}g")
+    assert len(panels) == 2
+    for panel in panels:
+        lines = panel.findall("{*}polyline")
+        assert len(lines) == len(drawing.COLOURS)
+        for line in lines:
+            points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+            assert len(points) == 2, "what is above the panel is left out"
+            assert all(drawing.LEFT <= x <= drawing.WIDTH and drawing.TOP <= y <= drawing.HEIGHT for x, y in points)
+
+
+def test_a_picture_that_has_no_folder_is_refused_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CURVES", "/nowhere/there/curves.svg")
+    monkeypatch.setattr(edit, "ablation", lambda _: pytest.fail("it trains"))
+    with pytest.raises(SystemExit, match="^CURVES=/nowhere/there.*: there is no such folder"):
+        edit.main()
