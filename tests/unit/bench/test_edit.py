@@ -151,5 +151,5 @@ def test_curves_are_drawn_within_their_panels() -> None:
 def test_a_picture_that_has_no_folder_is_refused_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CURVES", "/nowhere/there/curves.svg")
     monkeypatch.setattr(edit, "ablation", lambda _: pytest.fail("it trains"))
-    with pytest.raises(SystemExit, match="^CURVES=/nowhere/there.*: there is no such folder"):
+    with pytest.raises(SystemExit, match="there is no such folder"):
         edit.main()
