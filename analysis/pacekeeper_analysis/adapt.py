@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy.typing as npt
 
 from . import price, shares
 from .diagnose.windows import WINDOW_SECONDS, Window, align, since_longer
-from .diagnose.work import Seconds, Work, as_if_synchronous, fair_parts, levelled, transfer_seconds
+from .diagnose.work import KnownPaces, Seconds, Work, as_if_synchronous, fair_parts, levelled, transfer_seconds
 from .errors import InputError
 from .lengths import SequenceCost
 from .plan import Plan, SyncMode
@@ -134,9 +133,7 @@ class Way:
         return replace(plan, version=plan.version + 1, sync_mode=self.mode, **told)
 
 
-def diagnose(
-    windows: Sequence[RankWindow], threshold: float, slow: Mapping[int, float] = MappingProxyType({})
-) -> Diagnosis | None:
+def diagnose(windows: Sequence[RankWindow], threshold: float, known: KnownPaces | None = None) -> Diagnosis | None:
     """What costs the synchronous job most.
 
     `Trouble.NONE` where no trouble has an S of `threshold` or more; of `GARBAGE`, which costs nothing to be rid of, of
@@ -144,15 +141,15 @@ def diagnose(
     shares last changed, or a Local-SGD mode is in force; or it has begun in the last few steps. One that has begun
     within the windows is judged by the steps since: those before would only make it look less.
 
-    slow: ranks that are known to be slow by more steps than these, and their time a sample over the ranks' median, by
-    which they are judged.
+    known: ranks that are slow by more steps than these; they are judged by those.
     """
     if any(window.sync_mode not in {"", SyncMode.SYNC} for window in windows):
         return None
     window = align(windows)
+    slow = () if known is None else known.of_rank
     work = None if window is None else Work.of(window, threshold, slow)
-    if work is not None and slow:
-        work = Work.of(work.at_paces(slow, threshold), threshold, slow)
+    if work is not None and known is not None:
+        work = Work.of(work.at_paces(known, threshold), threshold, slow)
     if work is None:
         return None
     found = _judge(work, threshold)

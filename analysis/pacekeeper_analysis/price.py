@@ -69,6 +69,11 @@ class Loss:
         """From `now` on at another rate: a remedy has left `slowdown`, or the fault has changed."""
         return Loss(self.by(now), now, slowdown)
 
+    def told(self, now: float, slowdown: float) -> Loss:
+        """What is seen of the same fault now: since the last look it has cost what both say, on average."""
+        rate = (loss_rate(self.slowdown) + loss_rate(slowdown)) / 2
+        return Loss(self.seconds + max(0.0, now - self.at) * rate, now, slowdown)
+
 
 def choose(
     options: Sequence[Option],

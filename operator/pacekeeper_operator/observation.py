@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from pacekeeper_analysis.behaviour.localise import Localisation
+from pacekeeper_analysis.diagnose.work import KnownPaces
 from pacekeeper_analysis.fabric import places
 from pacekeeper_analysis.fabric.order import Place
 from pacekeeper_analysis.plan import Member, Plan
@@ -153,7 +154,7 @@ NOT_ASKED = "Prometheus has not been asked lately"
 class Lasting:
     """Ranks that are slower than their peers by so little that it takes several windows to tell."""
 
-    paces: Mapping[int, float]  # by rank: its own work a sample over the ranks' median
+    paces: KnownPaces
     since: float  # seconds since the epoch; of the first of them
 
 
@@ -165,7 +166,7 @@ class Metrics:
 
     slowdown: float | None = None  # S of own work: slowest rank over mean
     behind: float | None = None  # slowest rank's own work over an equal share at the median pace: S against the peers
-    pace: float | None = None  # slowest rank's own work a sample over the ranks' median
+    pace: float | None = None  # slowest rank's own work a sample over its peers' median
     step_seconds: float | None = None  # median of the ranks' means
     per_sample: float | None = None  # median of the ranks' own work a sample
     slowest_rank: int | None = None

@@ -285,8 +285,8 @@ class Adaptation:
     tolerated_behind: float = 0.0  # the slowest rank's own work that goes with it, as of `Metrics.behind`
 
     def lost_by(self, now: float, slowdown: float, since: float) -> Loss:
-        """To slow ranks, which cost `slowdown` from now on. Where nothing else is known, they have done so `since`."""
-        return (self.loss or Loss(0.0, since, slowdown)).goes_on(now, slowdown)
+        """To slow ranks, which are seen to cost `slowdown` now; where nothing else is known, they have `since`."""
+        return (self.loss or Loss(0.0, since, slowdown)).told(now, slowdown)
 
 
 @dataclass(frozen=True)

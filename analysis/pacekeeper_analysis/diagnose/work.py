@@ -38,6 +38,14 @@ Seconds = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class KnownPaces:
+    """Of ranks, as they are known by more steps than a window's."""
+
+    of_rank: Mapping[int, float]  # time a sample over that of its peers' median
+    error: float  # standard deviation of what one step shows of them
+
+
+@dataclass(frozen=True)
 class Work:
     """Arrays are seconds, of shape (steps, ranks)."""
 
@@ -102,17 +110,15 @@ class Work:
     def knows_samples(self) -> bool:
         return min(self.shares) > 0
 
-    def at_paces(self, known: Mapping[int, float], threshold: float) -> Window:
+    def at_paces(self, known: KnownPaces, threshold: float) -> Window:
         """With ranks as slow as is known by more steps: in these few they are more or less so by luck.
 
-        known: by rank, time a sample over the ranks' median. Where that is no luck any more, a rank is what it is here:
-        it has recovered, or become slow by `threshold`.
+        Where that would be too much luck, a rank is what it is here: it has recovered, or become slow by `threshold`.
         """
-        relative = self.even / np.median(self.even, axis=1, keepdims=True)
-        shown = np.median(relative, axis=0)
-        error = _spread(relative) * np.sqrt(np.pi / 2 / len(relative))  # of a median
-        pace = np.array([known.get(rank, np.nan) for rank in range(shown.size)])
-        by_luck = (np.abs(pace - shown) < BY_LUCK * error) & (np.maximum(pace, shown) < threshold)
+        shown = np.array(self.rank_slowdown)
+        error = known.error * np.sqrt(np.pi / 2 / len(self.even))  # of a median
+        pace = np.array([known.of_rank.get(rank, np.nan) for rank in range(shown.size)])
+        by_luck = (np.abs(pace - shown) < BY_LUCK * error) & (shown < threshold)
         more = np.where(by_luck, pace / shown - 1.0, 0.0) * without_garbage(self.window)
         return replace(self.window, compute_seconds=self.window.compute_seconds + more)
 
@@ -254,15 +260,11 @@ def _persistently(slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return np.asarray(slow.mean(axis=0) >= PERSISTENT)
 
 
-def _spread(values: Seconds) -> Seconds:
-    """Standard deviation over the first axis, of which single values are no part."""
-    return np.asarray(1.4826 * np.median(np.abs(values - np.median(values, axis=0)), axis=0))
-
-
 def _usual(seconds: Seconds) -> npt.NDArray[np.bool_]:
     """Which steps are not exceptionally long (a hiccup, a pause that nobody recorded). seconds: (steps,)."""
     median = float(np.median(seconds))
-    long = seconds > median + max(6.0 * float(_spread(seconds)), 0.15 * median)
+    spread = 1.4826 * float(np.median(np.abs(seconds - median)))
+    long = seconds > median + max(6.0 * spread, 0.15 * median)
     return ~long if long.sum() <= max(2.0, EXCEPTIONAL * len(seconds)) else np.ones_like(long)
 
 

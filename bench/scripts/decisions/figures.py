@@ -111,7 +111,6 @@ def best_online(outcomes: Sequence[Outcome]) -> str:
 def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, object]:
     """The figures, and `holds`: which of the goals are reached."""
     found, slow = figures(outcomes), [each for each in outcomes if each.is_slow]
-    of_slow = figures(slow)
     gains = predicted(outcomes)
     right, told = gains["all"]
     every = [*outcomes, *calm]
@@ -144,7 +143,7 @@ def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, o
         "goodput": dict(found.goodput),
         "best_online": best_online(outcomes),
         "times_the_clairvoyant": _times(found),
-        "times_where_slow_by_its_spec": _times(of_slow),
+        "times_where_slow_by_its_spec": _times(figures(slow)) if slow else None,
         "gains_predicted": gains,
         "exchanges": sum(each.exchanges for each in outcomes),
         "wrong_exchanges": sum(each.wrong_exchanges for each in every),

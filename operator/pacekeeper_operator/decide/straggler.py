@@ -8,7 +8,6 @@ dearer remedies, and one is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +17,7 @@ from pacekeeper_analysis import adapt, price
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.diagnose.finding import Finding, join
 from pacekeeper_analysis.diagnose.windows import steps_in_window
+from pacekeeper_analysis.diagnose.work import KnownPaces
 from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 from pacekeeper_analysis.price import Choice, Option
 
@@ -69,7 +69,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     found = diagnose(observation, observation.job.spec.detection.straggler_slowdown if due else BROKEN)
     if found is None:
         return None
-    little = due or bool(_lasting(observation)) if found.culprits else _shares_misfit(observation, found)
+    little = due or _lasting(observation) is not None if found.culprits else _shares_misfit(observation, found)
     if found.trouble is Trouble.NONE and little:  # but for long
         found = replace(found, trouble=Trouble.COMPUTE, slowdown=found.effects[Trouble.COMPUTE])
     if found.trouble is Trouble.NONE or _as_ever(observation, found) or _is_looked_into(observation, found):
@@ -207,7 +207,7 @@ def _since(observation: Observation, found: Diagnosis) -> float:
     lasted = float(np.median(found.window.step_seconds, axis=1).sum())
     since = min(suspicion.first_sign, suspicion.asked_at - lasted)
     lasting, slow = observation.metrics.lasting, found.trouble in {Trouble.NONE, Trouble.COMPUTE} and found.culprits
-    return min(since, lasting.since) if lasting is not None and slow and {*slow} <= {*lasting.paces} else since
+    return min(since, lasting.since) if lasting is not None and slow and {*slow} <= {*lasting.paces.of_rank} else since
 
 
 def _suspect_broken(observation: Observation, policy: Policy) -> Draft:
@@ -244,14 +244,14 @@ def window_steps(observation: Observation) -> int:
 
 def _slow(observation: Observation) -> bool:
     """Some rank's own work takes longer than its peers', by much or for long."""
-    return observation.has_straggler or (observation.metrics.pace is not None and bool(_lasting(observation)))
+    return observation.has_straggler or (observation.metrics.pace is not None and _lasting(observation) is not None)
 
 
-def _lasting(observation: Observation) -> Mapping[int, float]:
-    """Ranks that are a little slower than their peers, window after window, and how slow. In a script that is only
-    watched they may differ by nature."""
+def _lasting(observation: Observation) -> KnownPaces | None:
+    """Of ranks that are a little slower than their peers, window after window. In a script that is only watched they
+    may differ by nature."""
     lasting = observation.metrics.lasting
-    return {} if lasting is None or not steered(observation) else lasting.paces
+    return None if lasting is None or not steered(observation) else lasting.paces
 
 
 def _alike(observation: Observation) -> bool:
@@ -305,7 +305,7 @@ def _shares_fit(observation: Observation, found: Diagnosis) -> bool:
 
 def _cannot_be_helped(observation: Observation, policy: Policy, found: Diagnosis) -> bool:
     """What is slow is so by little, and nothing that may be done would win anything."""
-    if not _lasting(observation) or observation.has_straggler or found.trouble is not Trouble.NONE:
+    if _lasting(observation) is None or observation.has_straggler or found.trouble is not Trouble.NONE:
         return False
     if not price.wins(found.effects[Trouble.COMPUTE], 1.0):
         return True

@@ -5,13 +5,15 @@ Pure. A window is so many steps as a worker's figures are of; those that are loo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from pacekeeper_analysis.diagnose.windows import MINIMAL_STEPS
+from pacekeeper_analysis.diagnose.windows import MINIMAL_STEPS, peers_median
+from pacekeeper_analysis.diagnose.work import KnownPaces
 
 from ..observation import Lasting, Metrics
 from .figures import SHORTEST, Rows
@@ -24,6 +26,8 @@ OF_THE_EXCESS, SHOWING = 0.4, 0.2
 """Of the threshold's excess: what a rank takes more than its peers by all of its windows, at least; and by each."""
 CLEARLY = 6.0
 """Standard errors above its peers that a rank's pace is, at least: among thousands, looked at for days."""
+UNSTEADY = 2.0
+"""Times the noise of all ranks: from here on a rank's own counts, which its few windows tell less well."""
 LONGEST = 1e6
 """Seconds a sample that somebody may mean."""
 SIMILAR = 1.3
@@ -37,7 +41,7 @@ NORMAL = 0.9539
 
 @dataclass(frozen=True)
 class Paces:
-    """Of the ranks of one membership: own work a sample over the ranks' median, the newest window last."""
+    """Of the ranks of one membership: own work a sample over their peers' median, the newest window last."""
 
     membership: int = 0
     ends: tuple[float, ...] = ()  # seconds since the epoch, when each window was told of
@@ -78,27 +82,35 @@ def seen(before: Paces, rows: Rows, membership: int, threshold: float, now: floa
     if before.told is not None and (told != before.told).mean() < HAVE_SPOKEN:
         return before
     ends = (*before.ends, now)[-MOST_WINDOWS:]
-    windows = (*before.windows, (told / np.median(told)).astype(np.float32))[-MOST_WINDOWS:]
-    found = _lasting(windows, ends, rows["rank"].tolist(), threshold - 1.0) if len(windows) >= LEAST_WINDOWS else None
+    windows = (*before.windows, (told / peers_median(told[None])[0]).astype(np.float32))[-MOST_WINDOWS:]
+    found = None
+    if len(windows) >= LEAST_WINDOWS:
+        found = _lasting(windows, ends, rows["rank"].tolist(), int(rows["steps"].min()), threshold - 1.0)
     return Paces(membership, ends, windows, found, told, now + float(rows["steps"].max() * rows["step_seconds"].max()))
 
 
-def _lasting(windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[int], excess: float) -> Lasting | None:
+def _lasting(
+    windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[int], steps: int, excess: float
+) -> Lasting | None:
     """Ranks that take more than their peers' time, by OF_THE_EXCESS and the lower median of the windows since they
-    stand out: in half of them, they may have been held up. None: there are none, or it may be luck."""
+    stand out: in half of them, they may have been held up. None: there are none, or it may be luck. One that the newest
+    window does not show may have recovered: it is as slow as it shows there. steps: of a window."""
     paces = np.stack(windows)[::-1]  # the newest first
-    noise = float(np.median(np.abs(np.diff(paces, axis=0)))) / NORMAL
+    away = np.abs(np.diff(paces, axis=0)) / NORMAL
+    noise, own = float(np.median(away)), np.median(away, axis=0)
     shows = paces >= 1.0 + SHOWING * excess
     stands_out = np.logical_and.accumulate(_but_for_one(shows), axis=0) & shows
     count = stands_out.sum(axis=0)
     ordered = np.sort(np.where(stands_out, paces, np.inf), axis=0)
     pace = np.take_along_axis(ordered, np.maximum(count - 1, 0)[None] // 2, axis=0)[0]
-    surely = pace - 1.0 >= CLEARLY * noise / np.sqrt(np.maximum(count, 1))
+    surely = pace - 1.0 >= CLEARLY * np.where(own > UNSTEADY * noise, own, noise) / np.sqrt(np.maximum(count, 1))
     found = np.flatnonzero((count >= LEAST_WINDOWS) & (pace >= 1.0 + OF_THE_EXCESS * excess) & surely).tolist()
     if not found:
         return None
     first = int(np.flatnonzero(stands_out[:, found].any(axis=1)).max())
-    return Lasting({ranks[at]: float(pace[at]) for at in found}, ends[-1 - first])
+    now = np.where(shows[0], pace, paces[0])
+    known = KnownPaces({ranks[at]: float(now[at]) for at in found}, noise * math.sqrt(steps))
+    return Lasting(known, ends[-1 - first])
 
 
 def _but_for_one(shows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

@@ -164,6 +164,12 @@ def test_a_loss_goes_on_at_the_rate_that_is_left() -> None:
     assert mended.goes_on(160.0, 0.9).by(1e6) == pytest.approx(15.0), "nothing is lost any more, nor won back"
 
 
+def test_between_two_looks_a_fault_has_cost_what_both_say() -> None:
+    loss = Loss(1.0, 100.0, 2.0).told(110.0, 1.25)
+    assert (loss.seconds, loss.at, loss.slowdown) == pytest.approx((1.0 + 10 * (0.5 + 0.2) / 2, 110.0, 1.25))
+    assert loss.told(90.0, 1.25).seconds == loss.seconds, "a clock that is set back wins nothing"
+
+
 def test_a_job_that_stands_still_takes_the_cheapest_cure() -> None:
     restart = Option("RestartRanks", cost_seconds=2.0, slowdown_after=1.0)
     choice = choose([REPLACE, restart], slowdown=math.inf, lost_seconds=0.0)

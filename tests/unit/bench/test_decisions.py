@@ -206,9 +206,11 @@ class TestOurs:
         assert ours.acts[0].remedy == Remedy.LOCAL_SGD
         assert ways[-1].mode is EQUAL.mode
 
-    @pytest.mark.parametrize("ranks", [4, 64])
-    def test_a_node_with_several_ranks(self, ranks: int) -> None:
-        job = JOB if ranks == 4 else replace(JOB, workers=8, ranks_each=8, samples=32, sample_seconds=0.0125)
+    @pytest.mark.parametrize("ranks", [2, 4, 64])
+    def test_a_node_is_exchanged_whatever_the_jobs_size(self, ranks: int) -> None:
+        job = replace(JOB, workers=ranks)
+        if ranks == 64:
+            job = replace(JOB, workers=8, ranks_each=8, samples=32, sample_seconds=0.0125)
         strain = KINDS["node"].make(job, 1.8, np.random.default_rng(0))
         _, _, moved, _ = self.plays(scenario(strain, 400, job))
         assert moved[-1]

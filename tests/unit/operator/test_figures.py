@@ -56,10 +56,16 @@ def test_ranks_that_are_alike() -> None:
 def test_a_slow_rank_stands_out() -> None:
     found = of(compute_seconds=0.16, compute_seconds_per_sample=0.02, wait_seconds=0.0, step_seconds=0.16)
     assert found.slowdown == pytest.approx(0.16 / 0.10), "over the mean"
-    assert found.pace == pytest.approx(2.0), "over the median"
+    assert found.pace == pytest.approx(2.0), "over its peers' median"
     assert found.behind == pytest.approx(2.0), "its own work over an equal share at the median pace"
     assert (found.slowest_rank, found.waits_least, found.waiting) == (3, 3, 0.0)
     assert found.throughput == pytest.approx(3 * 80 + 50)
+
+
+def test_in_a_job_of_two_a_slow_rank_is_held_against_the_other() -> None:
+    heard = {"w0": read([figures(0), figures(1, compute_seconds_per_sample=0.015)])}
+    two = replace(PLAN, members=(Member("w0", "10.0.0.1", (0, 1)),))
+    assert metrics(heard, two, Metrics()).pace == pytest.approx(1.5)
 
 
 def test_shares_that_fit_leave_it_its_pace_and_mend_what_the_others_wait() -> None:

@@ -45,7 +45,8 @@ def test_a_rank_that_is_a_little_slow_is_found_after_some_windows() -> None:
     found = watched(LEAST_WINDOWS, 0.002, slow=1.08).lasting
     assert found is not None
     assert found.since == NOW
-    assert found.paces == {2: pytest.approx(1.08, abs=0.01)}
+    assert found.paces.of_rank == {2: pytest.approx(1.08, abs=0.01)}
+    assert found.paces.error == pytest.approx(0.002 * np.sqrt(32 * 1.5), rel=0.6), "of a step, and its peers' median's"
 
 
 def test_since_when_it_is_slow() -> None:
@@ -72,6 +73,34 @@ def test_more_noise_takes_more_windows() -> None:
 
     assert {until_found(0.002, seed) for seed in range(10)} == {LEAST_WINDOWS}
     assert LEAST_WINDOWS < np.mean([until_found(0.03, seed) for seed in range(10)]) < MOST_WINDOWS
+
+
+def test_a_rank_whose_work_varies_more_than_its_peers_is_none() -> None:
+    """In some windows it is slow, and in as many fast."""
+    found = 0
+    for seed in range(100):
+        random, paces = np.random.default_rng(seed), Paces()
+        for window in range(MOST_WINDOWS):
+            of = 1.0 + np.array([0.003, 0.003, 0.03, 0.003]) * random.standard_normal(4)
+            paces = seen(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
+            found += paces.lasting is not None
+    assert found <= 3
+
+
+def test_in_a_job_of_two_a_rank_is_held_against_the_other() -> None:
+    paces = Paces()
+    for window in range(LEAST_WINDOWS):
+        of = np.array([1.0, 1.06]) * (1 + 1e-3 * window)
+        paces = seen(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
+    assert paces.lasting is not None
+    assert paces.lasting.paces.of_rank == {1: pytest.approx(1.06, abs=1e-3)}
+
+
+def test_one_that_the_newest_window_does_not_show_is_as_slow_as_it_shows_there() -> None:
+    paces = watched(8, 0.002, slow=1.08)
+    found = seen(paces, rows(np.array([1.0, 1.001, 1.002, 0.999])), 0, THRESHOLD, NOW + 30).lasting
+    assert found is not None
+    assert found.paces.of_rank == {2: pytest.approx(1.002, abs=0.003)}
 
 
 def test_what_the_job_bears_is_left_alone() -> None:
@@ -105,7 +134,7 @@ def test_figures_in_five_digits_are_the_same_by_chance() -> None:
         told["compute_seconds_per_sample"] = [float(f"{value:.5g}") for value in told["compute_seconds_per_sample"]]
         paces = seen(paces, told, 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
     assert paces.lasting is not None
-    assert [*paces.lasting.paces] == [7]
+    assert [*paces.lasting.paces.of_rank] == [7]
 
 
 def test_who_was_not_heard_for_long_is_not_known() -> None:
@@ -140,7 +169,7 @@ def test_no_figures_make_anything_but_numbers(lie: float) -> None:
         told = rows(np.array([1.0, 1.001, 1.002, 1.003]) + 1e-4 * window)
         told["compute_seconds_per_sample"][1] = lie * (1 + 0.01 * window)
         paces = seen(paces, told, 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
-    assert paces.lasting is None or all(np.isfinite([*paces.lasting.paces.values()]))
+    assert paces.lasting is None or all(np.isfinite([*paces.lasting.paces.of_rank.values()]))
 
 
 def test_forty_thousand_ranks_of_a_script_that_lies_are_bounded() -> None:
@@ -164,7 +193,7 @@ def test_heartbeats_make_it() -> None:
         found = gather.metrics(memory, Metrics(), now)
     assert found.lasting is not None
     assert found.lasting.since == NOW
-    assert found.lasting.paces == {2: pytest.approx(1.08)}
+    assert found.lasting.paces.of_rank == {2: pytest.approx(1.08, abs=1e-3)}
     memory.draft = world.draft.with_plan(membership=2, members=(Member("w9", "10.0.0.9", (0,)),))
     assert gather.metrics(memory, Metrics(), NOW + 60).lasting is None
 

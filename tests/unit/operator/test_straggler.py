@@ -9,6 +9,7 @@ import pytest
 
 from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.diagnose.finding import WitnessKind
+from pacekeeper_analysis.diagnose.work import KnownPaces
 from pacekeeper_analysis.plan import EvidencePart
 from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator.api import Cause, Mode, Outcome, Remedy
@@ -386,11 +387,13 @@ def test_shares_that_the_ranks_refuse_are_not_sent_again_and_something_else_is_t
     assert "a replica of 2" in next(price.reason for price in incident.remedies if price.name == "Rebalance")
 
 
-def little(pace: float = 1.08, steered: bool = True, spares: int = 1, lasts: float = 60.0) -> Observation:
+def little(
+    pace: float = 1.08, steered: bool = True, spares: int = 1, lasts: float = 60.0, error: float = 0.0
+) -> Observation:
     """Rank 2 is slower than its peers by less than the threshold, and has been for so many seconds."""
     world = change_members(suspicious(pace=pace, spares=spares), steered=steered)
     world = world.with_draft(world.draft.with_budget(restart_seconds=60.0))
-    lasting = Lasting({2: pace}, world.now - lasts)
+    lasting = Lasting(KnownPaces({2: pace}, error), world.now - lasts)
     return replace(world, metrics=replace(world.metrics, slowest_rank=2, waiting=0.0, lasting=lasting))
 
 
@@ -418,6 +421,15 @@ def test_and_a_spare_where_shares_cannot_mend_it_once_that_is_paid_for() -> None
     assert soon.draft.plan.evidence_request, "it is looked at on"
     (incident,) = late.draft.state.incidents.current
     assert (incident.rank, incident.remedy) == (2, Remedy.REPLACE_WORKER)
+
+
+def test_it_is_judged_by_all_windows_and_not_by_the_few_steps_of_one_answer() -> None:
+    """By those it was slow by 1.055 only, where one step may be off by 10 %."""
+    thought = answered(little(lasts=900.0, error=0.1), 1.055)
+    (incident,) = thought.draft.state.incidents.current
+    assert (incident.rank, incident.remedy) == (2, Remedy.REPLACE_WORKER)
+    by_all = answered(little(lasts=900.0), 1.08).draft.state.incidents.current[0]
+    assert incident.slowdown_before == pytest.approx(by_all.slowdown_before, rel=1e-3)
 
 
 def test_without_it_lasting_nobody_is_asked() -> None:
@@ -483,7 +495,7 @@ def test_where_nothing_can_be_done_nobody_is_asked_for_ever() -> None:
 def test_one_spare_does_not_mend_two_slow_workers() -> None:
     """Ranks 2 and 3 are slow for ever: with either of them gone, all wait for the other."""
     world = little(lasts=3000.0)
-    lasting = Lasting({2: 1.08, 3: 1.08}, world.now - 3000.0)
+    lasting = Lasting(KnownPaces({2: 1.08, 3: 1.08}, 0.0), world.now - 3000.0)
     world = replace(world, metrics=replace(world.metrics, lasting=lasting))
     asked = think(world, policy())
     costs = [0.010, 0.010, 0.0108, 0.0108]
