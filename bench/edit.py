@@ -76,8 +76,8 @@ Losses = Mapping[str, Sequence[float]]
 
 def main() -> None:
     picture_at = Path(os.environ["CURVES"]) if os.environ.get("CURVES") else None
-    if picture_at is not None and not picture_at.absolute().parent.is_dir():
-        sys.exit(f"CURVES={picture_at}: there is no such folder")
+    if picture_at is not None and (picture_at.is_dir() or not picture_at.absolute().parent.is_dir()):
+        sys.exit(f"CURVES={picture_at}: it is a folder, or lies in none")
     torch.set_num_threads(1)
     curves: dict[str, dict[str, Curve]] = {}
     losses: dict[str, Losses] = {}

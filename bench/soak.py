@@ -166,8 +166,9 @@ def when_calm(cluster: Cluster, struck: Sequence[Job], bystander: Job, course: C
 def give_back_nodes(cluster: Cluster, course: Course) -> None:
     """As on-call does."""
     if found := cluster.list("nodequarantines"):
-        course.quarantines.update(its["metadata"]["name"] for its in found)
-        cluster.kubectl("delete", "nodequarantine", "--all", "--timeout=90s", timeout=100)
+        names = [its["metadata"]["name"] for its in found]
+        course.quarantines.update(names)
+        cluster.kubectl("delete", "nodequarantine", *names, "--timeout=90s", timeout=100)
 
 
 def of_job(job: Job, spares: int) -> list[str]:

@@ -165,10 +165,10 @@ class Metrics:
     # By the figures in its workers' heartbeats.
 
     slowdown: float | None = None  # S of own work: slowest rank over mean
-    behind: float | None = None  # slowest rank's own work over an equal share at the median pace: S against the peers
+    behind: float | None = None  # slowest rank's own work over an equal share at its peers' pace: S against them
     pace: float | None = None  # slowest rank's own work a sample over its peers' median
     step_seconds: float | None = None  # median of the ranks' means
-    per_sample: float | None = None  # median of the ranks' own work a sample
+    per_sample: float | None = None  # median of the own work a sample of all ranks but the slowest
     slowest_rank: int | None = None
     waiting: float | None = None  # share of a step in which even the rank that waits least waits
     waits_least: int | None = None  # that rank

@@ -281,12 +281,13 @@ class Adaptation:
     mode_reason: str = ""  # of the last change of mode
     mode_refusal: str = ""  # the ranks' words when they could not follow a Local-SGD mode
     shares_refusal: str = ""  # the same of shares, by the present members
-    tolerated_pace: float = 0.0  # slowest rank's time a sample over the median that has been dealt with; 0: none
+    tolerated_pace: float = 0.0  # slowest rank's time a sample over its peers' that has been dealt with; 0: none
     tolerated_behind: float = 0.0  # the slowest rank's own work that goes with it, as of `Metrics.behind`
 
     def lost_by(self, now: float, slowdown: float, since: float) -> Loss:
-        """To slow ranks, which are seen to cost `slowdown` now; where nothing else is known, they have `since`."""
-        return (self.loss or Loss(0.0, since, slowdown)).told(now, slowdown)
+        """To slow ranks, which are seen to cost `slowdown` now, and first showed that `since`."""
+        loss = self.loss or Loss(0.0, since, slowdown)
+        return loss.goes_on(max(loss.at, min(since, now)), loss.slowdown).told(now, slowdown)
 
 
 @dataclass(frozen=True)

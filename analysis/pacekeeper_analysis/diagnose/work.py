@@ -119,8 +119,12 @@ class Work:
         error = known.error * np.sqrt(np.pi / 2 / len(self.even))  # of a median
         pace = np.array([known.of_rank.get(rank, np.nan) for rank in range(shown.size)])
         by_luck = (np.abs(pace - shown) < BY_LUCK * error) & (shown < threshold)
-        more = np.where(by_luck, pace / shown - 1.0, 0.0) * without_garbage(self.window)
-        return replace(self.window, compute_seconds=self.window.compute_seconds + more)
+        before = self.window.compute_seconds
+        compute = before + np.where(by_luck, pace / shown - 1.0, 0.0) * without_garbage(self.window)
+        longer = compute.max(axis=1, keepdims=True) - before.max(
+            axis=1, keepdims=True
+        )  # and transfers are as they were
+        return replace(self.window, compute_seconds=compute, step_seconds=self.window.step_seconds + longer)
 
     @property
     def has_slow_ranks(self) -> bool:

@@ -98,14 +98,14 @@ def matters(before: Rows, now: Rows, last: Metrics, slow: float) -> bool:
 def _of_rows(rows: Rows, known: Metrics) -> Metrics:
     own, shares = _known(rows["compute_seconds"]), _known(rows["share"])
     paces = _known(rows["compute_seconds_per_sample"])
-    usual, of_peers = _median(paces), _median(np.delete(paces, paces.argmax()) if len(paces) > 1 else paces)
+    usual = _median(np.delete(paces, paces.argmax()) if len(paces) > 1 else paces)  # of the slowest rank's peers
     slowest = rows[rows["compute_seconds_per_sample"].argmax()] if usual else None
     stepping, waiting = _stepping(rows), _waiting(rows)
     grown = stepping[stepping["first_steps_seconds"] > SHORTEST]
     return replace(
         known,
         slowdown=float(own.max() / own.mean()) if len(own) else None,
-        pace=float(slowest["compute_seconds_per_sample"] / of_peers) if of_peers and slowest is not None else None,
+        pace=float(slowest["compute_seconds_per_sample"] / usual) if usual and slowest is not None else None,
         behind=float(own.max() / (usual * shares.mean())) if usual and len(own) and len(shares) else None,
         step_seconds=_median(stepping["step_seconds"]),
         per_sample=usual,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -148,8 +149,11 @@ def test_curves_are_drawn_within_their_panels() -> None:
             assert all(drawing.LEFT <= x <= drawing.WIDTH and drawing.TOP <= y <= drawing.HEIGHT for x, y in points)
 
 
-def test_a_picture_that_has_no_folder_is_refused_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CURVES", "/nowhere/there/curves.svg")
+@pytest.mark.parametrize("path", ["", "nowhere/curves.svg"])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_trained(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CURVES", str(tmp_path / path))
     monkeypatch.setattr(edit, "ablation", lambda _: pytest.fail("it trains"))
-    with pytest.raises(SystemExit, match="there is no such folder"):
+    with pytest.raises(SystemExit, match="it is a folder, or lies in none"):
         edit.main()

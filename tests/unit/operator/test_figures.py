@@ -65,7 +65,11 @@ def test_a_slow_rank_stands_out() -> None:
 def test_in_a_job_of_two_a_slow_rank_is_held_against_the_other() -> None:
     heard = {"w0": read([figures(0), figures(1, compute_seconds_per_sample=0.015)])}
     two = replace(PLAN, members=(Member("w0", "10.0.0.1", (0, 1)),))
-    assert metrics(heard, two, Metrics()).pace == pytest.approx(1.5)
+    found = metrics(heard, two, Metrics())
+    assert (found.pace, found.behind, found.per_sample) == pytest.approx((1.5, 1.0, 0.01))
+    well, slow = (read([figures(1, compute_seconds_per_sample=seconds)]) for seconds in (0.01, 0.0112))
+    assert matters(well, slow, found, 1.1), "it is looked at at once"
+    assert matters(slow, well, found, 1.1)
 
 
 def test_shares_that_fit_leave_it_its_pace_and_mend_what_the_others_wait() -> None:

@@ -105,6 +105,7 @@ def test_one_that_the_newest_window_does_not_show_is_as_slow_as_it_shows_there()
 
 def test_what_the_job_bears_is_left_alone() -> None:
     assert watched(MOST_WINDOWS, 0.002, slow=1.03).lasting is None
+    assert watched(MOST_WINDOWS, 0.002, slow=1.045).lasting is not None
 
 
 def test_one_that_has_recovered_is_found_no_more() -> None:

@@ -16,6 +16,7 @@ from pacekeeper_operator import rounds
 from pacekeeper_operator.api import Cause, Remedy
 from pacekeeper_operator.decide.pricing import choose_at_standstill, replace_option, restart_option, written
 from pacekeeper_operator.observation import FRESH_SECONDS, FROZEN_SECONDS, Hindrance, Metrics, Observation
+from pacekeeper_operator.state import Adaptation
 from pacekeeper_operator.subject import Subject
 from tests.support.worlds import NOW, change_members, change_worker, crash, job, policy, training
 
@@ -177,3 +178,17 @@ def test_what_goes_along_to_the_next_draft_is_what_would_be_worked_out_anew(seed
                 world = world.hindered_by((Hindrance("what", "why"),))
         anew = replace(world)
         assert {name: getattr(world, name) for name in WORKED_OUT} == {n: getattr(anew, n) for n in WORKED_OUT}
+
+
+class TestLoss:
+    def test_between_two_answers_slow_ranks_have_cost_what_both_say(self) -> None:
+        told = Adaptation(loss=Loss(3.0, NOW, 1.25)).lost_by(NOW + 100, 2.0, since=NOW - 50)
+        assert (told.seconds, told.slowdown) == pytest.approx((3.0 + 100 * (0.2 + 0.5) / 2, 2.0))
+
+    def test_and_before_the_new_trouble_showed_what_the_old_one_had_left(self) -> None:
+        """For an hour shares had mended all; then the rank became slower."""
+        told = Adaptation(loss=Loss(3.0, NOW, 1.0)).lost_by(NOW + 3600, 2.0, since=NOW + 3590)
+        assert (told.seconds, told.at) == pytest.approx((3.0 + 10 * 0.25, NOW + 3600))
+
+    def test_without_one_before_it_has_cost_as_much_since_it_showed(self) -> None:
+        assert Adaptation().lost_by(NOW + 60, 1.25, since=NOW).seconds == pytest.approx(60 * 0.2)
