@@ -164,7 +164,8 @@ def diagnose(windows: Sequence[RankWindow], threshold: float, known: KnownPaces 
 
 
 def slight(threshold: float) -> float:
-    """The slowdown from which on something below the threshold is dealt with, if it lasts, or is free to be rid of."""
+    """The slowdown from which on something below the threshold is dealt with where it is free to be rid of, and below
+    which it is over."""
     return 1.0 + (threshold - 1.0) / 2
 
 

@@ -121,10 +121,8 @@ class Work:
         by_luck = (np.abs(pace - shown) < BY_LUCK * error) & (shown < threshold)
         before = self.window.compute_seconds
         compute = before + np.where(by_luck, pace / shown - 1.0, 0.0) * without_garbage(self.window)
-        longer = compute.max(axis=1, keepdims=True) - before.max(
-            axis=1, keepdims=True
-        )  # and transfers are as they were
-        return replace(self.window, compute_seconds=compute, step_seconds=self.window.step_seconds + longer)
+        longer = compute.max(axis=1) - before.max(axis=1)  # a step, whose transfer is as it was
+        return replace(self.window, compute_seconds=compute, step_seconds=self.window.step_seconds + longer[:, None])
 
     @property
     def has_slow_ranks(self) -> bool:

@@ -14,8 +14,10 @@ from .policies import Never
 from .simulated import COMPARED, FOR_EVER, REPLICAS, SLOW_RANK, Result
 from .world import CALM, Job, Segment, Spare, Strain, Timeline, World
 
-NEAR, LEAD_SECONDS = 0.15, 90
+NEAR = 0.15
 SEEDS = 3
+LEAD_SECONDS = 90
+"""That nothing is wrong before."""
 RESTART_SECONDS = 4
 """What exchanging a worker costs in these worlds, to the second."""
 

@@ -93,7 +93,7 @@ def test_in_a_job_of_two_a_rank_is_held_against_the_other() -> None:
         of = np.array([1.0, 1.06]) * (1 + 1e-3 * window)
         paces = seen(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
     assert paces.lasting is not None
-    assert paces.lasting.paces.of_rank == {1: pytest.approx(1.06, abs=1e-3)}
+    assert paces.lasting.paces.of_rank == {1: pytest.approx(1.06)}
 
 
 def test_one_that_the_newest_window_does_not_show_is_as_slow_as_it_shows_there() -> None:
@@ -194,7 +194,7 @@ def test_heartbeats_make_it() -> None:
         found = gather.metrics(memory, Metrics(), now)
     assert found.lasting is not None
     assert found.lasting.since == NOW
-    assert found.lasting.paces.of_rank == {2: pytest.approx(1.08, abs=1e-3)}
+    assert found.lasting.paces.of_rank == {2: pytest.approx(1.08)}
     memory.draft = world.draft.with_plan(membership=2, members=(Member("w9", "10.0.0.9", (0,)),))
     assert gather.metrics(memory, Metrics(), NOW + 60).lasting is None
 
