@@ -95,8 +95,8 @@ format: venv ## Bring the code into its standard form
 test-unit: $(VENV)/.frameworks native ## Tests of decisions: no cluster, no ranks
 	$(BIN)/pytest tests/unit
 
-test-simulation: venv ## Disasters: the real operator in simulated clusters, 60 known ones and 120 new ones
-	nice $(BIN)/python -m simulation run 0-59 --fresh 120
+test-simulation: venv ## Disasters: the real operator in simulated clusters, 40 known ones and 60 new ones
+	nice $(BIN)/python -m simulation run 0-39 --fresh 60
 
 test-distributed: $(VENV)/.frameworks native ## Real torch ranks over gloo
 	$(BIN)/pytest tests/distributed

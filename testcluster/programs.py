@@ -3,7 +3,8 @@
 - Kubernetes' servers, etcd and pause are built from `go/` (4 minutes, once).
 - Prometheus is built too (2 minutes, once): Debian's own cannot discover the pods of a Kubernetes. Its promtool is
   built where rules are tested (a minute more, once).
-- kubectl and Helm are built from `go/clients/` (2 minutes, once; less where Kubernetes has been built).
+- kubectl and Helm are built from `go/clients/` (3 minutes, once; less where Kubernetes has been built), and Helm 3 of
+  the same versions of their libraries.
 - Images are built upon a base of this machine's Debian packages (a minute, once).
 - containerd, runc, network plugins and tools come by apt-get (Debian, Ubuntu).
 """
@@ -37,6 +38,7 @@ KUBERNETES_SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-schedul
 _MAJOR, _MINOR, _ = KUBERNETES_VERSION.split(".")
 _GO_VERSION = (1, 26)
 _GO_FOLDER = Path(__file__).parent / "go"
+_CLIENTS = _GO_FOLDER / "clients"
 
 # Command that shows whether the package is there → the package of Debian and Ubuntu.
 _PACKAGES = {
@@ -97,14 +99,14 @@ def helm_3() -> Path:
     """What many a platform still installs with."""
 
     def compile_into(target: Path) -> None:
-        module = _module(f"helm.sh/helm/v3@v{HELM_3_VERSION}")
         values = {"internal/version.version": f"v{HELM_3_VERSION}"}
         for package in ("pkg/chartutil", "pkg/lint/rules"):  # the Kubernetes that it renders for, where it asks none
             values |= {f"{package}.k8sVersionMajor": _MAJOR, f"{package}.k8sVersionMinor": _MINOR}
         values = {f"helm.sh/helm/v3/{name}": value for name, value in values.items()}
-        _go_build(module, "./cmd/helm", target / "helm", "-ldflags", _ldflags(values))
+        _go_build(_CLIENTS, "helm.sh/helm/v3/cmd/helm", target / "helm", "-ldflags", _ldflags(values))
 
-    return _cached(f"helm-{HELM_3_VERSION}", compile_into, compiling(4)) / "helm"
+    _build_clients()  # which it has nearly all of its code from
+    return _cached(f"helm-{HELM_3_VERSION}-{_clients_digest()}", compile_into, compiling(1)) / "helm"
 
 
 def _build_clients() -> Path:
@@ -112,12 +114,15 @@ def _build_clients() -> Path:
     values = _kubernetes_version() | {"helm.sh/helm/v4/internal/version.version": f"v{HELM_VERSION}"}
 
     def compile_into(target: Path) -> None:
-        _go_build(_GO_FOLDER / "clients", ".", target / "clients", "-ldflags", _ldflags(values))
+        _go_build(_CLIENTS, ".", target / "clients", "-ldflags", _ldflags(values))
         for name in ("kubectl", "helm"):
             (target / name).symlink_to("clients")
 
-    digest = _digest("clients/go.mod", "clients/go.sum", "clients/main.go")
-    return _cached(f"clients-{KUBERNETES_VERSION}-{HELM_VERSION}-{digest}", compile_into, compiling(3))
+    return _cached(f"clients-{KUBERNETES_VERSION}-{HELM_VERSION}-{_clients_digest()}", compile_into, compiling(5))
+
+
+def _clients_digest() -> str:
+    return _digest("clients/go.mod", "clients/go.sum", "clients/main.go")
 
 
 def _build_kubernetes() -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 KUBERNETES_VERSION = "1.36.3"
 HELM_VERSION = "4.2.4"  # of the versions whose libraries are those of KUBERNETES_VERSION; testcluster/go/clients/go.mod
-HELM_3_VERSION = "3.22.0"
+HELM_3_VERSION = "3.21.4"  # the same
 PROMETHEUS_VERSION = "3.15.0"
 KWOK_VERSION = "0.8.0"
 

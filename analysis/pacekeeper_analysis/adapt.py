@@ -68,6 +68,8 @@ COLLECTS_EVERY, STEPS_BEFORE = 50, 50
 that is taken to be known."""
 PAUSE = 0.25
 """Of the longest collection, at least, is one that is worth planning."""
+UNEVEN = 1.01
+"""From this slowdown on lengths are balanced: that costs nothing, and stays."""
 SAME_COST = 0.02
 """Costs by which the ranks' parts of a step differ by less balance alike."""
 AS_GOOD = 1.1
@@ -124,7 +126,8 @@ class Way:
     def option(self, refused: str = "") -> price.Option:
         """For `price.choose`: a free live change. refused: a further reason why it may not be taken."""
         exact = self.mode is SyncMode.SYNC
-        return price.Option(self.remedy, 0.0, self.slowdown_after, self.refused or refused, exact)
+        least = price.LASTING_WIN if self.remedy == BALANCE_LENGTHS else price.MINIMAL_WIN
+        return price.Option(self.remedy, 0.0, self.slowdown_after, self.refused or refused, exact, least)
 
     def applied_to(self, plan: Plan) -> Plan:
         """The plan's next version, with this way to train."""
@@ -137,9 +140,10 @@ def diagnose(windows: Sequence[RankWindow], threshold: float, known: KnownPaces 
     """What costs the synchronous job most.
 
     `Trouble.NONE` where no trouble has an S of `threshold` or more; of `GARBAGE`, which costs nothing to be rid of, of
-    `slight(threshold)`. None where the windows cannot tell: ranks are missing, fewer than 8 common steps since the
-    shares last changed, or a Local-SGD mode is in force; or it has begun in the last few steps. One that has begun
-    within the windows is judged by the steps since: those before would only make it look less.
+    `slight(threshold)`; of `LENGTHS`, which then are balanced for good, of `UNEVEN`. None where the windows cannot
+    tell: ranks are missing, fewer than 8 common steps since the shares last changed, or a Local-SGD mode is in force;
+    or it has begun in the last few steps. One that has begun within the windows is judged by the steps since: those
+    before would only make it look less.
 
     known: ranks that are slow by more steps than these; they are judged by those.
     """
@@ -153,7 +157,7 @@ def diagnose(windows: Sequence[RankWindow], threshold: float, known: KnownPaces 
     if work is None:
         return None
     found = _judge(work, threshold)
-    since = _since_first_sign(work, found.trouble, threshold)
+    since = _since_first_sign(work, found, threshold)
     later = None if since is None else Work.of(since, threshold, slow)
     if since is None or later is None:
         return found
@@ -169,12 +173,13 @@ def slight(threshold: float) -> float:
     return 1.0 + (threshold - 1.0) / 2
 
 
-def _since_first_sign(work: Work, trouble: Trouble, threshold: float) -> Window | None:
+def _since_first_sign(work: Work, found: Diagnosis, threshold: float) -> Window | None:
     """The steps since the trouble began, within the window; None: it is older, or it does not show when."""
+    trouble = found.trouble
     if trouble is Trouble.GARBAGE:  # without the first collection itself, after which the window begins
         shows = np.append(False, np.any(_pauses(_collected_apart(work.garbage)), axis=1)[:-1])
     elif trouble is Trouble.LENGTHS:  # other steps, longer or shorter, are between
-        shows = work.working.max(axis=1) >= threshold * work.level.max(axis=1)
+        shows = work.working.max(axis=1) >= min(threshold, found.slowdown) * work.level.max(axis=1)
     else:
         return since_longer(work.window, threshold, hiccups=trouble is not Trouble.VOLATILE)
     first = int(np.argmax(shows)) if shows.any() else len(shows) - 1
@@ -404,6 +409,8 @@ def _judge(work: Work, threshold: float) -> Diagnosis:
     trouble = main if effects[main] >= threshold else Trouble.NONE
     if trouble is Trouble.NONE and effects[Trouble.GARBAGE] >= max(slight(threshold), effects[Trouble.COMPUTE]):
         trouble = main = Trouble.GARBAGE
+    if trouble is Trouble.NONE and effects[Trouble.LENGTHS] >= max(UNEVEN, effects[Trouble.COMPUTE]):
+        trouble = main = Trouble.LENGTHS
     return Diagnosis(
         trouble=trouble,
         slowdown=effects[main],

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 MINIMAL_WIN = 0.02
 """A change for less than this relative win would only make the job flap."""
+LASTING_WIN = 0.005
+"""The same of what does not flap: it stays once it is taken, or is bought by what has been lost."""
 
 NEARLY = 1.15
 """Synchronous SGD is exact, so it is kept, or preferred, where its steps take at most this many times as long as those
@@ -29,6 +31,7 @@ class Option:
     slowdown_after: float  # what is left of the slowdown under it, by simulation; 1: nothing
     refused: str = ""  # why it may not be taken (not allowed, no spare, budget spent); "": it may
     exact: bool = True  # the job stays synchronous SGD; False: it trains by Local-SGD
+    least_win: float = MINIMAL_WIN  # of its steps, relative, below which it is not worth the change
     awaited: bool = False  # dear, and so good that nothing inexact is taken before it, where it mends nearly as well
 
 
@@ -138,9 +141,9 @@ def loss_rate(slowdown: float) -> float:
     return 1.0 if math.isinf(slowdown) else 1.0 - 1.0 / max(slowdown, 1.0)
 
 
-def wins(slowdown: float, after: float) -> bool:
+def wins(slowdown: float, after: float, least: float = MINIMAL_WIN) -> bool:
     """Whether steps at slowdown `after` are enough faster than at `slowdown` to change anything."""
-    return math.isinf(slowdown) or max(after, 1.0) <= (1.0 - MINIMAL_WIN) * slowdown
+    return math.isinf(slowdown) or max(after, 1.0) <= (1.0 - least) * slowdown
 
 
 def expected_remaining(elapsed_seconds: float, durations: Sequence[float], prior_seconds: float = 600.0) -> float:
@@ -175,7 +178,7 @@ def _free_price(option: Option, slowdown: float, horizon: float) -> Price:
     relative = 1.0 - option.slowdown_after / slowdown if math.isfinite(slowdown) else 1.0
     if not option.exact and slowdown < NEARLY * max(1.0, option.slowdown_after):
         return Price(option, gain, False, f"{relative:.0%} faster steps are not worth leaving synchronous SGD")
-    if relative < MINIMAL_WIN:
+    if relative < option.least_win:
         return Price(option, gain, False, f"only {relative:.1%} faster steps")
     return Price(option, gain, True, f"free, {relative:.0%} faster steps")
 
@@ -186,7 +189,7 @@ def _dear_price(option: Option, slowdown: float, left: float, lost_seconds: floa
     gain = max(0.0, loss_rate(slowdown) - loss_rate(option.slowdown_after)) * horizon
     if option.refused:
         return Price(option, gain, False, option.refused)
-    if not wins(left, option.slowdown_after):
+    if not wins(left, option.slowdown_after, option.least_win):
         return Price(option, gain, False, "wins nothing" if left == slowdown else "wins nothing beside what is free")
     if math.isinf(left):
         return Price(option, gain, True, "the job stands still")

@@ -25,7 +25,7 @@ from .connections import Connections
 from .handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # importing registers them with kopf
 from .observe.prometheus import Prometheus
 from .observe.prometheus_access import over_http
-from .runtime import Runtime, read_what_is_nested_deeply, seldom_look_for_garbage
+from .runtime import Runtime, look_at_all_now_and_then, read_what_is_nested_deeply, seldom_look_for_garbage
 from .services.leadership import Lease
 from .services.operator import Operator
 from .services.quarantine import release_all
@@ -107,6 +107,7 @@ class _Edges:
 async def _run(settings: Settings) -> int:
     """The process's exit status."""
     runtime = Runtime()
+    runtime.start(look_at_all_now_and_then(runtime), "garbage")
     if await process.run(settings, runtime, _Edges()):
         return 0
     if isinstance(runtime.failure, InputError):

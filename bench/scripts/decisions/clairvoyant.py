@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .course import first_sign, noticing_seconds
+from .course import first_sign, shows_after
 from .draw import Scenario
 from .world import CALM, Spare, Strain, World, met
 
@@ -37,7 +37,7 @@ def least_cost(scenario: Scenario, world: World, begin: int = 0) -> float:
 def informed_cost(scenario: Scenario, world: World) -> float:
     """From the first sign on. A change of the strain is met by another way to train once it has shown and been decided
     upon, and until then by the way that was best before."""
-    late = noticing_seconds(scenario.job, scenario.depth) + DECISION_SECONDS
+    late = shows_after(scenario) + DECISION_SECONDS
     strains, begin = scenario.timeline.by_second, first_sign(scenario)
     known: dict[tuple[Strain, Strain], tuple[float, float]] = {}
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from pacekeeper_analysis.diagnose.windows import steps_in_window
 
 from .draw import Scenario
-from .world import CALM, Job, Setup, Strain, World, met
+from .world import CALM, Setup, Strain, World, met
 
 WINDOW_STEPS, THRESHOLD = 32, 1.1
 """`spec.detection`, as it is by default."""
@@ -83,20 +83,21 @@ def play(scenario: Scenario, world: World, policy: Policy) -> Course:
     return Course(tuple(lost), math.fsum(slowed), tuple(setups), stood)
 
 
-def noticing_seconds(job: Job, depth: float) -> int:
-    """Until the mean step of a window has grown by the threshold, or all of its steps are slow."""
-    slow = job.step_seconds * depth
+def shows_after(scenario: Scenario) -> int:
+    """Seconds until the mean step of a window has grown by the threshold, or all of its steps are slow, by metrics that
+    are as old as the scenario's."""
+    depth, slow = scenario.depth, scenario.job.step_seconds * scenario.depth
     window = steps_in_window(WINDOW_STEPS, slow)
     steps = min(window, math.ceil(window * (THRESHOLD - 1.0) / (depth - 1.0))) if depth > 1 else window
-    return max(1, math.ceil(steps * slow))
+    return scenario.stale_seconds + max(1, math.ceil(steps * slow))
 
 
 def first_sign(scenario: Scenario) -> int:
     """The second from which on it shows that something is wrong: the same for every policy."""
-    return min(scenario.timeline.end, scenario.timeline.onset + noticing_seconds(scenario.job, scenario.depth))
+    return min(scenario.timeline.end, scenario.timeline.onset + shows_after(scenario))
 
 
 def seen(scenario: Scenario, second: int) -> Strain:
     """What those see who notice a change as late as it shows."""
-    at = second - noticing_seconds(scenario.job, scenario.depth)
+    at = second - shows_after(scenario)
     return scenario.timeline.by_second[at] if at >= 0 else CALM

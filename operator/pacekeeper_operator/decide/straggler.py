@@ -513,16 +513,19 @@ def _spare(observation: Observation, policy: Policy, rank: int | None, answered:
     else:
         refused = _why_not_move(observation, policy, rank)
     cost = observation.restart_seconds + SPARE_SECONDS  # it waits for a checkpoint, so no steps are lost
-    return replace(replace_option(observation, policy, refused=refused), cost_seconds=cost)
+    option = replace_option(observation, policy, refused=refused)
+    return replace(option, cost_seconds=cost, least_win=price.LASTING_WIN)
 
 
 def _spare_is_due(observation: Observation, policy: Policy) -> bool:
     """Slow ranks, mended in part or not at all, have cost as much by now as a spare that could be taken. What was done
     before is measured first."""
     loss = observation.state.adaptation.loss
-    if loss is None or not policy.acts or not price.wins(loss.slowdown, 1.0) or _being_measured(observation):
+    if loss is None or not policy.acts or _being_measured(observation):
         return False
     spare = _spare(observation, policy, observation.metrics.slowest_rank)
+    if not price.wins(loss.slowdown, 1.0, spare.least_win):
+        return False
     return not spare.refused and loss.by(observation.now) >= spare.cost_seconds
 
 

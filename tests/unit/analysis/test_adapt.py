@@ -648,6 +648,19 @@ def test_but_told_anew_where_their_cost_has_changed() -> None:
     assert way.step_seconds < 0.9 * diagnosis.step_seconds
 
 
+@pytest.mark.parametrize("began", [0, 12])
+def test_they_are_balanced_for_little_too_since_that_stays(began: int) -> None:
+    lengths = sequences(6, sigma=0.1)
+    lengths[:began] = lengths.mean()
+    diagnosis = found(of_sequences(lengths))
+    assert diagnosis.trouble is Trouble.LENGTHS
+    assert adapt.UNEVEN <= diagnosis.slowdown < adapt.slight(THRESHOLD)
+    assert len(diagnosis.window.steps) == STEPS - began
+    (way,) = adapt.ways(diagnosis, threshold=THRESHOLD)
+    assert not way.refused
+    assert found(of_sequences(sequences(6, sigma=0.01))).trouble is Trouble.NONE
+
+
 def test_a_slow_rank_is_told_from_long_sequences() -> None:
     diagnosis = found(of_sequences(sequences(4), slow=2.0))
     assert diagnosis.trouble is Trouble.COMPUTE

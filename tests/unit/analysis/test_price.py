@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.price import Loss, Option, choose, expected_remaining, loss_rate
+from pacekeeper_analysis.price import LASTING_WIN, Loss, Option, choose, expected_remaining, loss_rate
 
 SHARES = Option("Rebalance", cost_seconds=0.0, slowdown_after=1.05)
 REPLACE = Option("ReplaceWorker", cost_seconds=30.0, slowdown_after=1.0)
@@ -187,6 +187,14 @@ def test_what_is_refused_is_priced_but_never_taken() -> None:
 
 def test_a_free_remedy_that_wins_next_to_nothing_is_left() -> None:
     assert choose([Option("Rebalance", 0.0, 1.495)], slowdown=1.5, lost_seconds=1e6).chosen is None
+
+
+@pytest.mark.parametrize("option", [SHARES, REPLACE], ids=lambda option: option.remedy)
+def test_what_does_not_flap_may_win_little(option: Option) -> None:
+    lasts = replace(option, slowdown_after=1.0, least_win=LASTING_WIN)
+    assert choose([lasts], slowdown=1.01, lost_seconds=30.0).chosen is not None
+    assert choose([lasts], slowdown=1.004, lost_seconds=30.0).chosen is None, "nor next to nothing"
+    assert choose([replace(option, slowdown_after=1.0)], slowdown=1.01, lost_seconds=30.0).chosen is None
 
 
 @pytest.mark.parametrize(("elapsed", "expected"), [(0.0, 450.0), (500.0, 600.0)])

@@ -9,7 +9,7 @@ import pytest
 
 from bench import decisions
 from bench.scripts.decisions import clairvoyant, draw
-from bench.scripts.decisions.course import Now, first_sign, noticing_seconds, play
+from bench.scripts.decisions.course import Now, first_sign, play, shows_after
 from bench.scripts.decisions.draw import Scenario
 from bench.scripts.decisions.figures import summary, table, worst
 from bench.scripts.decisions.kinds import KINDS
@@ -153,12 +153,20 @@ class TestPolicies:
     def test_shares_only(self) -> None:
         of = scenario(TWICE)
         ways, moved, stood = self.plays("shares only", of)
-        late = noticing_seconds(JOB, of.depth)
+        late = shows_after(of)
         assert {way.shares for way in ways[LEAD_SECONDS + late + 1 : LEAD_SECONDS + 120]} == {
             World(JOB).best_exact(TWICE).shares
         }
         assert ways[0] == ways[-1] == EQUAL
         assert (any(moved), stood) == (False, 0)
+
+    def test_by_old_metrics_all_see_it_as_much_later(self) -> None:
+        fresh, old = (scenario(TWICE, stale_seconds=seconds) for seconds in (0, 15))
+        assert first_sign(old) == first_sign(fresh) + 15
+        begins = [next(n for n, way in enumerate(self.plays("shares only", of)[0]) if way.shares) for of in (fresh, old)]
+        assert begins[1] == begins[0] + 15
+        lost = [clairvoyant.informed_cost(of, World(JOB)) for of in (fresh, old)]
+        assert lost[1] == pytest.approx(lost[0]), "from its first sign on"
 
     def test_greyhound_goes_from_level_to_level_as_the_loss_grows(self) -> None:
         of = scenario(TWICE, 900)

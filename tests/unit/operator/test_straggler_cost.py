@@ -10,7 +10,7 @@ import pytest
 
 from pacekeeper_analysis import shares
 from pacekeeper_analysis.diagnose.windows import steps_in_window
-from pacekeeper_analysis.price import loss_rate
+from pacekeeper_analysis.price import Loss, loss_rate
 from pacekeeper_analysis.reports import RankWindow
 from pacekeeper_operator import ledger
 from pacekeeper_operator.api import Cause, Remedy
@@ -213,6 +213,21 @@ def test_a_spare_that_gets_warm_late_is_taken_then() -> None:
     assert asked.plan.evidence_request
     taken = think(seen(warm, job, asked, 502.0), policy()).draft
     assert [i.remedy for i in taken.state.incidents.open] == [Remedy.REPLACE_WORKER]
+
+
+def test_what_shares_leave_of_a_slow_rank_may_be_little_and_is_paid_for_all_the_same() -> None:
+    """Among many ranks it is a hundredth, for as long as the job trains."""
+    observation, _ = mended()
+
+    def asks(slowdown: float, lost: float = 31.0) -> bool:
+        loss = Loss(lost, observation.now, slowdown)
+        draft = observation.draft.with_adaptation(suspicion=None, loss=loss).with_plan(evidence_request="")
+        draft = draft.with_incidents(current=())
+        return bool(think(observation.with_draft(draft), policy()).draft.plan.evidence_request)
+
+    assert asks(1.01)
+    assert not asks(1.01, lost=30.0), "a spare costs more"
+    assert not asks(1.004)
 
 
 def test_nobody_is_replaced_for_what_is_over() -> None:

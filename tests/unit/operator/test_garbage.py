@@ -1,0 +1,63 @@
+"""What the operator does not use any more is given back, however little it does."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from pacekeeper_operator import runtime
+from pacekeeper_operator.runtime import Runtime
+
+
+class Over(Exception):
+    """Enough has been seen."""
+
+
+class Clock(Runtime):
+    """One whose looks at all objects take `seconds` each."""
+
+    def __init__(self, seconds: float, looks: int) -> None:
+        super().__init__()
+        self.seconds, self.looks = seconds, looks
+        self.now_at = 0.0
+        self.slept = list[float]()
+
+    def monotonic(self) -> float:
+        self.now_at += self.seconds
+        return self.now_at
+
+    async def sleep(self, seconds: float) -> None:
+        if len(self.slept) == self.looks:
+            raise Over
+        self.slept.append(seconds)
+
+
+class Circle:
+    """Of one object."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+async def test_a_circle_that_was_in_use_at_the_last_look_goes_with_the_next() -> None:
+    circle = Circle()
+    gc.collect(1)  # it is among the older ones, of which the thresholds leave most for hours
+    there = weakref.ref(circle)
+    del circle
+    gc.disable()
+    try:
+        with pytest.raises(Over):
+            await runtime.look_at_all_now_and_then(Clock(0.02, looks=1))
+    finally:
+        gc.enable()
+    assert there() is None
+
+
+@pytest.mark.parametrize(("seconds", "pause"), [(0.02, 600.0), (1.2, 1_200.0)])
+async def test_it_takes_a_thousandth_of_the_time_at_most(seconds: float, pause: float) -> None:
+    clock = Clock(seconds, looks=3)
+    with pytest.raises(Over):
+        await runtime.look_at_all_now_and_then(clock)
+    assert clock.slept == pytest.approx([600.0, pause, pause])
