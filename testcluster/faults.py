@@ -11,6 +11,7 @@ from pathlib import Path
 
 from testcluster import api, cgroups, cluster, control_plane, fabric, network, prometheus
 from testcluster.cables import Cable
+from testcluster.node import kubelet_pids
 from testcluster.programs import Programs
 from testcluster.shell import ClusterError
 
@@ -95,6 +96,15 @@ def throttle_node(node: str, millicores: int | None) -> None:
         (folder / "cpu.cfs_quota_us").write_text(str(quota_us))
 
 
+def freeze_kubelet(node: str) -> None:
+    """Its pods run on, and nobody hears of them, nor can end or begin one."""
+    _signal_kubelet(node, signal.SIGSTOP)
+
+
+def thaw_kubelet(node: str) -> None:
+    _signal_kubelet(node, signal.SIGCONT)
+
+
 def node_down(node: str) -> None:
     """Pull all of the node's network cables: then nothing reaches it and nothing comes from it."""
     _plug(node, up=False)
@@ -160,6 +170,11 @@ def shape_uplinks(rate: str) -> None:
 def rehash(seed: int) -> None:
     """The fabric's leaves choose otherwise among equal spines, as switches do after a boot."""
     fabric.network().draw(seed)
+
+
+def _signal_kubelet(node: str, number: signal.Signals) -> None:
+    for pid in kubelet_pids(cluster.member(node)):
+        signal_process(pid, number)
 
 
 def _plug(node: str, up: bool) -> None:

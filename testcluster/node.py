@@ -60,7 +60,15 @@ def kubelet(node: Node, programs: Programs) -> Daemon:
         f"--hostname-override={node.name}",
         f"--node-ip={node.address}",
     )
-    return Daemon(f"{node.name}-kubelet", command, node.namespace, config.read_text())
+    return Daemon(_kubelet_name(node), command, node.namespace, config.read_text())
+
+
+def kubelet_pids(node: Node) -> list[int]:
+    return cgroups.pids(Daemon(_kubelet_name(node), ()).cgroup)
+
+
+def _kubelet_name(node: Node) -> str:
+    return f"{node.name}-kubelet"
 
 
 def proxy(node: Node, programs: Programs) -> Daemon:

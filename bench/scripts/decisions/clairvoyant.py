@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .course import first_sign, shows_after
+from .course import first_sign, seen
 from .draw import Scenario
-from .world import CALM, Spare, Strain, World, met
+from .world import Spare, Strain, World, met
 
 DECISION_SECONDS = 8
 """From the first sign until something is done: a question to the ranks, their answers, and where one answer is not
@@ -31,18 +31,22 @@ def least_cost(scenario: Scenario, world: World, begin: int = 0) -> float:
     """Seconds of training that are lost from `begin` on until the end, at least."""
     strains = scenario.timeline.by_second[begin:]
     rates = {strain: _both(strain, world) for strain in set(strains)}
-    return plan([rates[strain] for strain in strains], world.job.restart_seconds, able=_able(world))
+    seconds = [
+        rates[strain] if world.job.trains(second) else (0.0, 0.0) for second, strain in enumerate(strains, begin)
+    ]
+    return plan(seconds, world.job.restart_seconds, able=_able(world))
 
 
 def informed_cost(scenario: Scenario, world: World) -> float:
     """From the first sign on. A change of the strain is met by another way to train once it has shown and been decided
     upon, and until then by the way that was best before."""
-    late = shows_after(scenario) + DECISION_SECONDS
     strains, begin = scenario.timeline.by_second, first_sign(scenario)
     known: dict[tuple[Strain, Strain], tuple[float, float]] = {}
 
     def rates(second: int) -> tuple[float, float]:
-        now, before = strains[second], strains[second - late] if second >= late else CALM
+        if not world.job.trains(second):
+            return 0.0, 0.0
+        now, before = strains[second], seen(scenario, second - DECISION_SECONDS)
         if (now, before) not in known:
             known[now, before] = _both(now, world) if now == before else _unprepared(now, before, world)
         return known[now, before]

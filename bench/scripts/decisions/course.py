@@ -57,17 +57,18 @@ def play(scenario: Scenario, world: World, policy: Policy) -> Course:
     """A new round takes the job's restart, and is not broken off."""
     setup, coming, left = Setup(), Setup(), 0
     lost, slowed, setups, stood = list[float](), list[float](), list[Setup](), 0
-    before: tuple[Strain, Setup] | None = None
+    before: tuple[Strain, Setup, bool] | None = None
     for second, came in enumerate(scenario.timeline.by_second):
-        if second < policy.due and not left and before == (came, setup):
+        trains = world.job.trains(second)
+        if second < policy.due and not left and before == (came, setup, trains):
             lost.append(lost[-1])
             slowed.append(slowed[-1])
             setups.append(setup)
             continue
-        before = came, setup
+        before = came, setup, trains
         strain = met(came, moved=setup.moved)
-        lost.append(1.0 if left else world.loss(setup.way, strain))
-        slowed.append(1.0 if left else world.slowed(setup.way, strain))
+        lost.append(1.0 if left else world.loss(setup.way, strain) if trains else 0.0)
+        slowed.append(1.0 if left else world.slowed(setup.way, strain) if trains else 0.0)
         setups.append(setup)
         stood += bool(left)
         wish = policy.wish(Now(second, setup, strain, came, stands=bool(left)))
@@ -83,21 +84,23 @@ def play(scenario: Scenario, world: World, policy: Policy) -> Course:
     return Course(tuple(lost), math.fsum(slowed), tuple(setups), stood)
 
 
-def shows_after(scenario: Scenario) -> int:
-    """Seconds until the mean step of a window has grown by the threshold, or all of its steps are slow, by metrics that
-    are as old as the scenario's."""
-    depth, slow = scenario.depth, scenario.job.step_seconds * scenario.depth
-    window = steps_in_window(WINDOW_STEPS, slow)
-    steps = min(window, math.ceil(window * (THRESHOLD - 1.0) / (depth - 1.0))) if depth > 1 else window
-    return scenario.stale_seconds + max(1, math.ceil(steps * slow))
-
-
 def first_sign(scenario: Scenario) -> int:
     """The second from which on it shows that something is wrong: the same for every policy."""
-    return min(scenario.timeline.end, scenario.timeline.onset + shows_after(scenario))
+    job, onset = scenario.job, scenario.timeline.onset
+    shows = job.when(job.trained(onset) + _shows_after(scenario)) + scenario.stale_seconds
+    return min(scenario.timeline.end, math.ceil(shows))
 
 
 def seen(scenario: Scenario, second: int) -> Strain:
     """What those see who notice a change as late as it shows."""
-    at = second - shows_after(scenario)
-    return scenario.timeline.by_second[at] if at >= 0 else CALM
+    job = scenario.job
+    trained = job.trained(max(0, second - scenario.stale_seconds)) - _shows_after(scenario)
+    return scenario.timeline.by_second[int(job.when(trained))] if trained >= 0 else CALM
+
+
+def _shows_after(scenario: Scenario) -> int:
+    """Seconds of training until the mean step of a window has grown by the threshold, or all of its steps are slow."""
+    depth, slow = scenario.depth, scenario.job.step_seconds * scenario.depth
+    window = steps_in_window(WINDOW_STEPS, slow)
+    steps = min(window, math.ceil(window * (THRESHOLD - 1.0) / (depth - 1.0))) if depth > 1 else window
+    return max(1, math.ceil(steps * slow))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,11 @@ SHORTEST, LONGEST = 30, 3600
 DEPTHS = (1.05, 5.0)
 PAUSES = (20, 180)
 """Seconds of each part of a slowdown that flaps, and between two."""
+
+OF_PHASES = 0.3
+"""Of the jobs have phases other than training."""
+PHASES_EVERY, PHASES = (60, 900), (0.02, 0.2)
+"""Seconds from one to the next, and which part of them it takes."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Scenario:
             f"({self.end}), {job.ranks} ranks, spare: {job.spare}, restart {job.restart_seconds} s"
             f"{'' if self.restart_known else ' (not known)'}, noise {job.noise:g}"
             f"{f', metrics {self.stale_seconds} s old' if self.stale_seconds else ''}"
+            f"{f', a phase of {job.phase_seconds} s every {job.phase_every} s' if job.phase_seconds else ''}"
         )
 
 
@@ -51,7 +57,7 @@ def scenario(seed: int, kind: str | None = None, ranks: int | None = None) -> Sc
     weights = np.array([KINDS[name].weight for name in names])
     drawn = str(random.choice(names, p=weights / weights.sum()))
     kind = kind or drawn
-    job = draw_job(random, ranks)
+    job = _with_phases(draw_job(random, ranks), seed)
     lowest, highest = DEPTHS[0], min(DEPTHS[1], KINDS[kind].deepest)
     # What is above 1 is log-uniform: shallow ones are the most frequent, as published, and deep ones are tried, too.
     depth = 1.0 + float(np.exp(random.uniform(np.log(lowest - 1), np.log(highest - 1))))
@@ -87,11 +93,20 @@ def healthy(seed: int, hours: float, ranks: int | None = None) -> Scenario:
     """Nothing goes wrong."""
     random = np.random.default_rng((18, seed))
     timeline = Timeline((Segment(0, round(3600 * hours), CALM),))
-    return Scenario(seed, "healthy", 1.0, "never", draw_job(random, ranks), timeline)
+    return Scenario(seed, "healthy", 1.0, "never", _with_phases(draw_job(random, ranks), seed), timeline)
 
 
 SIZES: Sequence[tuple[int, int]] = ((4, 1), (8, 8), (128, 8))
 """Workers, and ranks of each."""
+
+
+def _with_phases(job: Job, seed: int) -> Job:
+    """Some evaluate, or write checkpoints that take a while."""
+    random = np.random.default_rng((20, seed))
+    if random.random() >= OF_PHASES:
+        return job
+    every, part = int(random.integers(*PHASES_EVERY)), float(random.uniform(*PHASES))
+    return replace(job, phase_every=every, phase_seconds=max(1, round(part * every)))
 
 
 def draw_job(random: np.random.Generator, ranks: int | None = None) -> Job:

@@ -64,6 +64,7 @@ GROUPS: Mapping[str, Callable[[Outcome], object]] = {
     "restart known": lambda each: each.scenario.restart_known,
     "noise": lambda each: each.scenario.job.noise,
     "metrics late by": lambda each: each.scenario.stale_seconds,
+    "phases": lambda each: "some" if each.scenario.job.phase_seconds else "none",
 }
 
 

@@ -99,7 +99,8 @@ class Sight:
 
     def _done(self, piece: Piece, now: float) -> int:
         """The first step of it that is not done by `now`."""
-        return piece.step + max(0, int((now - piece.begin) / piece.seconds))
+        trained = self.world.job.trained
+        return piece.step + max(0, int((trained(now) - trained(piece.begin)) / piece.seconds))
 
     def _step(self, place: int, number: int) -> Step:
         if (place, number) not in self._steps:

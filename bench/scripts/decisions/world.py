@@ -61,6 +61,8 @@ class Job:
     hiccups: float  # share of a rank's steps that take HICCUP times as long
     spare: Spare
     restart_seconds: int
+    phase_every: int = 0  # by the clock: from one evaluation or checkpoint, in which no step is done, to the next
+    phase_seconds: int = 0  # 0: there is none
 
     @property
     def ranks(self) -> int:
@@ -79,6 +81,23 @@ class Job:
     def step_seconds(self) -> float:
         """A step without noise."""
         return self.own_seconds + self.transfer_seconds
+
+    def trained(self, until: float) -> float:
+        """Seconds of steps, rather than of other phases, from 0 on."""
+        if not self.phase_seconds:
+            return until
+        whole, rest = divmod(until, self.phase_every)
+        return whole * (self.phase_every - self.phase_seconds) + min(rest, self.phase_every - self.phase_seconds)
+
+    def when(self, trained: float) -> float:
+        """Until it has trained for so long."""
+        if not self.phase_seconds:
+            return trained
+        whole, rest = divmod(trained, self.phase_every - self.phase_seconds)
+        return whole * self.phase_every + rest
+
+    def trains(self, second: int) -> bool:
+        return self.trained(second + 1) > self.trained(second)
 
 
 @dataclass(frozen=True)

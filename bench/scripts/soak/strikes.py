@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
+from pacekeeper_operator.api import SIDECAR
 from testcluster import faults, release
 from testcluster.shell import ClusterError
 from tests.support.cluster import Cluster
@@ -54,7 +55,11 @@ class Strikes:
             "error raised": lambda job: self._asked(job, "raise"),
             "memory filled": lambda job: self._asked(job, "fill"),
             "rank waits for ever": lambda job: self._asked(job, "hang"),
+            "sidecar killed": self._sidecar_killed,
             "worker deleted": lambda job: f"pod {job.delete_worker(self._rank())}",
+            "spare deleted": self._spare_deleted,
+            "node cordoned": self._cordoned,
+            "kubelet frozen": self._kubelet_frozen,
             "processor taken": self._throttled,
             "link slowed": self._slowed,
             "cable pulled": self._unplugged,
@@ -85,6 +90,34 @@ class Strikes:
         rank = self._rank()
         (job.folder() / f"fault-{rank}").write_text(what)
         return f"rank {rank}"
+
+    def _sidecar_killed(self, job: Job) -> str:
+        worker = job.worker(self._rank())
+        _kill(job.namespace, worker, SIDECAR)
+        return f"SIGKILL to that of {worker}"
+
+    def _spare_deleted(self, job: Job) -> str:
+        ranked = {member["worker"] for member in job.plan()["members"]}
+        spare = next(name for pod in job.pods() if (name := pod["metadata"]["name"]) not in ranked)
+        self.cluster.kubectl("delete", "pod", spare, "-n", job.namespace, "--wait=false")
+        return f"pod {spare}"
+
+    def _cordoned(self, job: Job) -> str:
+        """By a person, who means to drain it."""
+        node = job.node(self._rank())
+
+        def mend() -> None:
+            self.cluster.kubectl("uncordon", node)
+
+        self.mends.callback(_until_done, mend)
+        self.cluster.kubectl("cordon", node)
+        return node
+
+    def _kubelet_frozen(self, job: Job) -> str:
+        node = job.node(self._rank())
+        self.mends.callback(faults.thaw_kubelet, node)
+        faults.freeze_kubelet(node)
+        return f"SIGSTOP to that of {node}"
 
     def _throttled(self, job: Job) -> str:
         worker = job.worker(self._rank())
@@ -129,15 +162,19 @@ class Strikes:
 
     def _operator_killed(self, _job: Job) -> str:
         leader = _leader()
-        for pid in faults.container_pids(release.SYSTEM, leader, "operator"):
-            with suppress(ProcessLookupError):  # the first one takes the others with it
-                faults.signal_process(pid, signal.SIGKILL)
+        _kill(release.SYSTEM, leader, "operator")
         return f"SIGKILL to {leader}"
 
     def _operator_deleted(self, _job: Job) -> str:
         leader = _leader()
         self.cluster.kubectl("delete", "pod", leader, "-n", release.SYSTEM, "--wait=false")
         return leader
+
+
+def _kill(namespace: str, pod: str, container: str) -> None:
+    for pid in faults.container_pids(namespace, pod, container):
+        with suppress(ProcessLookupError):  # the first one takes the others with it
+            faults.signal_process(pid, signal.SIGKILL)
 
 
 def _leader() -> str:

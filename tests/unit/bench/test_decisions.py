@@ -9,7 +9,7 @@ import pytest
 
 from bench import decisions
 from bench.scripts.decisions import clairvoyant, draw
-from bench.scripts.decisions.course import Now, first_sign, play, shows_after
+from bench.scripts.decisions.course import Now, first_sign, play
 from bench.scripts.decisions.draw import Scenario
 from bench.scripts.decisions.figures import summary, table, worst
 from bench.scripts.decisions.kinds import KINDS
@@ -92,6 +92,37 @@ class TestWorld:
         assert world.step_seconds(world.best_exact(uneven), uneven) == pytest.approx(0.5)
 
 
+class TestPhases:
+    """Evaluations and checkpoints: no step is done in them, and none is slow."""
+
+    JOB = replace(JOB, phase_every=60, phase_seconds=15)
+
+    def test_it_has_trained_for_the_rest_of_the_time(self) -> None:
+        assert [self.JOB.trained(until) for until in (0, 44, 45, 60, 61.5, 120)] == [0, 44, 45, 45, 46.5, 90]
+        assert [self.JOB.when(trained) for trained in (0, 44, 46.5, 91)] == [0, 44, 61.5, 121]
+        assert [second for second in range(120) if not self.JOB.trains(second)] == [*range(45, 60), *range(105, 120)]
+
+    def test_nothing_is_lost_in_them_and_they_tell_nothing(self) -> None:
+        of, world = scenario(TWICE, job=self.JOB), World(self.JOB)
+        course = play(of, world, POLICIES["never act"](of, world))
+        whole = play(scenario(TWICE), World(JOB), POLICIES["never act"](of, world))
+        assert course.cost() == pytest.approx(whole.cost() * (120 - 30) / 120)
+        late = first_sign(scenario(TWICE)) - LEAD_SECONDS
+        assert first_sign(of) == LEAD_SECONDS + (late if late <= 15 else late + 15)
+        sight = Sight(world, 1)
+        sight.goes_on(0.0, EQUAL, CALM)
+        assert sight.done(45.2) == sight.done(59.9) == pytest.approx(90, abs=1)
+        assert sight.done(70.2) == pytest.approx(110, abs=1)
+
+    def test_the_clairvoyant_loses_nothing_in_them_either(self) -> None:
+        dead = replace(self.JOB, spare=Spare.DEAD)
+        of = scenario(TWICE, 600, dead)
+        assert clairvoyant.least_cost(of, World(dead)) == pytest.approx(450 * loss_rate(0.6 / 0.5))
+        found = outcome(of)
+        assert found.lost[OURS] >= found.least - 1e-9
+        assert found.times <= 1.3
+
+
 class TestClairvoyant:
     def test_dynamic_programming_equals_trying_all(self) -> None:
         random = np.random.default_rng(1)
@@ -153,7 +184,7 @@ class TestPolicies:
     def test_shares_only(self) -> None:
         of = scenario(TWICE)
         ways, moved, stood = self.plays("shares only", of)
-        late = shows_after(of)
+        late = first_sign(of) - LEAD_SECONDS
         assert {way.shares for way in ways[LEAD_SECONDS + late + 1 : LEAD_SECONDS + 120]} == {
             World(JOB).best_exact(TWICE).shares
         }
@@ -163,7 +194,9 @@ class TestPolicies:
     def test_by_old_metrics_all_see_it_as_much_later(self) -> None:
         fresh, old = (scenario(TWICE, stale_seconds=seconds) for seconds in (0, 15))
         assert first_sign(old) == first_sign(fresh) + 15
-        begins = [next(n for n, way in enumerate(self.plays("shares only", of)[0]) if way.shares) for of in (fresh, old)]
+        begins = [
+            next(n for n, way in enumerate(self.plays("shares only", of)[0]) if way.shares) for of in (fresh, old)
+        ]
         assert begins[1] == begins[0] + 15
         lost = [clairvoyant.informed_cost(of, World(JOB)) for of in (fresh, old)]
         assert lost[1] == pytest.approx(lost[0]), "from its first sign on"
