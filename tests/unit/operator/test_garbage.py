@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import platform
+import resource
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +56,23 @@ async def test_a_circle_that_was_in_use_at_the_last_look_goes_with_the_next() ->
     finally:
         gc.enable()
     assert there() is None
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of the GNU C library")
+async def test_what_is_free_goes_back_to_the_kernel_wherever_it_lies() -> None:
+    pages = [bytes(4_000) for _ in range(10_000)]
+    few = pages[::100]  # they lie between all others
+    del pages
+    before = resident()
+    with pytest.raises(Over):
+        await runtime.look_at_all_now_and_then(Clock(0.02, looks=1))
+    assert len(few) == 100
+    assert before - resident() > 20e6
+
+
+def resident() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize(("seconds", "pause"), [(0.02, 600.0), (1.2, 1_200.0)])
