@@ -92,8 +92,13 @@ lint: $(VENV)/.frameworks ## Style, types, import contracts
 format: venv ## Bring the code into its standard form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-test-unit: $(VENV)/.frameworks native ## Tests of decisions: no cluster, no ranks
-	$(BIN)/pytest tests/unit
+test-unit: test-unit-simulation test-unit-others ## Tests of decisions: no cluster, no ranks
+
+test-unit-simulation: $(VENV)/.frameworks native
+	$(BIN)/pytest tests/unit/simulation
+
+test-unit-others: $(VENV)/.frameworks native
+	$(BIN)/pytest tests/unit --ignore=tests/unit/simulation
 
 test-simulation: venv ## Disasters: the real operator in simulated clusters, 40 known ones and 60 new ones
 	nice $(BIN)/python -m simulation run 0-39 --fresh 60
@@ -107,9 +112,10 @@ test-cluster: venv ## The real cluster
 test-torch: native $(OLDEST)/.ready ## All of the trainer's with the oldest torch
 	$(OLDEST)/bin/pytest tests/unit/analysis tests/unit/trainer tests/distributed $(WITHOUT_OPERATOR) $(WITHOUT_SCIPY)
 
-# What no load can disturb goes side by side: lint and unit tests have one busy process each, disasters take what is left.
+# What no load can disturb goes side by side: the unit tests in two halves, then lint, then disasters, which take what is
+# left.
 test: $(VENV)/.frameworks native $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters
-	$(MAKE) --jobs=3 --output-sync=target lint test-unit test-simulation
+	$(MAKE) --jobs=3 --output-sync=target test-unit-others test-unit-simulation lint test-simulation
 	$(OLDEST)/bin/pytest -m oldest_torch tests/distributed $(WITHOUT_OPERATOR)
 	$(BIN)/pytest tests/distributed tests/cluster
 
@@ -139,4 +145,4 @@ bench: venv native
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help python venv lock compiler native cluster cluster-down lint format test-unit test-simulation test-distributed test-cluster test-torch has-torch test-gpu test fuzz demo bench
+.PHONY: help python venv lock compiler native cluster cluster-down lint format test-unit test-unit-simulation test-unit-others test-simulation test-distributed test-cluster test-torch has-torch test-gpu test fuzz demo bench
