@@ -513,8 +513,9 @@ def _spare(observation: Observation, policy: Policy, rank: int | None, answered:
     else:
         refused = _why_not_move(observation, policy, rank)
     cost = observation.restart_seconds + SPARE_SECONDS  # it waits for a checkpoint, so no steps are lost
-    option = replace_option(observation, policy, refused=refused)
-    return replace(option, cost_seconds=cost, least_win=price.LASTING_WIN)
+    # What is left of a rank that is slow for sure may be little; of one that is a little slow, it may be luck.
+    least = price.LASTING_WIN if observation.has_straggler else price.MINIMAL_WIN
+    return replace(replace_option(observation, policy, refused=refused), cost_seconds=cost, least_win=least)
 
 
 def _spare_is_due(observation: Observation, policy: Policy) -> bool:

@@ -423,6 +423,12 @@ def test_and_a_spare_where_shares_cannot_mend_it_once_that_is_paid_for() -> None
     assert (incident.rank, incident.remedy) == (2, Remedy.REPLACE_WORKER)
 
 
+def test_but_none_for_what_may_be_luck_however_long_it_lasts() -> None:
+    by_luck, surely = (answered(little(pace, lasts=20_000.0), pace) for pace in (1.015, 1.05))
+    assert not by_luck.draft.state.incidents.current
+    assert surely.draft.state.incidents.current
+
+
 def test_it_is_judged_by_all_windows_and_not_by_the_few_steps_of_one_answer() -> None:
     """By those it was slow by 1.055 only, where one step may be off by 10 %."""
     thought = answered(little(lasts=900.0, error=0.1), 1.055)
