@@ -25,7 +25,13 @@ from .connections import Connections
 from .handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # importing registers them with kopf
 from .observe.prometheus import Prometheus
 from .observe.prometheus_access import over_http
-from .runtime import Runtime, look_at_all_now_and_then, read_what_is_nested_deeply, seldom_look_for_garbage
+from .runtime import (
+    Runtime,
+    have_one_heap,
+    look_at_all_now_and_then,
+    read_what_is_nested_deeply,
+    seldom_look_for_garbage,
+)
 from .services.leadership import Lease
 from .services.operator import Operator
 from .services.quarantine import release_all
@@ -48,6 +54,7 @@ def main() -> int:
     for chatty in ("kopf", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     files.raise_limit()
+    have_one_heap()
     seldom_look_for_garbage()
     read_what_is_nested_deeply()
     return asyncio.run(_run(settings) if arguments.command == "run" else _release_all())

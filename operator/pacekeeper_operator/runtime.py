@@ -43,6 +43,17 @@ def seldom_look_for_garbage() -> None:
     gc.set_threshold(*GARBAGE)
 
 
+_ARENA_MAX = -8
+"""glibc's M_ARENA_MAX."""
+
+
+def have_one_heap() -> None:
+    """For all threads of this process, from now on. glibc gives each of the first ones its own, and what comes and goes
+    (answers of Prometheus, say) leaves holes of megabytes in each."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+
+
 FULL_SECONDS, FULL_REST = 600.0, 1000.0
 """Between two looks at all objects, at least, and times the last one's duration."""
 

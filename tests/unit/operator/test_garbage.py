@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import platform
 import resource
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 
 from pacekeeper_operator import runtime
 from pacekeeper_operator.runtime import Runtime
+
+GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of the GNU C library")
 
 
 class Over(Exception):
@@ -58,7 +62,7 @@ async def test_a_circle_that_was_in_use_at_the_last_look_goes_with_the_next() ->
     assert there() is None
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of the GNU C library")
+@GLIBC
 async def test_what_is_free_goes_back_to_the_kernel_wherever_it_lies() -> None:
     pages = [bytes(4_000) for _ in range(10_000)]
     few = pages[::100]  # they lie between all others
@@ -68,6 +72,28 @@ async def test_what_is_free_goes_back_to_the_kernel_wherever_it_lies() -> None:
         await runtime.look_at_all_now_and_then(Clock(0.02, looks=1))
     assert len(few) == 100
     assert before - resident() > 20e6
+
+
+IN_A_THREAD = """
+import threading, sys
+from pathlib import Path
+from pacekeeper_operator.runtime import have_one_heap
+if sys.argv[1:]:
+    have_one_heap()
+kept = []
+thread = threading.Thread(target=lambda: kept.append(bytes(10_000)))
+thread.start()
+thread.join()
+heap = next(line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "[heap]" in line)
+print(int(heap[0], 16) <= id(kept[0]) < int(heap[1], 16))
+"""
+
+
+@GLIBC
+@pytest.mark.parametrize("one", [False, True])
+def test_threads_have_no_heaps_of_their_own(one: bool) -> None:
+    command = [sys.executable, "-c", IN_A_THREAD, *["one"] * one]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == str(one)
 
 
 def resident() -> int:
