@@ -240,6 +240,27 @@ class TestLengths:
         assert thought.draft.state.adaptation.vain is not None
         assert thought.draft.state.adaptation.vain.hold > 100, "looked into ever more seldom"
 
+    def test_and_where_they_cost_little_and_the_loader_does_not_know_them(self) -> None:
+        """Balanced they are from 1.01 on; where nobody can, that is no reason to ask for ever."""
+        lengths = np.rint(np.random.default_rng(1).lognormal(6.0, 0.1, (STEPS, 4, 8)))
+        costs = lengths.sum(axis=2)
+
+        def answers(request: str) -> tuple[Evidence, ...]:
+            told = windows(request, lengths=lengths, drawn=costs / costs.mean())
+            return tuple(
+                replace(each, windows=tuple(replace(window, squares=()) for window in each.windows)) for each in told
+            )
+
+        world = change_members(replace(training(), metrics=self.UNEVEN), sync_mode="Sync")
+        thought = think(world, policy())
+        for look in range(30):
+            world = change_members(later(thought, world, 20.0, evidence=()), step=560 + 40 * look)
+            request = thought.draft.plan.evidence_request
+            thought = think(replace(world, evidence=answers(request) if request else ()), policy())
+        assert not thought.draft.state.incidents.current
+        assert thought.draft.state.adaptation.vain is not None
+        assert thought.draft.state.adaptation.vain.hold > 100, "looked into ever more seldom"
+
     def test_where_they_may_not_be_it_is_written_down_once(self) -> None:
         of_policy = policy(allow=frozenset({Remedy.REBALANCE}))
         world = change_members(replace(training(), metrics=self.UNEVEN), sync_mode="Sync")
