@@ -279,7 +279,7 @@ class TestBrokenInLocalSgd:
 
         assert suspected(with_loss(6.0)).state.adaptation.suspicion == Suspicion(since=NOW, step_seconds=0.1)
         assert suspected(with_loss(5.9)).state.adaptation.suspicion is None
-        assert suspected(with_loss(6.0, slowdown=1.01)).state.adaptation.suspicion is None, "it costs nothing any more"
+        assert suspected(with_loss(6.0, slowdown=1.004)).state.adaptation.suspicion is None, "it costs nothing any more"
         known = with_loss(6.0, known=suspicion())
         asked = known.with_draft(known.draft.with_plan(evidence_request="ask"))
         alone = tuple(replace(e, windows=tuple(_alone(w) for w in e.windows)) for e in windows(slow=1.5))
