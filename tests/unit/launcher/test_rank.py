@@ -172,7 +172,7 @@ def test_a_rank_leads_a_group_of_its_own_and_takes_it_along(runner: Runner) -> N
 
 
 def test_a_rank_has_a_fresh_ring_and_gives_its_stack_on_a_signal(runner: Runner) -> None:
-    pid = runner.start("import time\ndef wait_here():\n    time.sleep(60)\nprint('ready')\nwait_here()")
+    pid = runner.start("import time\ndef wait_here():\n    print('ready')\n    time.sleep(60)\nwait_here()")
     wait_for(lambda: "ready" in (runner.folder / "out").read_text())
     state = RingReader(runner.folder / "ring").state()
     assert (state["rank"], state["round"], state["pid"]) == (3, 2, 0)
