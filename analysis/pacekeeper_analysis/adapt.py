@@ -68,8 +68,8 @@ COLLECTS_EVERY, STEPS_BEFORE = 50, 50
 that is taken to be known."""
 PAUSE = 0.25
 """Of the longest collection, at least, is one that is worth planning."""
-UNEVEN = 1.01
-"""From this slowdown on lengths are balanced: that costs nothing, and stays."""
+LITTLE = 1.01
+"""From this slowdown on what is MENDED_FOR_GOOD is dealt with."""
 SAME_COST = 0.02
 """Costs by which the ranks' parts of a step differ by less balance alike."""
 AS_GOOD = 1.1
@@ -86,6 +86,10 @@ class Trouble(StrEnum):
     COMMUNICATION = "Communication"  # steps outlast the ranks' own work by more than in the job's first steady steps
     GARBAGE = "Garbage"  # garbage collections of different ranks fall into different steps, and all wait for each
     LENGTHS = "Lengths"  # cost follows the samples (sequence lengths), which are dealt unevenly
+
+
+MENDED_FOR_GOOD = (Trouble.GARBAGE, Trouble.LENGTHS)
+"""What is mended for it costs nothing, and stays: planned collections, balanced samples."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class Way:
     def option(self, refused: str = "") -> price.Option:
         """For `price.choose`: a free live change. refused: a further reason why it may not be taken."""
         exact = self.mode is SyncMode.SYNC
-        least = price.LASTING_WIN if self.remedy == BALANCE_LENGTHS else price.MINIMAL_WIN
+        least = price.LASTING_WIN if self.remedy in {PLAN_GARBAGE, BALANCE_LENGTHS} else price.MINIMAL_WIN
         return price.Option(self.remedy, 0.0, self.slowdown_after, self.refused or refused, exact, least)
 
     def applied_to(self, plan: Plan) -> Plan:
@@ -139,8 +143,7 @@ class Way:
 def diagnose(windows: Sequence[RankWindow], threshold: float, known: KnownPaces | None = None) -> Diagnosis | None:
     """What costs the synchronous job most.
 
-    `Trouble.NONE` where no trouble has an S of `threshold` or more; of `GARBAGE`, which costs nothing to be rid of, of
-    `slight(threshold)`; of `LENGTHS`, which then are balanced for good, of `UNEVEN`. None where the windows cannot
+    `Trouble.NONE` where no trouble has an S of `threshold` or more, and none that is MENDED_FOR_GOOD of LITTLE. None where the windows cannot
     tell: ranks are missing, fewer than 8 common steps since the shares last changed, or a Local-SGD mode is in force;
     or it has begun in the last few steps. One that has begun within the windows is judged by the steps since: those
     before would only make it look less.
@@ -407,10 +410,9 @@ def _judge(work: Work, threshold: float) -> Diagnosis:
     effects = {trouble: now / (now - min(max(0.0, seconds), 0.99 * now)) for trouble, seconds in lost.items()}
     main = max(effects, key=lambda trouble: effects[trouble])
     trouble = main if effects[main] >= threshold else Trouble.NONE
-    if trouble is Trouble.NONE and effects[Trouble.GARBAGE] >= max(slight(threshold), effects[Trouble.COMPUTE]):
-        trouble = main = Trouble.GARBAGE
-    if trouble is Trouble.NONE and effects[Trouble.LENGTHS] >= max(UNEVEN, effects[Trouble.COMPUTE]):
-        trouble = main = Trouble.LENGTHS
+    lasting = max(MENDED_FOR_GOOD, key=lambda each: effects[each])
+    if trouble is Trouble.NONE and effects[lasting] >= max(LITTLE, effects[Trouble.COMPUTE]):
+        trouble = main = lasting
     return Diagnosis(
         trouble=trouble,
         slowdown=effects[main],

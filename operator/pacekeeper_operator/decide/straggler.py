@@ -50,6 +50,9 @@ PATIENCE_SECONDS = 20.0
 """So long waits are looked into at least, before they are taken for the job's own way."""
 NAMING_SECONDS = 15.0
 """So long a trouble about which nothing can be done may take to show where it is, before it is told without."""
+NEWS = 0.25
+"""Of the threshold's excess: steps that are longer by so much than those that were looked into in vain are news. What
+garbage and lengths cost is much less than the threshold when it is worth mending."""
 FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS = 60.0, 3600.0
 """After a look in vain, the next one that nothing new calls for; doubled each time."""
 CAUSES = {
@@ -115,7 +118,10 @@ def _as_ever(observation: Observation, found: Diagnosis) -> bool:
     lengths that cannot be balanced better, or cost little and cannot be balanced at all, and garbage that cannot be
     planned better."""
     plan, little = observation.plan, found.slowdown < observation.job.spec.detection.straggler_slowdown
-    settled = {Trouble.LENGTHS: plan.sequence_cost is not None or little, Trouble.GARBAGE: plan.garbage_every > 0}
+    settled = {
+        Trouble.LENGTHS: plan.sequence_cost is not None or little,
+        Trouble.GARBAGE: plan.garbage_every > 0 or little,
+    }
     if settled.get(found.trouble, False):
         return all(way.refused for way in _ways(observation, found))
     if found.trouble is not Trouble.VOLATILE:
@@ -324,7 +330,8 @@ def _held(observation: Observation) -> bool:
     vain = observation.state.adaptation.vain
     if vain is None or observation.now - vain.at > vain.hold:
         return False
-    return observation.step_seconds < vain.step_seconds * observation.job.spec.detection.straggler_slowdown
+    excess = observation.job.spec.detection.straggler_slowdown - 1.0
+    return observation.step_seconds < vain.step_seconds * (1.0 + NEWS * excess)
 
 
 def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
@@ -526,9 +533,8 @@ def _spare_is_due(observation: Observation, policy: Policy) -> bool:
     if loss is None or not policy.acts or _being_measured(observation):
         return False
     spare = _spare(observation, policy, observation.metrics.slowest_rank)
-    if not price.wins(loss.slowdown, 1.0, spare.least_win):
-        return False
-    return not spare.refused and loss.by(observation.now) >= spare.cost_seconds
+    is_worth_it = price.wins(loss.slowdown, 1.0, spare.least_win) and loss.by(observation.now) >= spare.cost_seconds
+    return is_worth_it and not spare.refused
 
 
 def _why_not_move(observation: Observation, policy: Policy, rank: int | None) -> str:

@@ -321,10 +321,12 @@ class TestLookingInVain:
         assert thought.draft.state.adaptation.suspicion is not None
         assert thought.draft.state.adaptation.suspicion.since == world.now
 
-    def test_it_is_looked_into_again_at_once_when_its_steps_grow(self) -> None:
+    @pytest.mark.parametrize("longer", [1.01, 1.03, 3.0])
+    def test_it_is_looked_into_again_at_once_when_its_steps_grow(self, longer: float) -> None:
+        """By what little of their trouble is dealt with, too."""
         thought, world = self.vain()
-        worse = later(thought, world, 5.0, metrics=SLOW_LINK)
-        assert think(worse, policy()).draft.plan.evidence_request
+        worse = later(thought, world, 5.0, metrics=replace(self.WAITS, step_seconds=longer * FIRST))
+        assert bool(think(worse, policy()).draft.plan.evidence_request) is (longer > 1.025)
 
 
 class TestMeasured:
