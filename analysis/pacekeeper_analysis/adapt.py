@@ -143,10 +143,10 @@ class Way:
 def diagnose(windows: Sequence[RankWindow], threshold: float, known: KnownPaces | None = None) -> Diagnosis | None:
     """What costs the synchronous job most.
 
-    `Trouble.NONE` where no trouble has an S of `threshold` or more, and none that is MENDED_FOR_GOOD of LITTLE. None where the windows cannot
-    tell: ranks are missing, fewer than 8 common steps since the shares last changed, or a Local-SGD mode is in force;
-    or it has begun in the last few steps. One that has begun within the windows is judged by the steps since: those
-    before would only make it look less.
+    `Trouble.NONE` where no trouble has an S of `threshold` or more, and none that is MENDED_FOR_GOOD of LITTLE. None
+    where the windows cannot tell: ranks are missing, fewer than 8 common steps since the shares last changed, or a
+    Local-SGD mode is in force; or it has begun in the last few steps. One that has begun within the windows is judged
+    by the steps since: those before would only make it look less.
 
     known: ranks that are slow by more steps than these; they are judged by those.
     """
@@ -171,8 +171,7 @@ def diagnose(windows: Sequence[RankWindow], threshold: float, known: KnownPaces 
 
 
 def slight(threshold: float) -> float:
-    """The slowdown from which on something below the threshold is dealt with where it is free to be rid of, and below
-    which it is over."""
+    """The slowdown below which a trouble of `threshold` is over."""
     return 1.0 + (threshold - 1.0) / 2
 
 

@@ -115,14 +115,10 @@ def all_work_has_grown(observation: Observation) -> bool:
 
 def _as_ever(observation: Observation, found: Diagnosis) -> bool:
     """Ranks that are slow in turns a little, or since the job's first steady steps, are its own way: left alone. So are
-    lengths that cannot be balanced better, or cost little and cannot be balanced at all, and garbage that cannot be
-    planned better."""
+    lengths and garbage that cannot be planned better, or cost little and cannot be planned at all."""
     plan, little = observation.plan, found.slowdown < observation.job.spec.detection.straggler_slowdown
-    settled = {
-        Trouble.LENGTHS: plan.sequence_cost is not None or little,
-        Trouble.GARBAGE: plan.garbage_every > 0 or little,
-    }
-    if settled.get(found.trouble, False):
+    planned = {Trouble.LENGTHS: plan.sequence_cost is not None, Trouble.GARBAGE: plan.garbage_every > 0}
+    if found.trouble in planned and (planned[found.trouble] or little):
         return all(way.refused for way in _ways(observation, found))
     if found.trouble is not Trouble.VOLATILE:
         return False
