@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,13 @@ def container_pids(namespace: str, pod: str, container: str) -> list[int]:
 def signal_process(pid: int, number: signal.Signals) -> None:
     """SIGKILL makes a crash, SIGSTOP a hang."""
     os.kill(pid, number)
+
+
+def kill_container(namespace: str, pod: str, container: str) -> None:
+    """SIGKILL to all of its processes."""
+    for pid in container_pids(namespace, pod, container):
+        with suppress(ProcessLookupError):  # the first one takes the others with it
+            signal_process(pid, signal.SIGKILL)
 
 
 def used_millicores(namespace: str, pod: str, container: str, seconds: float = 2.0) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -213,8 +212,7 @@ def killing_the_operator(cluster: Cluster, dice: random.Random) -> Iterator[list
 
 
 def kill_process(_cluster: Cluster, pod: str) -> None:
-    for pid in faults.container_pids(release.SYSTEM, pod, "operator"):
-        faults.signal_process(pid, signal.SIGKILL)
+    faults.kill_container(release.SYSTEM, pod, "operator")
 
 
 def delete_pod(cluster: Cluster, pod: str) -> None:

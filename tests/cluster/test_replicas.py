@@ -64,8 +64,7 @@ def told_to_end(cluster: Cluster, pod: str) -> Callable[[], None]:
 
 
 def killed(_cluster: Cluster, pod: str) -> Callable[[], None]:
-    for pid in faults.container_pids(release.SYSTEM, pod, "operator"):
-        faults.signal_process(pid, signal.SIGKILL)
+    faults.kill_container(release.SYSTEM, pod, "operator")
     return lambda: None
 
 

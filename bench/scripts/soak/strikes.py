@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -93,7 +92,7 @@ class Strikes:
 
     def _sidecar_killed(self, job: Job) -> str:
         worker = job.worker(self._rank())
-        _kill(job.namespace, worker, SIDECAR)
+        faults.kill_container(job.namespace, worker, SIDECAR)
         return f"SIGKILL to that of {worker}"
 
     def _spare_deleted(self, job: Job) -> str:
@@ -162,19 +161,13 @@ class Strikes:
 
     def _operator_killed(self, _job: Job) -> str:
         leader = _leader()
-        _kill(release.SYSTEM, leader, "operator")
+        faults.kill_container(release.SYSTEM, leader, "operator")
         return f"SIGKILL to {leader}"
 
     def _operator_deleted(self, _job: Job) -> str:
         leader = _leader()
         self.cluster.kubectl("delete", "pod", leader, "-n", release.SYSTEM, "--wait=false")
         return leader
-
-
-def _kill(namespace: str, pod: str, container: str) -> None:
-    for pid in faults.container_pids(namespace, pod, container):
-        with suppress(ProcessLookupError):  # the first one takes the others with it
-            faults.signal_process(pid, signal.SIGKILL)
 
 
 def _leader() -> str:
