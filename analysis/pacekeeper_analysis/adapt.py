@@ -605,9 +605,11 @@ def _by_clock(own: Seconds, transfer: float) -> tuple[float, float]:
 
 
 def _planned_garbage(work: Work, reference: float, in_force: int) -> Way:
-    """Where a plan that is in force is no rarer, the ranks collect apart whatever it says."""
-    every, cost = _plan_garbage(work.garbage)
-    after = work.longest(work.working) + cost + work.exposed
+    """Under a plan that is in force only the script itself collects, and goes on to, however often the plan does."""
+    apart = _collected_apart(work.garbage)
+    every, cost = _plan_garbage(apart)
+    together = work.longest(work.garbage - apart)
+    after = work.longest(work.working) + cost + together + work.exposed
     return Way(
         PLAN_GARBAGE,
         SyncMode.SYNC,
@@ -615,7 +617,7 @@ def _planned_garbage(work: Work, reference: float, in_force: int) -> Way:
         after / reference,
         f"garbage collection every {every} steps, on all ranks in the same step",
         garbage_every=every,
-        refused="garbage is collected as often by plan already" if 0 < in_force <= every else "",
+        refused="garbage is collected by plan already, and the script collects beside it" if in_force else "",
     )
 
 

@@ -47,10 +47,14 @@ _ARENA_MAX = -8
 """glibc's M_ARENA_MAX."""
 
 
+_NOT_GLIBC = (AttributeError, OSError)
+"""By ctypes, where another C library is in its place, or one that is part of Python."""
+
+
 def have_one_heap() -> None:
     """For all threads of this process, from now on. glibc gives each of the first ones its own, and what comes and goes
     (answers of Prometheus, say) leaves holes of megabytes in each."""
-    with suppress(AttributeError):
+    with suppress(*_NOT_GLIBC):
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
@@ -67,7 +71,7 @@ async def look_at_all_now_and_then(runtime: Runtime) -> None:
         await runtime.sleep(pause)
         began = runtime.monotonic()
         gc.collect()
-        with suppress(AttributeError):  # glibc's; by itself it gives back only what lies at the end of its memory
+        with suppress(*_NOT_GLIBC):  # which by itself gives back only what lies at the end of its memory
             ctypes.CDLL(None).malloc_trim(0)
         pause = max(FULL_SECONDS, FULL_REST * (runtime.monotonic() - began))
 

@@ -39,20 +39,30 @@ def least_cost(scenario: Scenario, world: World, begin: int = 0) -> float:
 
 def informed_cost(scenario: Scenario, world: World) -> float:
     """From the first sign on. A change of the strain is met by another way to train once it has shown and been decided
-    upon, and until then by the way that was best before."""
-    strains, begin = scenario.timeline.by_second, first_sign(scenario)
+    upon, and until then by the way that was best before; or the way for one strain is kept from then on, since what
+    comes and goes is back before it shows."""
+    strains, seconds = scenario.timeline.by_second, range(first_sign(scenario), scenario.timeline.end)
+    shown = [seen(scenario, second - DECISION_SECONDS) for second in seconds]
     known: dict[tuple[Strain, Strain], tuple[float, float]] = {}
 
-    def rates(second: int) -> tuple[float, float]:
+    def rates(second: int, met_for: Strain) -> tuple[float, float]:
         if not world.job.trains(second):
             return 0.0, 0.0
-        now, before = strains[second], seen(scenario, second - DECISION_SECONDS)
-        if (now, before) not in known:
-            known[now, before] = _both(now, world) if now == before else _unprepared(now, before, world)
-        return known[now, before]
+        now = strains[second]
+        if (now, met_for) not in known:
+            known[now, met_for] = _both(now, world) if now == met_for else _unprepared(now, met_for, world)
+        return known[now, met_for]
 
-    seconds = [rates(second) for second in range(begin, scenario.timeline.end)]
-    return plan(seconds, world.job.restart_seconds, able=_able(world), earliest=DECISION_SECONDS)
+    def cost(ways_for: Sequence[Strain]) -> float:
+        of_each = [rates(second, strain) for second, strain in zip(seconds, ways_for, strict=True)]
+        return plan(of_each, world.job.restart_seconds, able=_able(world), earliest=DECISION_SECONDS)
+
+    return min(cost(shown), *(cost(_kept(shown, strain)) for strain in dict.fromkeys(shown)))
+
+
+def _kept(shown: Sequence[Strain], strain: Strain) -> list[Strain]:
+    first = shown.index(strain)
+    return [*shown[:first], *[strain] * (len(shown) - first)]
 
 
 def plan(rates: Rates, restart: int, *, able: bool, earliest: int = 0) -> float:

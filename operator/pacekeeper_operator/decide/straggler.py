@@ -69,7 +69,7 @@ OTHER_PRIOR_SECONDS = 600.0
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
     due = _spare_is_due(observation, policy)
-    found = diagnose(observation, observation.job.spec.detection.straggler_slowdown if due else BROKEN)
+    found = _found(observation, policy, observation.job.spec.detection.straggler_slowdown if due else BROKEN)
     if found is None:
         return None
     little = due or _lasting(observation) is not None if found.culprits else _shares_misfit(observation, found)
@@ -78,6 +78,19 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     if found.trouble is Trouble.NONE or _as_ever(observation, found) or _is_looked_into(observation, found):
         return None
     return _decide(observation, policy, found)
+
+
+def _found(observation: Observation, policy: Policy, slow: float = BROKEN) -> Diagnosis | None:
+    """What the evidence says (`diagnose`), without the little that nobody may, or can, be rid of: named, it would hide
+    a rank that is slow by no more."""
+    found = diagnose(observation, slow)
+    if found is None or found.trouble not in adapt.MENDED_FOR_GOOD:
+        return found
+    if found.slowdown >= observation.job.spec.detection.straggler_slowdown:
+        return found
+    ways = _ways(observation, found)
+    stays = not policy.acts or all(way.refused or _refusal(observation, policy, found, way) for way in ways)
+    return replace(found, trouble=Trouble.NONE) if stays else found
 
 
 def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None:
@@ -115,10 +128,10 @@ def all_work_has_grown(observation: Observation) -> bool:
 
 def _as_ever(observation: Observation, found: Diagnosis) -> bool:
     """Ranks that are slow in turns a little, or since the job's first steady steps, are its own way: left alone. So are
-    lengths and garbage that cannot be planned better, or cost little and cannot be planned at all."""
-    plan, little = observation.plan, found.slowdown < observation.job.spec.detection.straggler_slowdown
+    lengths and garbage that are planned, and cannot be planned better."""
+    plan = observation.plan
     planned = {Trouble.LENGTHS: plan.sequence_cost is not None, Trouble.GARBAGE: plan.garbage_every > 0}
-    if found.trouble in planned and (planned[found.trouble] or little):
+    if planned.get(found.trouble, False):
         return all(way.refused for way in _ways(observation, found))
     if found.trouble is not Trouble.VOLATILE:
         return False
@@ -149,7 +162,7 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
     grown = observation.step_seconds > suspicion.step_seconds * observation.job.spec.detection.straggler_slowdown
     if grown and (not slow or now - suspicion.since > PATIENCE_SECONDS):
         suspicion = replace(suspicion, since=now, step_seconds=observation.step_seconds)  # another trouble, now
-    elif waits and not slow and _in_vain(observation, suspicion) and not _shows(observation):
+    elif waits and not slow and _in_vain(observation, suspicion) and not _shows(observation, policy):
         return _give_up(observation, suspicion.step_seconds)
     if now - suspicion.asked_at <= pause_between_questions(now - suspicion.since):
         return draft
@@ -157,7 +170,7 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         return _drop(draft)
     if len(observation.evidence) < len(observation.plan.members) and now - suspicion.asked_at <= ANSWER_SECONDS:
         return draft
-    found = diagnose(observation)
+    found = _found(observation, policy)
     if found is not None:
         shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
         clear_at = now if shown is Trouble.NONE else suspicion.clear_at
@@ -322,9 +335,10 @@ def _shares_misfit(observation: Observation, found: Diagnosis) -> bool:
 
 
 def _held(observation: Observation) -> bool:
-    """Waits have been looked into, and steps have not become longer since."""
+    """Waits have been looked into, and steps have not become longer since. Not in a look that is under way: it ends as
+    the last one did, or what is longer by luck would be news each time."""
     vain = observation.state.adaptation.vain
-    if vain is None or observation.now - vain.at > vain.hold:
+    if vain is None or observation.now - vain.at > vain.hold or observation.state.adaptation.suspicion is not None:
         return False
     excess = observation.job.spec.detection.straggler_slowdown - 1.0
     return observation.step_seconds < vain.step_seconds * (1.0 + NEWS * excess)
@@ -337,9 +351,9 @@ def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
     return quiet and observation.now - suspicion.since > max(PATIENCE_SECONDS, window)
 
 
-def _shows(observation: Observation) -> bool:
+def _shows(observation: Observation, policy: Policy) -> bool:
     """The answers at hand show trouble, which those before them did not."""
-    found = diagnose(observation)
+    found = _found(observation, policy)
     return found is not None and found.trouble is not Trouble.NONE and not _as_ever(observation, found)
 
 

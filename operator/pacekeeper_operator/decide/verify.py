@@ -21,7 +21,7 @@ SETTLED_WINDOWS = 1.5
 SETTLED_SECONDS = 2.0
 """So much of the time with new shares tells what they have mended, and MINIMAL_STEPS."""
 HELPED = 0.98
-"""A slowdown that has fallen by less is noise."""
+"""A slowdown that has changed by less is noise."""
 HORIZON_SECONDS = 600.0
 """Over which gains are reckoned where nothing is known of the fault's duration."""
 LASTS = {Cause.GPU_WARNING: gpu_warning.lasts, Cause.NODE_LEAVING: node_leaving.lasts}
@@ -122,12 +122,17 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
             steps_lost=0,
             slowdown_after=after,
             measured_gain=(price.loss_rate(before) - price.loss_rate(after)) * HORIZON_SECONDS,
-            outcome=outcome if after < HELPED * before else Outcome.NOT_HELPED,
+            outcome=outcome if _has_helped(before, after) else Outcome.NOT_HELPED,
         )
     patience = max(MEASURE_SECONDS, 2 * window * observation.step_seconds)
     if observation.now - incident.decided > patience and not observation.metrics.untold:
         return replace(incident, outcome=Outcome.NOT_HELPED)
     return incident
+
+
+def _has_helped(before: float, after: float) -> bool:
+    """Slowdowns. Where all of it is no more than noise, no fall shows; but then it must not have become larger."""
+    return after < HELPED * before if HELPED * before > 1.0 else HELPED * after <= before
 
 
 def _is_probed(observation: Observation, incident: Incident) -> bool:

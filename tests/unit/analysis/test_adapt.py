@@ -556,10 +556,20 @@ def test_garbage_that_no_plan_stops_is_not_planned_again() -> None:
     """The script collects by itself, too."""
     pauses = np.where(np.random.default_rng(0).random((STEPS, 4)) < 0.1, WORK, 0.0)
     diagnosis = found(windows(work(15), garbage=pauses))
-    (again,) = adapt.ways(diagnosis, threshold=THRESHOLD, garbage_every=10)
-    assert "already" in again.refused
-    (oftener,) = adapt.ways(diagnosis, threshold=THRESHOLD, garbage_every=100)
-    assert not oftener.refused, "a plan that is too rare is"
+    for every in (10, 100):
+        (again,) = adapt.ways(diagnosis, threshold=THRESHOLD, garbage_every=every)
+        assert "already" in again.refused, "it would be planned ever oftener"
+
+
+def test_how_often_garbage_is_planned_goes_by_what_is_collected_apart() -> None:
+    apart = np.where(np.random.default_rng(0).random((STEPS, 4)) < 0.1, WORK, 0.0)
+    together = np.where(np.arange(STEPS)[:, None] % 3 == 0, WORK, 0.0).repeat(4, axis=1)
+    (alone,) = adapt.ways(found(windows(work(15), garbage=apart)), threshold=THRESHOLD)
+    (beside,) = adapt.ways(found(windows(work(15), garbage=np.maximum(apart, together))), threshold=THRESHOLD)
+    assert alone.garbage_every is not None
+    assert beside.garbage_every is not None
+    assert beside.garbage_every >= alone.garbage_every
+    assert beside.step_seconds == pytest.approx(alone.step_seconds + WORK / 3, rel=0.1), "the script's own stay"
 
 
 def test_collections_in_the_same_step_are_together_however_long_each_rank_takes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -160,6 +161,18 @@ class TestClairvoyant:
         of = draw.scenario(3, kind, 64)
         world = World(of.job)
         assert clairvoyant.informed_cost(of, world) >= clairvoyant.least_cost(of, world, first_sign(of)) - 1e-9
+
+    def test_and_keeps_what_it_has_done_about_what_comes_and_goes(self) -> None:
+        """Balanced lengths cost nothing where there are none: only the first time they are uneven costs anything."""
+        uneven = Strain(lengths=0.5)
+        bounds = [0, *range(LEAD_SECONDS, LEAD_SECONDS + 601, 60)]
+        parts = itertools.pairwise(bounds)
+        segments = tuple(Segment(*part, uneven if number % 2 else CALM) for number, part in enumerate(parts))
+        of = replace(scenario(uneven, 60), timeline=Timeline(segments))
+        once = replace(of, timeline=Timeline(segments[:3]))
+        costs = [clairvoyant.informed_cost(each, World(JOB)) for each in (once, of)]
+        assert costs[0] > 0
+        assert costs[1] == pytest.approx(costs[0])
 
 
 class TestPolicies:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.adapt import Trouble
+from pacekeeper_analysis.diagnose.work import KnownPaces
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.reports import Evidence, RankWindow
 from pacekeeper_operator import ledger
-from pacekeeper_operator.api import Cause, Condition, JobStatus, Outcome, Reason, Remedy, WantedMode
+from pacekeeper_operator.api import Cause, Condition, JobStatus, Mode, Outcome, Reason, Remedy, WantedMode
 from pacekeeper_operator.decide.status import report
 from pacekeeper_operator.decide.think import Thought, think
-from pacekeeper_operator.observation import Metrics, Observation, Policy
+from pacekeeper_operator.observation import Lasting, Metrics, Observation, Policy
 from pacekeeper_operator.state import HOLD_SECONDS, LocalSgd
 from tests.support.worlds import change_members, decisions, evidence_of, job, policy, training
 
@@ -37,13 +38,14 @@ def windows(
     mode: SyncMode = SyncMode.SYNC,
     drawn: Any = 1.0,
     lengths: Any = None,
+    balanceable: bool = True,
     first: float = FIRST,
     transfer: float | tuple[float, ...] = 0.0,
 ) -> tuple[Evidence, ...]:
     """Of four ranks with `own` seconds of work in a step; `exposed`: seconds of a step in which all wait.
 
     garbage: steps of the window in which a rank collects garbage for a tenth of a second. drawn: factors of the own
-    work, shape (STEPS, 4). lengths: of the samples, which the loaders know: shape (STEPS, 4, samples).
+    work, shape (STEPS, 4). lengths: of the samples: shape (STEPS, 4, samples). balanceable: the loaders know them.
     """
     noise = np.random.default_rng(1).normal(1.0, 0.005, (STEPS, 4))
     pauses = np.array(
@@ -63,7 +65,9 @@ def windows(
                 (shares[rank],) * STEPS,
                 garbage_seconds=tuple(pauses[:, rank].tolist()),
                 lengths=() if lengths is None else tuple(lengths[:, rank].sum(axis=1).tolist()),
-                squares=() if lengths is None else tuple(np.square(lengths[:, rank]).sum(axis=1).tolist()),
+                squares=()
+                if lengths is None or not balanceable
+                else tuple(np.square(lengths[:, rank]).sum(axis=1).tolist()),
                 sync_mode=mode,
                 transfers=(transfer if isinstance(transfer, tuple) else (transfer,) * 4)
                 if mode is not SyncMode.SYNC
@@ -240,26 +244,61 @@ class TestLengths:
         assert thought.draft.state.adaptation.vain is not None
         assert thought.draft.state.adaptation.vain.hold > 100, "looked into ever more seldom"
 
-    def test_and_where_they_cost_little_and_the_loader_does_not_know_them(self) -> None:
-        """Balanced they are from 1.01 on; where nobody can, that is no reason to ask for ever."""
-        lengths = np.rint(np.random.default_rng(1).lognormal(6.0, 0.1, (STEPS, 4, 8)))
+    def little(self, look: int, *, known: bool = True, sigma: float = 0.15, **of_windows: Any) -> dict[str, Any]:
+        """Windows whose lengths cost 1.03 to 1.06 ×. known: to the loaders, which could balance them."""
+        lengths = np.rint(np.random.default_rng(look).lognormal(6.0, sigma, (STEPS, 4, 8)))
         costs = lengths.sum(axis=2)
+        return {"lengths": lengths, "drawn": costs / costs.mean(), "balanceable": known, **of_windows}
 
-        def answers(request: str) -> tuple[Evidence, ...]:
-            told = windows(request, lengths=lengths, drawn=costs / costs.mean())
-            return tuple(
-                replace(each, windows=tuple(replace(window, squares=()) for window in each.windows)) for each in told
-            )
-
+    @pytest.mark.parametrize(
+        ("known", "of_policy"),
+        [
+            pytest.param(False, policy(), id="the loaders do not know them"),
+            pytest.param(True, policy(allow=frozenset({Remedy.REBALANCE})), id="not allowed"),
+            pytest.param(True, policy(mode=Mode.RECOMMEND), id="only recommended"),
+        ],
+    )
+    def test_and_where_they_cost_little_and_cannot_or_may_not_be(self, known: bool, of_policy: Policy) -> None:
+        """Balanced they are from 1.01 on; where they are not, that is no reason to ask for ever, nor for a word."""
         world = change_members(replace(training(), metrics=self.UNEVEN), sync_mode="Sync")
-        thought = think(world, policy())
+        thought = think(world, of_policy)
         for look in range(30):
             world = change_members(later(thought, world, 20.0, evidence=()), step=560 + 40 * look)
             request = thought.draft.plan.evidence_request
-            thought = think(replace(world, evidence=answers(request) if request else ()), policy())
+            evidence = windows(request, **self.little(look, known=known)) if request else ()
+            thought = think(replace(world, evidence=evidence), of_policy)
         assert not thought.draft.state.incidents.current
+        assert not thought.draft.state.incidents.recommended
         assert thought.draft.state.adaptation.vain is not None
         assert thought.draft.state.adaptation.vain.hold > 100, "looked into ever more seldom"
+
+    def test_that_nobody_can_balance_hide_no_rank_that_is_slow_by_less(self) -> None:
+        pace, second = 1.04, 0
+        of_rank = tuple(OWN * (pace if rank == 2 else 1.0) for rank in range(4))
+        world = change_members(training(spares=1), sync_mode="Sync")
+        lasting = Lasting(KnownPaces({2: pace}, 0.003), world.now - 60)
+        metrics = replace(WELL, pace=pace, slowest_rank=2, lasting=lasting)
+        world = replace(world, metrics=metrics).with_draft(world.draft.with_budget(restart_seconds=20.0))
+        thought = think(world, policy())
+        while not (taken := decisions(thought)) and second < 3000:
+            second += 20
+            world = change_members(later(thought, world, 20.0, evidence=()), step=560 + 2 * second)
+            request = thought.draft.plan.evidence_request
+            told = self.little(second, known=False, sigma=0.25, own=of_rank)
+            thought = think(replace(world, evidence=windows(request, **told) if request else ()), policy())
+        assert [(each.cause, each.remedy, each.rank) for each in taken] == [(Cause.STRAGGLER, Remedy.REPLACE_WORKER, 2)]
+
+    def test_what_was_too_little_to_be_measured_has_helped_unless_steps_are_longer(self) -> None:
+        for seconds, outcome in ((0.1, Outcome.RECOVERED), (0.104, Outcome.NOT_HELPED)):
+            thought, world = decided(self.UNEVEN, **self.little(1, sigma=0.05), exposed=0.0)
+            (incident,) = thought.draft.state.incidents.current
+            assert incident.remedy is Remedy.BALANCE_LENGTHS
+            assert incident.slowdown_before is not None
+            assert 1.01 < incident.slowdown_before < 1.02
+            reference = incident.reference_seconds
+            world = later(thought, world, 10.0, metrics=replace(WELL, throughput=32 / (reference * seconds / 0.1)))
+            (incident,) = think(change_members(world, step=560), policy()).draft.state.incidents.current
+            assert incident.outcome is outcome
 
     def test_where_they_may_not_be_it_is_written_down_once(self) -> None:
         of_policy = policy(allow=frozenset({Remedy.REBALANCE}))
@@ -327,6 +366,20 @@ class TestLookingInVain:
         thought, world = self.vain()
         worse = later(thought, world, 5.0, metrics=replace(self.WAITS, step_seconds=longer * FIRST))
         assert bool(think(worse, policy()).draft.plan.evidence_request) is (longer > 1.025)
+
+    def test_what_is_longer_by_luck_is_news_a_few_times(self) -> None:
+        """Windows' mean steps that scatter by 2 %, for three hours, in a job that has always waited."""
+        random, thought, world = np.random.default_rng(0), *self.vain()
+        looks, looking = 0, False
+        for _ in range(3 * 720):
+            metrics = replace(self.WAITS, step_seconds=FIRST * (1 + 0.02 * random.standard_normal()))
+            world = change_members(later(thought, world, 5.0, metrics=metrics, evidence=()), step=560)
+            request = thought.draft.plan.evidence_request
+            thought = think(replace(world, evidence=windows(request) if request else ()), policy())
+            began = thought.draft.state.adaptation.suspicion is not None
+            looks, looking = looks + (began and not looking), began
+        assert looks <= 20
+        assert not thought.draft.state.incidents.current
 
 
 class TestMeasured:

@@ -23,7 +23,7 @@ from .opening import open_recorder, watcher_of
 from .recorder import Begun, NoRing, Recorder
 
 GARBAGE_NS = 100_000
-"""Collections below this are noise: the youngest generation is collected many times a step."""
+"""Collections below this are noise."""
 
 _EVERYTHING = 2
 """The generation of garbage that has all objects."""
@@ -62,14 +62,17 @@ def _watch_loaders(watched: Recorder) -> None:
 
 
 def _watch_garbage(watched: Recorder) -> None:
-    """On a device, only collections of everything, and as long as they leave it without work."""
+    """Collections of everything, as a plan has them; on a device, as long as they leave it without work. Those of the
+    young are part of the work: a plan that collects everything in their place may take longer."""
     begun: Mark | None = None
 
     def begins(generation: int) -> None:
         nonlocal begun
         begun = watched.clock.mark() if generation == _EVERYTHING and watched.counts else None
 
-    def collected(start: int, end: int, _: int) -> None:
+    def collected(start: int, end: int, generation: int) -> None:
+        if generation != _EVERYTHING:
+            return
         if isinstance(watched.clock, HostClock):
             watched.ring.write(Kind.GARBAGE, start, end, watched.step, watched.phase)
         elif begun is not None:
