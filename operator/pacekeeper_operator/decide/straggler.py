@@ -335,13 +335,13 @@ def _shares_misfit(observation: Observation, found: Diagnosis) -> bool:
 
 
 def _held(observation: Observation) -> bool:
-    """Waits have been looked into, and steps have not become longer since. Not in a look that is under way: it ends as
-    the last one did, or what is longer by luck would be news each time."""
-    vain = observation.state.adaptation.vain
-    if vain is None or observation.now - vain.at > vain.hold or observation.state.adaptation.suspicion is not None:
+    """Waits have been looked into, and steps have not become longer since; nor had they when the look that is under way
+    began: it ends as the last one did, or what is longer by luck would be news each time."""
+    vain, suspicion = observation.state.adaptation.vain, observation.state.adaptation.suspicion
+    if vain is None or observation.now - vain.at > vain.hold:
         return False
-    excess = observation.job.spec.detection.straggler_slowdown - 1.0
-    return observation.step_seconds < vain.step_seconds * (1.0 + NEWS * excess)
+    longest = max(observation.step_seconds, 0.0 if suspicion is None else suspicion.step_seconds)
+    return longest < vain.step_seconds * (1.0 + NEWS * (observation.job.spec.detection.straggler_slowdown - 1.0))
 
 
 def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
