@@ -88,8 +88,8 @@ class Trouble(StrEnum):
     LENGTHS = "Lengths"  # cost follows the samples (sequence lengths), which are dealt unevenly
 
 
-MENDED_FOR_GOOD = (Trouble.GARBAGE, Trouble.LENGTHS)
-"""What is mended for it costs nothing, and stays: planned collections, balanced samples."""
+MENDED_FOR_GOOD = {Trouble.GARBAGE: PLAN_GARBAGE, Trouble.LENGTHS: BALANCE_LENGTHS}
+"""Troubles, and what is done about them for nothing, and stays."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Way:
     def option(self, refused: str = "") -> price.Option:
         """For `price.choose`: a free live change. refused: a further reason why it may not be taken."""
         exact = self.mode is SyncMode.SYNC
-        least = price.LASTING_WIN if self.remedy in {PLAN_GARBAGE, BALANCE_LENGTHS} else price.MINIMAL_WIN
+        least = price.LASTING_WIN if self.remedy in MENDED_FOR_GOOD.values() else price.MINIMAL_WIN
         return price.Option(self.remedy, 0.0, self.slowdown_after, self.refused or refused, exact, least)
 
     def applied_to(self, plan: Plan) -> Plan:
