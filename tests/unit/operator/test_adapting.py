@@ -293,9 +293,10 @@ class TestLengths:
             thought, world = decided(self.UNEVEN, **self.little(1, sigma=0.05), exposed=0.0)
             (incident,) = thought.draft.state.incidents.current
             assert incident.remedy is Remedy.BALANCE_LENGTHS
-            assert incident.slowdown_before is not None
-            assert 1.01 < incident.slowdown_before < 1.02
-            reference = incident.reference_seconds
+            before, reference = incident.slowdown_before, incident.reference_seconds
+            assert before is not None
+            assert reference is not None
+            assert 1.01 < before < 1.02
             world = later(thought, world, 10.0, metrics=replace(WELL, throughput=32 / (reference * seconds / 0.1)))
             (incident,) = think(change_members(world, step=560), policy()).draft.state.incidents.current
             assert incident.outcome is outcome
