@@ -113,7 +113,7 @@ class Strikes:
         return node
 
     def _kubelet_frozen(self, job: Job) -> str:
-        node = job.node(self._rank())
+        node = _node_to_cut_off(job)
         self.mends.callback(faults.thaw_kubelet, node)
         faults.freeze_kubelet(node)
         return f"SIGSTOP to that of {node}"
@@ -136,10 +136,7 @@ class Strikes:
         return f"{SLOW_LINK} for {node}"
 
     def _unplugged(self, job: Job) -> str:
-        """Not the leading operator's node: Kubernetes itself would have to move the operator first."""
-        leader = release.leading_pod()
-        leading = leader["spec"]["nodeName"] if leader else ""
-        node = next(node for node in map(job.node, range(RANKS)) if node != leading)
+        node = _node_to_cut_off(job)
         self.mends.callback(faults.node_up, node)
         faults.node_down(node)
         return node
@@ -168,6 +165,14 @@ class Strikes:
         leader = _leader()
         self.cluster.kubectl("delete", "pod", leader, "-n", release.SYSTEM, "--wait=false")
         return leader
+
+
+def _node_to_cut_off(job: Job) -> str:
+    """Not the leading operator's: Kubernetes itself would have to move the operator first, and none would lead for long
+    enough that growth shows."""
+    leader = release.leading_pod()
+    leading = leader["spec"]["nodeName"] if leader else ""
+    return next(node for node in map(job.node, range(RANKS)) if node != leading)
 
 
 def _leader() -> str:
