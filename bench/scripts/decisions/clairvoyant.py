@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pacekeeper_analysis.plan import SyncMode
+
 from .course import first_sign, seen
 from .draw import Scenario
 from .world import Spare, Strain, World, met
@@ -39,8 +41,8 @@ def least_cost(scenario: Scenario, world: World, begin: int = 0) -> float:
 
 def informed_cost(scenario: Scenario, world: World) -> float:
     """From the first sign on. A change of the strain is met by another way to train once it has shown and been decided
-    upon, and until then by the way that was best before; or the way for one strain is kept from then on, since what
-    comes and goes is back before it shows."""
+    upon, and until then by the way that was best before; or an exact way for one strain is kept from then on, since
+    what comes and goes is back before it shows. A mode that is not exact does not outlast its reason, for nobody."""
     strains, seconds = scenario.timeline.by_second, range(first_sign(scenario), scenario.timeline.end)
     shown = [seen(scenario, second - DECISION_SECONDS) for second in seconds]
     known: dict[tuple[Strain, Strain], tuple[float, float]] = {}
@@ -57,7 +59,8 @@ def informed_cost(scenario: Scenario, world: World) -> float:
         of_each = [rates(second, strain) for second, strain in zip(seconds, ways_for, strict=True)]
         return plan(of_each, world.job.restart_seconds, able=_able(world), earliest=DECISION_SECONDS)
 
-    return min(cost(shown), *(cost(_kept(shown, strain)) for strain in dict.fromkeys(shown)))
+    exact = [strain for strain in dict.fromkeys(shown) if world.best(strain).mode is SyncMode.SYNC]
+    return min(map(cost, (shown, *(_kept(shown, strain) for strain in exact))))
 
 
 def _kept(shown: Sequence[Strain], strain: Strain) -> list[Strain]:
