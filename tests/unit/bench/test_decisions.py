@@ -288,8 +288,12 @@ class TestOurs:
             assert draft.state.adaptation == before.state.adaptation
             assert draft.state.incidents == before.state.incidents
 
-    def test_nothing_is_done_where_nothing_is_wrong(self) -> None:
-        found = quiet(draw.healthy(4, 0.5, 4), Looks(every=10))
+    @pytest.mark.parametrize("seed", [100, 103, 109])
+    def test_nothing_is_done_where_nothing_is_wrong(self, seed: int) -> None:
+        """At noise of 1 and 3 %. At 8 % with hiccups shares follow luck once in some hours (docs/benchmarks.md)."""
+        calm = draw.healthy(seed, 0.5, 4)
+        assert calm.job.noise <= 0.03
+        found = quiet(calm, Looks(every=10))
         assert (found.false_alarms, found.exchanges, found.quarantines) == (0, 0, 0)
 
     def test_days_are_looked_at_for_long_enough_to_find_who_is_a_little_slow(self) -> None:
