@@ -70,6 +70,13 @@ class Strikes:
     def _rank(self) -> int:
         return self.dice.randrange(RANKS)
 
+    def _node_to_cut_off(self, job: Job) -> str:
+        """Not the leading operator's: Kubernetes itself would have to move the operator first, and none would lead for
+        long enough that growth shows."""
+        leader = release.leading_pod()
+        leading = leader["spec"]["nodeName"] if leader else ""
+        return self.dice.choice([node for node in map(job.node, range(RANKS)) if node != leading])
+
     def _killed(self, job: Job) -> str:
         rank = self._rank()
         job.crash(rank)
@@ -113,7 +120,7 @@ class Strikes:
         return node
 
     def _kubelet_frozen(self, job: Job) -> str:
-        node = _node_to_cut_off(job)
+        node = self._node_to_cut_off(job)
         self.mends.callback(faults.thaw_kubelet, node)
         faults.freeze_kubelet(node)
         return f"SIGSTOP to that of {node}"
@@ -136,7 +143,7 @@ class Strikes:
         return f"{SLOW_LINK} for {node}"
 
     def _unplugged(self, job: Job) -> str:
-        node = _node_to_cut_off(job)
+        node = self._node_to_cut_off(job)
         self.mends.callback(faults.node_up, node)
         faults.node_down(node)
         return node
@@ -165,14 +172,6 @@ class Strikes:
         leader = _leader()
         self.cluster.kubectl("delete", "pod", leader, "-n", release.SYSTEM, "--wait=false")
         return leader
-
-
-def _node_to_cut_off(job: Job) -> str:
-    """Not the leading operator's: Kubernetes itself would have to move the operator first, and none would lead for long
-    enough that growth shows."""
-    leader = release.leading_pod()
-    leading = leader["spec"]["nodeName"] if leader else ""
-    return next(node for node in map(job.node, range(RANKS)) if node != leading)
 
 
 def _leader() -> str:
