@@ -88,8 +88,7 @@ def _found(observation: Observation, policy: Policy, slow: float = BROKEN) -> Di
         return found
     if found.slowdown >= observation.job.spec.detection.straggler_slowdown:
         return found
-    ways = _ways(observation, found)
-    stays = not policy.acts or all(way.refused or _refusal(observation, policy, found, way) for way in ways)
+    stays = not policy.acts or all(way.refused for way in _permitted(observation, policy, found))
     return replace(found, trouble=Trouble.NONE) if stays else found
 
 
@@ -484,10 +483,7 @@ def _weigh(
         mended=threshold,
         bearable=threshold if broken else math.inf,
     )
-    ways = [
-        replace(way, refused=way.refused or _refusal(observation, policy, found, way))
-        for way in _ways(observation, found)
-    ]
+    ways = _permitted(observation, policy, found)
     exact = adapt.exact_helps(found, ways)
     options = [way.option(exact if way.mode is not SYNC else "") for way in ways]
     best = choose(options).chosen
@@ -568,6 +564,14 @@ def _ways(observation: Observation, found: Diagnosis) -> tuple[Way, ...]:
     threshold = observation.job.spec.detection.straggler_slowdown
     plan = observation.plan
     return adapt.ways(found, threshold=threshold, sequence_cost=plan.sequence_cost, garbage_every=plan.garbage_every)
+
+
+def _permitted(observation: Observation, policy: Policy, found: Diagnosis) -> list[Way]:
+    """The same, refused as well where this job may not train in that way."""
+    return [
+        replace(way, refused=way.refused or _refusal(observation, policy, found, way))
+        for way in _ways(observation, found)
+    ]
 
 
 def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:
