@@ -134,15 +134,20 @@ FROM_CHECKOUT := PYTHONPATH=analysis:trainer
 has-torch:
 	@$(GPU_PYTHON) -c 'import numpy, torch' || { echo "make: $(GPU_PYTHON) has not both torch and numpy; name a Python that has: GPU_PYTHON=/path/to/python3" >&2; exit 1; }
 
-test-gpu: has-torch ## What only a GPU can prove: one NVIDIA GPU, by a GPU_PYTHON that has torch (docs/gpu.md)
+# Beside a ring, ranks on a GPU need NCCL's plugin: a C compiler alone makes it, by the options of hatch_build.py.
+PLUGIN := trainer/pacekeeper/native/nccl_profiler
+has-plugin: has-torch
+	@test -e $(PLUGIN).so || cc -std=c11 -O2 -shared -fPIC -fvisibility=hidden -pthread -Wl,-z,nodelete -o $(PLUGIN).so $(PLUGIN).c || { echo "make: NCCL's plugin is not built, which some of this needs; a C compiler (cc) makes it" >&2; exit 1; }
+
+test-gpu: has-plugin ## What only a GPU can prove: one NVIDIA GPU, by a GPU_PYTHON that has torch (docs/gpu.md)
 	$(FROM_CHECKOUT) $(GPU_PYTHON) -m tests.gpu
 
 ifeq ($(NAME),gpu)
-bench: has-torch ## All benches, or one: make bench NAME=recovery
+bench: has-plugin ## All benches, or one: make bench NAME=recovery
 	$(FROM_CHECKOUT) $(GPU_PYTHON) -m bench gpu
 else
 bench: venv native
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help python venv lock compiler native cluster cluster-down lint format test-unit test-unit-simulation test-unit-others test-simulation test-distributed test-cluster test-torch has-torch test-gpu test fuzz demo bench
+.PHONY: help python venv lock compiler native cluster cluster-down lint format test-unit test-unit-simulation test-unit-others test-simulation test-distributed test-cluster test-torch has-torch has-plugin test-gpu test fuzz demo bench
