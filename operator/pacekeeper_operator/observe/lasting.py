@@ -24,8 +24,9 @@ MOST_WINDOWS, LEAST_WINDOWS = 16, 4
 """That are kept; and that it takes to tell: one by one, ranks are held up by accident."""
 OF_THE_EXCESS, SHOWING = 0.4, 0.2
 """Of the threshold's excess: what a rank takes more than its peers by all of its windows, at least; and by each."""
-CLEARLY = 6.0
-"""Standard errors above its peers that a rank's pace is, at least: among thousands, looked at for days."""
+CLEARLY = 5.0
+"""Standard errors above its peers that a rank is in most of its windows, at least: among thousands, looked at for
+days."""
 UNSTEADY = 2.0
 """Times the noise of all ranks: from here on a rank's own counts, which its few windows tell less well."""
 LONGEST = 1e6
@@ -93,21 +94,27 @@ def _lasting(
     windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[int], steps: int, excess: float
 ) -> Lasting | None:
     """Ranks that take more than their peers' time, by OF_THE_EXCESS and the lower median of the windows since they
-    stand out: in half of them, they may have been held up. None: there are none, or it may be luck. One that the newest
+    stand out: in half of them, they may have been held up. A single step that takes long lengthens its whole window, so
+    that three of four have to be CLEARLY above their peers. None: there are none, or it may be luck. One that the newest
     window does not show may have recovered: it is as slow as it shows there. steps: of a window."""
     paces = np.stack(windows)[::-1]  # the newest first
     away = np.abs(np.diff(paces, axis=0)) / NORMAL
     noise, own = float(np.median(away)), np.median(away, axis=0)
     shows = paces >= 1.0 + SHOWING * excess
-    stands_out = np.logical_and.accumulate(_but_for_one(shows), axis=0) & shows
-    count = stands_out.sum(axis=0)
-    ordered = np.sort(np.where(stands_out, paces, np.inf), axis=0)
-    pace = np.take_along_axis(ordered, np.maximum(count - 1, 0)[None] // 2, axis=0)[0]
-    surely = pace - 1.0 >= CLEARLY * np.where(own > UNSTEADY * noise, own, noise) / np.sqrt(np.maximum(count, 1))
+    since = np.logical_and.accumulate(_but_for_one(shows), axis=0)
+    count = since.sum(axis=0)
+    ordered = np.sort(np.where(since, paces, np.inf), axis=0)
+
+    def lowest(part: int) -> npt.NDArray[np.float32]:
+        """Pace that so many parts of a rank's windows are above, all but one of them."""
+        return np.take_along_axis(ordered, np.maximum(count - 1, 0)[None] // part, axis=0)[0]
+
+    pace = lowest(2)
+    surely = lowest(4) - 1.0 >= CLEARLY * np.where(own > UNSTEADY * noise, own, noise) / np.sqrt(np.maximum(count, 1))
     found = np.flatnonzero((count >= LEAST_WINDOWS) & (pace >= 1.0 + OF_THE_EXCESS * excess) & surely).tolist()
     if not found:
         return None
-    first = int(np.flatnonzero(stands_out[:, found].any(axis=1)).max())
+    first = int(np.flatnonzero((since & shows)[:, found].any(axis=1)).max())
     now = np.where(shows[0], pace, paces[0])
     known = KnownPaces({ranks[at]: float(now[at]) for at in found}, noise * math.sqrt(steps))
     return Lasting(known, ends[-1 - first])
