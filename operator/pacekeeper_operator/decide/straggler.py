@@ -17,13 +17,12 @@ from pacekeeper_analysis import adapt, price
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.diagnose.finding import Finding, join
 from pacekeeper_analysis.diagnose.windows import steps_in_window
-from pacekeeper_analysis.diagnose.work import KnownPaces
 from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 from pacekeeper_analysis.price import Choice, Option
 
 from ..api import Cause, Class, Remedy, WantedMode
 from ..decision import Action, Adapt, Decision, PlanTraffic, ReplaceWorker
-from ..observation import Observation, Policy
+from ..observation import Lasting, Observation, Policy
 from ..state import Draft, Suspicion, Vain
 from ..subject import Subject
 from . import gpu_warning, links, other_ways, waits
@@ -53,6 +52,8 @@ NAMING_SECONDS = 15.0
 NEWS = 0.25
 """Of the threshold's excess: steps that are longer by so much than those that were looked into in vain are news. What
 garbage and lengths cost is much less than the threshold when it is worth mending."""
+KNOWN_WINDOWS = 10
+"""After so many, of figures, all ranks are known that are a little slow together: the first ones after four."""
 FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS = 60.0, 3600.0
 """After a look in vain, the next one that nothing new calls for; doubled each time."""
 CAUSES = {
@@ -105,7 +106,9 @@ def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None
     if observation.plan.sync_mode is SYNC:
         if waits.may_have_stages(observation):
             return None  # the next answer tells what its ranks do together
-        return waits.of_stages(observation) or adapt.diagnose(windows, threshold, _lasting(observation))
+        lasting = _lasting(observation)
+        known = None if lasting is None else lasting.paces
+        return waits.of_stages(observation) or adapt.diagnose(windows, threshold, known)
     return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 
@@ -262,11 +265,10 @@ def _slow(observation: Observation) -> bool:
     return observation.has_straggler or (observation.metrics.pace is not None and _lasting(observation) is not None)
 
 
-def _lasting(observation: Observation) -> KnownPaces | None:
-    """Of ranks that are a little slower than their peers, window after window. In a script that is only watched they
-    may differ by nature."""
-    lasting = observation.metrics.lasting
-    return None if lasting is None or not steered(observation) else lasting.paces
+def _lasting(observation: Observation) -> Lasting | None:
+    """Ranks that are a little slower than their peers, window after window. In a script that is only watched they may
+    differ by nature."""
+    return observation.metrics.lasting if steered(observation) else None
 
 
 def _alike(observation: Observation) -> bool:
@@ -319,8 +321,12 @@ def _shares_fit(observation: Observation, found: Diagnosis) -> bool:
 
 
 def _cannot_be_helped(observation: Observation, policy: Policy, found: Diagnosis) -> bool:
-    """What is slow is so by little, and nothing that may be done would win anything."""
-    if _lasting(observation) is None or observation.has_straggler or found.trouble is not Trouble.NONE:
+    """What is slow is so by little, and nothing that may be done would win anything. Of a node's ranks some are known
+    before the others, whom all would wait for without them."""
+    lasting = _lasting(observation)
+    if lasting is None or observation.has_straggler or found.trouble is not Trouble.NONE:
+        return False
+    if observation.now - lasting.since < KNOWN_WINDOWS * window_steps(observation) * observation.step_seconds:
         return False
     if not price.wins(found.effects[Trouble.COMPUTE], 1.0):
         return True
