@@ -95,8 +95,8 @@ def _lasting(
 ) -> Lasting | None:
     """Ranks that take more than their peers' time, by OF_THE_EXCESS and the lower median of the windows since they
     stand out: in half of them, they may have been held up. A single step that takes long lengthens its whole window, so
-    that three of four have to be CLEARLY above their peers. None: there are none, or it may be luck. One that the newest
-    window does not show may have recovered: it is as slow as it shows there. steps: of a window."""
+    that three of four have to be CLEARLY above their peers. None: there are none, or it may be luck. One that the
+    newest window does not show may have recovered: it is as slow as it shows there. steps: of a window."""
     paces = np.stack(windows)[::-1]  # the newest first
     away = np.abs(np.diff(paces, axis=0)) / NORMAL
     noise, own = float(np.median(away)), np.median(away, axis=0)
