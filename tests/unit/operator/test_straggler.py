@@ -498,6 +498,11 @@ def test_where_nothing_can_be_done_nobody_is_asked_for_ever() -> None:
     assert not think(again, policy()).draft.plan.evidence_request
 
 
+def test_but_not_before_all_are_known_that_are_slow_together() -> None:
+    """Ten windows of 3.2 s: of a node's ranks some show before the others, and without these nothing is won."""
+    assert looked_at(little(spares=0, lasts=20.0)).draft.plan.evidence_request, "it is looked at on"
+
+
 def test_one_spare_does_not_mend_two_slow_workers() -> None:
     """Ranks 2 and 3 are slow for ever: with either of them gone, all wait for the other."""
     world = little(lasts=3000.0)
