@@ -152,6 +152,7 @@ def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, o
         "calm_days": calm_days,
         "false_alarms_a_calm_day": sum(each.false_alarms for each in calm) / calm_days if calm_days else None,
         "false_alarms_between_faults": sum(each.false_alarms for each in outcomes),
+        "questions_a_calm_day": sum(each.questions for each in calm) / calm_days if calm_days else None,
         "lost_a_calm_day_seconds": sum(each.lost[OURS] for each in calm) / calm_days if calm_days else None,
         "quarantines": quarantines,
         "clairvoyant_beaten_by": beaten[:10],

@@ -67,6 +67,7 @@ class Ours:
     quarantines: int = 0
     failures: list[str] = field(default_factory=list)
     passes: int = 0
+    questions: int = 0  # that all ranks were asked
     looks: Looks = Looks()
     due: int = 0
     _in_a_row: int = 0
@@ -195,6 +196,7 @@ class Ours:
         self.draft = swept(thought.draft)
 
     def _note(self, draft: Draft, second: int) -> None:
+        self.questions += draft.plan.evidence_request not in {"", self.draft.plan.evidence_request}
         self.quarantines += len(draft.state.incidents.quarantines) - len(self.draft.state.incidents.quarantines)
         for incident in draft.state.incidents.current:
             if incident.cause not in SLOWNESS:

@@ -44,6 +44,7 @@ class Outcome:
     exchanges: int = 0
     wrong_exchanges: int = 0
     quarantines: int = 0
+    questions: int = 0
     remedies: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
 
@@ -119,6 +120,7 @@ def _judged(scenario: Scenario, ours: Ours) -> dict[str, Any]:
         "exchanges": len(exchanges),
         "wrong_exchanges": sum(not _is_right(act, scenario) for act in exchanges),
         "quarantines": ours.quarantines,
+        "questions": ours.questions,
         "remedies": tuple(f"{act.second}: {act.remedy}" for act in ours.acts),
         "failures": tuple(ours.failures),
     }
