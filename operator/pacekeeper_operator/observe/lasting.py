@@ -93,28 +93,28 @@ def seen(before: Paces, rows: Rows, membership: int, threshold: float, now: floa
 def _lasting(
     windows: Sequence[Values], ends: Sequence[float], ranks: Sequence[int], steps: int, excess: float
 ) -> Lasting | None:
-    """Ranks that take more than their peers' time, by OF_THE_EXCESS and the lower median of the windows since they
-    stand out: in half of them, they may have been held up. A single step that takes long lengthens its whole window, so
-    that three of four have to be CLEARLY above their peers. None: there are none, or it may be luck. One that the
-    newest window does not show may have recovered: it is as slow as it shows there. steps: of a window."""
+    """Ranks that take more than their peers' time, by OF_THE_EXCESS and the lower median of their newest windows, of as
+    many as tell it: in half of them, they may have been held up. A single step that takes long lengthens its whole
+    window, so that three of four have to be CLEARLY above their peers. None: there are none, or it may be luck. One
+    that the newest window does not show may have recovered: it is as slow as it shows there. steps: of a window."""
     paces = np.stack(windows)[::-1]  # the newest first
     away = np.abs(np.diff(paces, axis=0)) / NORMAL
     noise, own = float(np.median(away)), np.median(away, axis=0)
+    error = np.where(own > UNSTEADY * noise, own, noise)
     shows = paces >= 1.0 + SHOWING * excess
-    since = np.logical_and.accumulate(_but_for_one(shows), axis=0)
-    count = since.sum(axis=0)
-    ordered = np.sort(np.where(since, paces, np.inf), axis=0)
-
-    def lowest(part: int) -> npt.NDArray[np.float32]:
-        """Pace that so many parts of a rank's windows are above, all but one of them."""
-        return np.take_along_axis(ordered, np.maximum(count - 1, 0)[None] // part, axis=0)[0]
-
-    pace = lowest(2)
-    surely = lowest(4) - 1.0 >= CLEARLY * np.where(own > UNSTEADY * noise, own, noise) / np.sqrt(np.maximum(count, 1))
-    found = np.flatnonzero((count >= LEAST_WINDOWS) & (pace >= 1.0 + OF_THE_EXCESS * excess) & surely).tolist()
+    in_a_row = np.logical_and.accumulate(_but_for_one(shows), axis=0).sum(axis=0)
+    told, pace = np.zeros_like(in_a_row), paces[0]
+    for count in range(LEAST_WINDOWS, len(paces) + 1):
+        newest = np.sort(paces[:count], axis=0)
+        median, most = newest[(count - 1) // 2], newest[(count - 1) // 4]
+        surely = (median >= 1.0 + OF_THE_EXCESS * excess) & (most >= 1.0 + CLEARLY * error / math.sqrt(count))
+        is_told = surely & (in_a_row >= count)
+        told, pace = np.where(is_told, count, told), np.where(is_told, median, pace)
+    found = np.flatnonzero(told).tolist()
     if not found:
         return None
-    first = int(np.flatnonzero((since & shows)[:, found].any(axis=1)).max())
+    stands_out = (paces >= 1.0 + (pace - 1.0) / 2) & (np.arange(len(paces))[:, None] < told)
+    first = int(np.flatnonzero(stands_out[:, found].any(axis=1)).max())
     now = np.where(shows[0], pace, paces[0])
     known = KnownPaces({ranks[at]: float(now[at]) for at in found}, noise * math.sqrt(steps))
     return Lasting(known, ends[-1 - first])
