@@ -113,7 +113,7 @@ def _lasting(
     found = np.flatnonzero(told).tolist()
     if not found:
         return None
-    stands_out = (paces >= 1.0 + (pace - 1.0) / 2) & (np.arange(len(paces))[:, None] < told)
+    stands_out = shows & (np.arange(len(paces))[:, None] < told)
     first = int(np.flatnonzero(stands_out[:, found].any(axis=1)).max())
     now = np.where(shows[0], pace, paces[0])
     known = KnownPaces({ranks[at]: float(now[at]) for at in found}, noise * math.sqrt(steps))
