@@ -328,7 +328,7 @@ def _cannot_be_helped(observation: Observation, policy: Policy, found: Diagnosis
         return False
     if observation.now - lasting.since < KNOWN_WINDOWS * window_steps(observation) * observation.step_seconds:
         return False
-    if not price.wins(found.effects[Trouble.COMPUTE], 1.0):
+    if not price.wins(found.effects[Trouble.COMPUTE], 1.0, price.LASTING_WIN):  # by one answer, more may be luck
         return True
     spare = _spare(observation, policy, observation.metrics.slowest_rank)
     return bool(spare.refused) and all(way.refused for way in _ways(observation, found))
