@@ -503,6 +503,11 @@ def test_but_not_before_all_are_known_that_are_slow_together() -> None:
     assert looked_at(little(spares=0, lasts=20.0)).draft.plan.evidence_request, "it is looked at on"
 
 
+def test_nor_by_one_answer_that_shows_less_by_luck() -> None:
+    """It costs 4.5 % by all windows; a spare is there, and is worth it later."""
+    assert looked_at(little(1.05), 1.015).draft.plan.evidence_request, "it is looked at on"
+
+
 def test_one_spare_does_not_mend_two_slow_workers() -> None:
     """Ranks 2 and 3 are slow for ever: with either of them gone, all wait for the other."""
     world = little(lasts=3000.0)
