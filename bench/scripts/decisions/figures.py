@@ -117,6 +117,10 @@ def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, o
     every = [*outcomes, *calm]
     days, calm_days = sum(each.days for each in every), sum(each.days for each in calm)
     quarantines = sum(each.quarantines for each in every)
+
+    def a_calm_day(counts: Iterable[float]) -> float | None:
+        return sum(counts) / calm_days if calm_days else None
+
     beaten = [
         f"{name}: {each.scenario.words}"
         for each in outcomes
@@ -150,10 +154,10 @@ def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, o
         "wrong_exchanges": sum(each.wrong_exchanges for each in every),
         "days": days,
         "calm_days": calm_days,
-        "false_alarms_a_calm_day": sum(each.false_alarms for each in calm) / calm_days if calm_days else None,
+        "false_alarms_a_calm_day": a_calm_day(each.false_alarms for each in calm),
         "false_alarms_between_faults": sum(each.false_alarms for each in outcomes),
-        "questions_a_calm_day": sum(each.questions for each in calm) / calm_days if calm_days else None,
-        "lost_a_calm_day_seconds": sum(each.lost[OURS] for each in calm) / calm_days if calm_days else None,
+        "questions_a_calm_day": a_calm_day(each.questions for each in calm),
+        "lost_a_calm_day_seconds": a_calm_day(each.lost[OURS] for each in calm),
         "quarantines": quarantines,
         "clairvoyant_beaten_by": beaten[:10],
         "failures": sorted({failure for each in every for failure in each.failures})[:10],
