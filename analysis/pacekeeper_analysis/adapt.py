@@ -37,15 +37,18 @@ SYNC = "Sync"
 
 NOT_STEERED = "the script does not use the library, so the way it trains cannot be changed"
 
-SYNCHRONISING = 0.03
-"""What synchronisations may cost: the shortest interval is chosen that keeps them within this part of the time."""
+SYNCHRONISING, LASTING_SYNCHRONISING = 0.03, 0.01
+"""What synchronisations may cost: the shortest interval is chosen that keeps them within this part of the time; the
+second one in the long run."""
 SYNC_SECONDS = (0.5, 30.0)
 SOON_SECONDS, SOON = 10.0, 0.1
 """So often there is a synchronisation all the same for a slow link, as long as they stay within this part of the time:
 each shows whether it is well again."""
 RARER = 0.2
-"""Of the time that a link has been slow: as long may pass between two synchronisations. What has gone on for long will
+"""Of the time that a trouble has lasted: as long may pass between two synchronisations. What has gone on for long will
 not be over soon."""
+WORTH_A_PLAN = 1.2
+"""Times as rare they get by a change of the plan, at least."""
 SYNC_EVERY = (4, 8, 16, 32, 64, 128)
 LONGEST_BETWEEN = 15.0
 """Seconds that so many steps may take: ranks end, suspend and checkpoint at a synchronisation only, and a pod has 30 s
@@ -348,19 +351,18 @@ def way_back(
 def rarer(
     windows: Sequence[RankWindow], in_force: float, stayed: float, *, threshold: float, global_batch: int = 0
 ) -> float:
-    """Seconds between two synchronisations in mode AsyncEDiT from now on, while a link stays slow: the rarer the longer
-    it has, until they cost no more than SYNCHRONISING.
+    """Seconds between two synchronisations in mode AsyncEDiT from now on, while it is needed: the rarer the longer it
+    has been, until they cost no more than LASTING_SYNCHRONISING.
 
-    windows, global_batch: as of `way_back`. in_force: seconds as the plan has them. stayed: that it has been slow.
+    windows, global_batch: as of `way_back`. in_force: seconds as the plan has them. stayed: that the trouble lasts.
     """
     if (known := _together(windows, global_batch, threshold)) is None:
         return in_force
     work, transfer = known
-    if _judge(work, threshold).effects[Trouble.COMMUNICATION] < slight(threshold):
-        return in_force  # it is something else that keeps the job there
-    (by_clock,) = _local_sgd(work, 1.0, transfer, counted=False)
-    assert by_clock.sync_seconds is not None
-    return max(in_force, min(by_clock.sync_seconds, round(RARER * stayed, 2)))
+    own = work.even + work.garbage
+    _, cost = _by_clock(own, transfer)
+    seconds = min(_interval(own, cost / LASTING_SYNCHRONISING), round(RARER * stayed, 2))
+    return seconds if seconds >= WORTH_A_PLAN * in_force else in_force
 
 
 @dataclass(frozen=True)
@@ -561,11 +563,10 @@ def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) 
     if work.is_uneven and work.knows_samples:
         level = shares.equal(sum(work.shares), len(pace), work.window.share_grain)
     free, cost = _by_clock(own, transfer)
-    least, most = SYNC_SECONDS
     wanted = cost / SYNCHRONISING
     if counted:
         wanted = min(wanted, max(SOON_SECONDS, cost / SOON))
-    seconds = round(min(most, max(least, wanted, STEPS_BETWEEN * float(pace.max()))), 2)
+    seconds = _interval(own, wanted)
     after = free * (1 + cost / seconds)
     by_clock = Way(
         LOCAL_SGD,
@@ -582,6 +583,7 @@ def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) 
     every = next((each for each in allowed if transfer <= SYNCHRONISING * each * pace.mean()), allowed[-1])
     rows = np.random.default_rng(0).integers(0, len(own), size=4 * every)  # a window may be shorter than an interval
     after = data_parallel.local_sgd_step_seconds(data_parallel.analyse(own[rows]), every, transfer)
+    at_last = free * (1 + cost / _interval(own, cost / LASTING_SYNCHRONISING))  # by the clock, once it is as rare
     by_steps = Way(
         LOCAL_SGD,
         SyncMode.EDIT,
@@ -591,7 +593,7 @@ def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) 
         shares=level,
         sync_every=every,
         refused=""
-        if after <= (1 - price.MINIMAL_WIN) * by_clock.step_seconds
+        if after <= (1 - price.MINIMAL_WIN) * at_last
         else "AsyncEDiT is as fast, and stays so should a rank get slow",
     )
     return [by_clock, by_steps]
@@ -602,6 +604,12 @@ def _by_clock(own: Seconds, transfer: float) -> tuple[float, float]:
     what each of these costs: the transfer, and the wait for the last rank's step in hand."""
     free = data_parallel.local_sgd_step_seconds(data_parallel.analyse(own), 1, 0.0, by_clock=True)
     return free, transfer + data_parallel.meeting_seconds(own.mean(axis=0))
+
+
+def _interval(own: Seconds, wanted: float) -> float:
+    """Seconds between two synchronisations by the clock: as wanted, within limits."""
+    least, most = SYNC_SECONDS
+    return round(min(most, max(least, wanted, STEPS_BETWEEN * float(own.mean(axis=0).max()))), 2)
 
 
 def _planned_garbage(work: Work, reference: float, in_force: int) -> Way:

@@ -131,8 +131,10 @@ class Suspicion:
 
     since: float
     step_seconds: float = 0.0  # of the job at that time; 0: not known
+    step: int = -1  # the last one at that time
     request: str = ""  # evidence request that is out
     asked_at: float = 0.0
+    asked_step: int = -1  # the last one at that time
     shown: Trouble | None = None  # by the answer before
     clear_at: float = 0.0  # when an answer last showed no trouble; 0: none has
 

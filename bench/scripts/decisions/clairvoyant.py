@@ -11,6 +11,7 @@ well how long all will last, and what each remedy is worth, but a change has to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,8 +23,8 @@ from .draw import Scenario
 from .world import Spare, Strain, World, met
 
 DECISION_SECONDS = 8
-"""From the first sign until something is done: a question to the ranks, their answers, and where one answer is not
-enough a second one."""
+"""Of training, from the first sign until something is done: a question to the ranks, their answers, and where one answer
+is not enough a second one, of later steps."""
 
 Rates = Sequence[tuple[float, float]]
 """Of each second: the loss with the workers as they are, and with the spare in the place of the slow one."""
@@ -43,12 +44,14 @@ def informed_cost(scenario: Scenario, world: World) -> float:
     """From the first sign on. A change of the strain is met by another way to train once it has shown and been decided
     upon, and until then by the way that was best before; or an exact way for one strain is kept from then on, since
     what comes and goes is back before it shows. A mode that is not exact does not outlast its reason, for nobody."""
-    strains, seconds = scenario.timeline.by_second, range(first_sign(scenario), scenario.timeline.end)
-    shown = [seen(scenario, second - DECISION_SECONDS) for second in seconds]
+    job, strains, sign = scenario.job, scenario.timeline.by_second, first_sign(scenario)
+    seconds = range(sign, scenario.timeline.end)
+    shown = [seen(scenario, second, ago=DECISION_SECONDS) for second in seconds]
+    earliest = math.ceil(job.when(job.trained(sign) + DECISION_SECONDS)) - sign
     known: dict[tuple[Strain, Strain], tuple[float, float]] = {}
 
     def rates(second: int, met_for: Strain) -> tuple[float, float]:
-        if not world.job.trains(second):
+        if not job.trains(second):
             return 0.0, 0.0
         now = strains[second]
         if (now, met_for) not in known:
@@ -57,7 +60,7 @@ def informed_cost(scenario: Scenario, world: World) -> float:
 
     def cost(ways_for: Sequence[Strain]) -> float:
         of_each = [rates(second, strain) for second, strain in zip(seconds, ways_for, strict=True)]
-        return plan(of_each, world.job.restart_seconds, able=_able(world), earliest=DECISION_SECONDS)
+        return plan(of_each, job.restart_seconds, able=_able(world), earliest=earliest)
 
     exact = [strain for strain in dict.fromkeys(shown) if world.best(strain).mode is SyncMode.SYNC]
     return min(map(cost, (shown, *(_kept(shown, strain) for strain in exact))))

@@ -91,10 +91,10 @@ def first_sign(scenario: Scenario) -> int:
     return min(scenario.timeline.end, math.ceil(shows))
 
 
-def seen(scenario: Scenario, second: int) -> Strain:
-    """What those see who notice a change as late as it shows."""
+def seen(scenario: Scenario, second: int, ago: int = 0) -> Strain:
+    """What those see who notice a change as late as it shows; `ago`: so many seconds of training before."""
     job = scenario.job
-    trained = job.trained(max(0, second - scenario.stale_seconds)) - _shows_after(scenario)
+    trained = job.trained(max(0, second - scenario.stale_seconds)) - _shows_after(scenario) - ago
     return scenario.timeline.by_second[int(job.when(trained))] if trained >= 0 else CALM
 
 

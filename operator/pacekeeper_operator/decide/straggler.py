@@ -160,10 +160,10 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
     if suspicion is None:
         looked_into = _tolerated(observation) and not _spare_is_due(observation, policy)
         wanted = (slow and not looked_into) or waits
-        return _ask(draft, Suspicion(since=now, step_seconds=observation.step_seconds), now) if wanted else draft
+        return _ask(observation, _begun(observation)) if wanted else draft
     grown = observation.step_seconds > suspicion.step_seconds * observation.job.spec.detection.straggler_slowdown
-    if grown and (not slow or now - suspicion.since > PATIENCE_SECONDS):
-        suspicion = replace(suspicion, since=now, step_seconds=observation.step_seconds)  # another trouble, now
+    if grown and (not slow or now - suspicion.since > PATIENCE_SECONDS):  # another trouble, now
+        suspicion = replace(suspicion, since=now, step=observation.step, step_seconds=observation.step_seconds)
     elif waits and not slow and _in_vain(observation, suspicion) and not _shows(observation, policy):
         return _give_up(observation, suspicion.step_seconds)
     if now - suspicion.asked_at <= pause_between_questions(now - suspicion.since):
@@ -172,6 +172,8 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         return _drop(draft)
     if len(observation.evidence) < len(observation.plan.members) and now - suspicion.asked_at <= ANSWER_SECONDS:
         return draft
+    if suspicion.shown is Trouble.NONE and observation.step == suspicion.asked_step:
+        return draft  # of the same steps the ranks would say the same
     found = _found(observation, policy)
     if found is not None:
         shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
@@ -181,7 +183,11 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         settled = _shares_fit(observation, found) or _cannot_be_helped(observation, policy, found)
         if slow and settled and not _spare_is_due(observation.with_draft(draft), policy):
             return _tolerate(_give_up(observation.with_draft(draft), observation.step_seconds), observation)
-    return _ask(draft, suspicion, now)
+    return _ask(observation.with_draft(draft), suspicion)
+
+
+def _begun(observation: Observation) -> Suspicion:
+    return Suspicion(since=observation.now, step=observation.step, step_seconds=observation.step_seconds)
 
 
 def _forget(observation: Observation, policy: Policy) -> Draft:
@@ -237,7 +243,7 @@ def _suspect_broken(observation: Observation, policy: Policy) -> Draft:
         return draft if suspicion is None else draft.with_adaptation(suspicion=None)
     if suspicion is not None:
         return draft
-    return draft.with_adaptation(suspicion=Suspicion(since=observation.now, step_seconds=observation.step_seconds))
+    return draft.with_adaptation(suspicion=_begun(observation))
 
 
 def pause_between_questions(elapsed: float) -> float:
@@ -350,10 +356,11 @@ def _held(observation: Observation) -> bool:
 
 
 def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
-    """A whole window has passed since the first sign, and shows no trouble."""
-    window = window_steps(observation) * observation.step_seconds
+    """A whole window of steps has been done since the first sign, and shows no trouble. While the job evaluates, or
+    writes a checkpoint, none are."""
+    done = observation.step - suspicion.step >= window_steps(observation)
     quiet = suspicion.shown in (None, Trouble.NONE)
-    return quiet and observation.now - suspicion.since > max(PATIENCE_SECONDS, window)
+    return quiet and done and observation.now - suspicion.since > PATIENCE_SECONDS
 
 
 def _shows(observation: Observation, policy: Policy) -> bool:
@@ -383,7 +390,8 @@ def _give_up(observation: Observation, step_seconds: float, forbidden: bool = Fa
     return _drop(observation.draft).with_adaptation(vain=Vain(observation.now, hold, step_seconds, forbidden))
 
 
-def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
+def _ask(observation: Observation, suspicion: Suspicion) -> Draft:
+    draft, now = observation.draft, observation.now
     request = f"straggler-{draft.plan.version + 1}"
     slow_links = suspicion.shown is Trouble.COMMUNICATION or links.pace_is_wanted(draft, now)
     most = waits.MOST_ASKED if suspicion.request else waits.ASKED_AT_ONCE
@@ -391,7 +399,7 @@ def _ask(draft: Draft, suspicion: Suspicion, now: float) -> Draft:
     asked = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}
     parts = tuple(part for part, wanted in asked.items() if wanted)
     return draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
-        suspicion=replace(suspicion, request=request, asked_at=now)
+        suspicion=replace(suspicion, request=request, asked_at=now, asked_step=observation.step)
     )
 
 

@@ -73,8 +73,8 @@ def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Dr
 
 
 def _rarer(observation: Observation, plan: Plan, windows: Sequence[RankWindow], adaptation: LocalSgd) -> Plan:
-    """The plan for a link that is still slow."""
-    if adaptation.trouble is not Trouble.COMMUNICATION or plan.sync_mode is not SyncMode.ASYNC_EDIT:
+    """The plan for a trouble that lasts."""
+    if plan.sync_mode is not SyncMode.ASYNC_EDIT:
         return plan
     stayed = observation.now - adaptation.since
     seconds = adapt.rarer(

@@ -901,19 +901,18 @@ def test_the_newest_transfer_says_how_the_links_are() -> None:
     assert adapt.way_back(again, threshold=THRESHOLD, trouble=Trouble.COMMUNICATION) is None
 
 
-def test_the_longer_a_link_is_slow_the_rarer_it_is_tried() -> None:
-    """0.6 s a synchronisation: every 10 s at first, a fifth of the time that it lasts, and every 20 s (3 %) at most."""
-    slow = local(transfer=0.6)
+def test_the_longer_a_trouble_lasts_the_rarer_are_synchronisations() -> None:
+    """0.2 s each: every 10 s at first, a fifth of the time that it lasts, and every 24 s (1 %) at most."""
+    slow = local(transfer=0.2)
 
     def seconds(stayed: float, in_force: float = 10.0) -> float:
         return adapt.rarer(slow, in_force, stayed, threshold=THRESHOLD)
 
     assert seconds(40.0) == 10.0
+    assert seconds(59.0) == 10.0, "not worth a change of the plan"
     assert seconds(75.0) == 15.0
-    assert seconds(3600.0) == pytest.approx(20.0, rel=0.1)
+    assert seconds(3600.0) == pytest.approx(24.0, rel=0.1)
     assert seconds(75.0, in_force=18.0) == 18.0, "never more often again"
-    well_again = [replace(window, transfers=(0.004,) * 4) for window in slow]
-    assert adapt.rarer(well_again, 12.0, 3600.0, threshold=THRESHOLD) == 12.0
     unknown = [replace(window, transfers=()) for window in slow]
     assert adapt.rarer(unknown, 12.0, 3600.0, threshold=THRESHOLD) == 12.0
 

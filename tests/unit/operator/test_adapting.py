@@ -332,7 +332,7 @@ class TestLookingInVain:
         world = answered(think(world, policy()), world)
         thought = think(world, policy())
         assert not decisions(thought)
-        world = later(thought, world, 30.0)
+        world = change_members(later(thought, world, 30.0), step=600)
         return think(world, policy()), world
 
     def test_a_job_that_has_always_waited_is_left_alone(self) -> None:

@@ -214,6 +214,7 @@ def test_questions_get_rarer_but_never_rare() -> None:
     world = suspicious()
     asked = think(world, policy())
     for seconds in (10_000.0, 10_130.0):
+        world = change_members(world, step=world.step + 1000)
         evidence = windows(asked.draft.plan.evidence_request, 1.0, (8, 8, 8, 8))
         later = think(next_pass(asked, world, seconds, evidence=evidence), policy())
         assert later.draft.plan.evidence_request != asked.draft.plan.evidence_request
@@ -467,9 +468,11 @@ def test_what_was_looked_into_in_vain_shows_at_last() -> None:
     calm = next_pass(asked, world, 1.0, evidence=answers(asked.draft.plan.evidence_request, 0.1))
     looked = think(calm, policy())
     for seconds in (3.0, 6.0, 9.0, 12.0, 15.0, 18.0):
+        world = change_members(world, step=world.step + 30)
         again = next_pass(looked, world, seconds, evidence=answers(looked.draft.plan.evidence_request, 0.1))
         looked = think(again, policy())
     request = looked.draft.plan.evidence_request
+    world = change_members(world, step=900)
     given_up = think(next_pass(looked, world, 40.0, evidence=answers(request, 0.1)), policy())
     assert given_up.draft.state.adaptation.suspicion is None
     shows = think(next_pass(looked, world, 40.0, evidence=answers(request, 0.2)), policy())
@@ -531,8 +534,24 @@ def test_a_little_slow_rank_hides_no_slower_one() -> None:
     assert suspicion is not None
     old = looked.draft.with_adaptation(suspicion=replace(suspicion, since=NOW - 3600.0, step_seconds=0.1))
     slower = replace(world.metrics, pace=2.0, step_seconds=0.15)
-    asked_again = replace(world.with_draft(old), now=NOW + 10.0, metrics=slower)
+    asked_again = replace(change_members(world.with_draft(old), step=600), now=NOW + 10.0, metrics=slower)
     found = think(asked_again, policy()).draft
     assert found.state.adaptation.suspicion is not None
     assert found.state.adaptation.suspicion.since == NOW + 10.0
     assert found.plan.evidence_request != looked.draft.plan.evidence_request
+
+
+def test_while_no_step_is_done_nobody_is_asked_again_and_nothing_is_settled() -> None:
+    """The job evaluates just when a link has become slow: the few steps before that show nothing yet."""
+    world = change_members(training(), sync_mode="Sync")
+    world = replace(world, metrics=replace(world.metrics, pace=1.0, waiting=0.3, step_seconds=0.1))
+    thought = think(world, policy())
+    for _ in range(2):  # the answers; and those of the last steps before the evaluation
+        evidence = windows(thought.draft.plan.evidence_request, 1.0, (8, 8, 8, 8))
+        thought = think(next_pass(thought, world, 2.0, evidence=evidence), policy())
+        world = replace(world, now=world.now + 2.0, evidence=evidence)
+    for seconds in range(1, 300, 10):
+        assert think(next_pass(thought, world, float(seconds)), policy()).draft == thought.draft
+    assert thought.draft.state.adaptation.suspicion is not None
+    goes_on = think(next_pass(thought, change_members(world, step=510), 300.0), policy())
+    assert goes_on.draft.plan.evidence_request not in {"", thought.draft.plan.evidence_request}

@@ -130,7 +130,7 @@ RECEIVER = {(0, 1), (2, 1), (3, 1)}
 class TestQuestions:
     def test_the_second_question_about_communication_asks_for_connections(self) -> None:
         for shown, asked_for in ((None, False), (Trouble.COMPUTE, False), (Trouble.COMMUNICATION, True)):
-            draft = straggler._ask(world().draft, Suspicion(NOW - 10, shown=shown), NOW)
+            draft = straggler._ask(world(), Suspicion(NOW - 10, shown=shown))
             assert (EvidencePart.LINKS in draft.plan.evidence_parts) is asked_for
 
     def test_the_way_back_asks_for_them_until_something_hot_is_seen(self) -> None:
