@@ -143,7 +143,12 @@ class Way:
         return replace(plan, version=plan.version + 1, sync_mode=self.mode, **told)
 
 
-def diagnose(windows: Sequence[RankWindow], threshold: float, known: KnownPaces | None = None) -> Diagnosis | None:
+def diagnose(
+    windows: Sequence[RankWindow],
+    threshold: float,
+    known: KnownPaces | None = None,
+    usual: Collection[Trouble] = (),
+) -> Diagnosis | None:
     """What costs the synchronous job most.
 
     `Trouble.NONE` where no trouble has an S of `threshold` or more, and none that is MENDED_FOR_GOOD of LITTLE. None
@@ -151,7 +156,8 @@ def diagnose(windows: Sequence[RankWindow], threshold: float, known: KnownPaces 
     Local-SGD mode is in force; or it has begun in the last few steps. One that has begun within the windows is judged
     by the steps since: those before would only make it look less.
 
-    known: ranks that are slow by more steps than these; they are judged by those.
+    known: ranks that are slow by more steps than these; they are judged by those. usual: troubles that are the job's
+    own way, and hide no other.
     """
     if any(window.sync_mode not in {"", SyncMode.SYNC} for window in windows):
         return None
@@ -162,14 +168,14 @@ def diagnose(windows: Sequence[RankWindow], threshold: float, known: KnownPaces 
         work = Work.of(work.at_paces(known, threshold), threshold, slow)
     if work is None:
         return None
-    found = _judge(work, threshold)
+    found = _judge(work, threshold, usual)
     since = _since_first_sign(work, found, threshold)
     later = None if since is None else Work.of(since, threshold, slow)
     if since is None or later is None:
         return found
     if len(since.steps) < FEW_STEPS:
         return None if found.trouble is not Trouble.NONE else found
-    alone = _judge(later, threshold)
+    alone = _judge(later, threshold, usual)
     return alone if alone.trouble is found.trouble or _is_broken(alone) else found
 
 
@@ -396,7 +402,7 @@ def _together(windows: Sequence[RankWindow], global_batch: int, threshold: float
     return None if work is None or transfer is None else (work, transfer)
 
 
-def _judge(work: Work, threshold: float) -> Diagnosis:
+def _judge(work: Work, threshold: float, usual: Collection[Trouble] = ()) -> Diagnosis:
     now = work.step_seconds
     apart = _collected_apart(work.garbage)
     _, planned_garbage = _plan_garbage(apart)
@@ -409,7 +415,7 @@ def _judge(work: Work, threshold: float) -> Diagnosis:
         Trouble.COMMUNICATION: _grown_communication(work),
     }
     effects = {trouble: now / (now - min(max(0.0, seconds), 0.99 * now)) for trouble, seconds in lost.items()}
-    main = max(effects, key=lambda trouble: effects[trouble])
+    main = max((each for each in effects if each not in usual), key=lambda each: effects[each])
     trouble = main if effects[main] >= threshold else Trouble.NONE
     lasting = max(MENDED_FOR_GOOD, key=lambda each: effects[each])
     if trouble is Trouble.NONE and effects[lasting] >= max(LITTLE, effects[Trouble.COMPUTE]):

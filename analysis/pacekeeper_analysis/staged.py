@@ -8,7 +8,7 @@ A stage that has more to do than the others is the script's own way, so a rank's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -34,11 +34,14 @@ MOST_DECOMPOSED = 64
 """Ranks: each of them is simulated alone."""
 
 
-def diagnose(live: LiveWindow, windows: Sequence[RankWindow], threshold: float) -> Diagnosis | None:
+def diagnose(
+    live: LiveWindow, windows: Sequence[RankWindow], threshold: float, usual: Collection[Trouble] = ()
+) -> Diagnosis | None:
     """What costs the job most: ranks that are slow in their own work, or transfers that take longer than those of the
     other replicas and steps. None where the windows have too few steps in common.
 
-    threshold: so many times its peers' time makes a rank slow, and so many times the ideal makes a trouble.
+    threshold: so many times its peers' time makes a rank slow, and so many times the ideal makes a trouble. usual:
+    troubles that are the job's own way, and hide no other.
     """
     aligned = align(windows)
     if aligned is None:
@@ -52,7 +55,7 @@ def diagnose(live: LiveWindow, windows: Sequence[RankWindow], threshold: float) 
     effects = _without_stages(windows, threshold)
     for each, scenario in scenarios.items():
         effects[each] = max(effects[each], now / float(window.step_seconds([scenario]).mean()))
-    main = max(effects, key=lambda each: effects[each])
+    main = max((each for each in effects if each not in usual), key=lambda each: effects[each])
     typical = np.median(relative, axis=2)
     by_rank = {rank: float(typical[worker]) for worker, rank in live.worker_ranks.items()}
     if effects[Trouble.COMPUTE] >= threshold and max(by_rank.values()) >= HELD_UP:

@@ -108,7 +108,11 @@ def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None
             return None  # the next answer tells what its ranks do together
         lasting = _lasting(observation)
         known = None if lasting is None else lasting.paces
-        return waits.of_stages(observation) or adapt.diagnose(windows, threshold, known)
+        found = waits.of_stages(observation) or adapt.diagnose(windows, threshold, known)
+        if found is None or found.trouble is not Trouble.VOLATILE or not _in_turns_as_ever(found, threshold):
+            return found
+        usual = (Trouble.VOLATILE,)
+        return waits.of_stages(observation, usual) or adapt.diagnose(windows, threshold, known, usual)
     return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 
@@ -128,18 +132,17 @@ def all_work_has_grown(observation: Observation) -> bool:
     return bool(grown) and float(np.median(grown)) >= observation.job.spec.detection.straggler_slowdown
 
 
+def _in_turns_as_ever(found: Diagnosis, threshold: float) -> bool:
+    """Ranks that are slow in turns a little, or since the job's first steady steps, are its own way."""
+    first, now = found.window.baseline_seconds, float(np.median(found.window.step_seconds))
+    return found.slowdown < WILD or not now >= threshold * first > 0
+
+
 def _as_ever(observation: Observation, found: Diagnosis) -> bool:
-    """Ranks that are slow in turns a little, or since the job's first steady steps, are its own way: left alone. So are
-    lengths and garbage that are planned, and cannot be planned better."""
+    """Lengths and garbage that are planned, and cannot be planned better, are left alone."""
     plan = observation.plan
     planned = {Trouble.LENGTHS: plan.sequence_cost is not None, Trouble.GARBAGE: plan.garbage_every > 0}
-    if planned.get(found.trouble, False):
-        return all(way.refused for way in _ways(observation, found))
-    if found.trouble is not Trouble.VOLATILE:
-        return False
-    first, now = found.window.baseline_seconds, float(np.median(found.window.step_seconds))
-    grown = now >= observation.job.spec.detection.straggler_slowdown * first > 0
-    return not grown or found.slowdown < WILD
+    return planned.get(found.trouble, False) and all(way.refused for way in _ways(observation, found))
 
 
 def suspect(observation: Observation, policy: Policy) -> Draft:

@@ -288,6 +288,18 @@ class TestLengths:
             thought = think(replace(world, evidence=windows(request, **told) if request else ()), policy())
         assert [(each.cause, each.remedy, each.rank) for each in taken] == [(Cause.STRAGGLER, Remedy.REPLACE_WORKER, 2)]
 
+    @pytest.mark.parametrize("first", [0.11, 0.0], ids=["as in the first steps", "those are not known"])
+    def test_ranks_that_have_always_come_and_gone_hide_none_that_are_little(self, first: float) -> None:
+        """In a large job of ranks that scatter all wait for some rank in each step, for more than lengths cost."""
+        drawn = np.random.default_rng(2).normal(1.0, 0.2, (STEPS, 4))
+        of_lengths = self.little(1, sigma=0.4)
+        scatter = {**of_lengths, "drawn": of_lengths["drawn"] * drawn, "first": first, "exposed": 0.02}
+        thought, _ = decided(self.UNEVEN, **scatter)
+        (incident,) = thought.draft.state.incidents.current
+        assert incident.remedy is Remedy.BALANCE_LENGTHS
+        scatter = {"drawn": drawn, "first": first, "exposed": 0.02}
+        assert not decided(self.UNEVEN, **scatter)[0].draft.state.incidents.current
+
     def test_what_was_too_little_to_be_measured_has_helped_unless_steps_are_longer(self) -> None:
         for seconds, outcome in ((0.1, Outcome.RECOVERED), (0.104, Outcome.NOT_HELPED)):
             thought, world = decided(self.UNEVEN, **self.little(1, sigma=0.05), exposed=0.0)
