@@ -23,8 +23,8 @@ from .draw import Scenario
 from .world import Spare, Strain, World, met
 
 DECISION_SECONDS = 8
-"""Of training, from the first sign until something is done: a question to the ranks, their answers, and where one answer
-is not enough a second one, of later steps."""
+"""Of training, from the first sign until something is done: a question to the ranks, their answers, and where one
+answer is not enough a second one, of later steps."""
 
 Rates = Sequence[tuple[float, float]]
 """Of each second: the loss with the workers as they are, and with the spare in the place of the slow one."""

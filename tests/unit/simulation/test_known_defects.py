@@ -319,9 +319,9 @@ def test_a_slow_node_whose_shares_fit_is_not_asked_about_all_the_time(mended: bo
     """No state of the cluster shows it: questions are counted, of 80 s in which its shares fit and nothing changes."""
     ask, asked = straggler._ask, list[float]()
 
-    def count(draft: Any, suspicion: Any, now: float) -> Any:
-        asked.append(now - EPOCH)
-        return ask(draft, suspicion, now)
+    def count(observation: Any, suspicion: Any) -> Any:
+        asked.append(observation.now - EPOCH)
+        return ask(observation, suspicion)
 
     monkeypatch.setattr(straggler, "_ask", count)
     if not mended:

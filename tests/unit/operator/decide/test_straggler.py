@@ -266,7 +266,8 @@ class TestBrokenInLocalSgd:
         return change_members(found, sync_mode="EDiT")
 
     def test_a_rank_that_is_broken_is_suspected_since_it_was_seen_first(self) -> None:
-        assert suspected(self.local(BROKEN)).state.adaptation.suspicion == Suspicion(since=NOW, step_seconds=0.1, step=500)
+        found = suspected(self.local(BROKEN))
+        assert found.state.adaptation.suspicion == Suspicion(since=NOW, step_seconds=0.1, step=500)
         known = self.local(BROKEN, suspicion())
         assert suspected(known) is known.draft
 
