@@ -60,8 +60,9 @@ ALIKE = 1.05
 ENOUGH = 0.5
 """Shares for a slow rank are preferred to Local-SGD where they leave no more than this part of what it costs with equal
 ones."""
-FEW_STEPS = 4
-"""So many steps of a trouble tell what it costs; of fewer, the next answer will."""
+FEW_STEPS, FEW_BROKEN_STEPS = 4, 3
+"""So many steps of a trouble tell what it costs, and so many long ones that a rank is broken; of fewer, the next answer
+will."""
 BROKEN = 3.0
 """A rank so many times slower than its peers is broken rather than slow."""
 NAMED = 8
@@ -173,10 +174,12 @@ def diagnose(
     later = None if since is None else Work.of(since, threshold, slow)
     if since is None or later is None:
         return found
+    alone = _judge(later, threshold, usual)
+    if len(since.steps) >= FEW_BROKEN_STEPS and _is_broken(alone):
+        return alone
     if len(since.steps) < FEW_STEPS:
         return None if found.trouble is not Trouble.NONE else found
-    alone = _judge(later, threshold, usual)
-    return alone if alone.trouble is found.trouble or _is_broken(alone) else found
+    return alone if alone.trouble is found.trouble else found
 
 
 def slight(threshold: float) -> float:
@@ -368,7 +371,7 @@ def rarer(
     own = work.even + work.garbage
     _, cost = _by_clock(own, transfer)
     seconds = min(_interval(own, cost / LASTING_SYNCHRONISING), round(RARER * stayed, 2))
-    return seconds if seconds >= WORTH_A_PLAN * in_force else in_force
+    return seconds if seconds >= min(WORTH_A_PLAN * in_force, SYNC_SECONDS[1]) else in_force
 
 
 @dataclass(frozen=True)

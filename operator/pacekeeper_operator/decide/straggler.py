@@ -175,11 +175,11 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         return _drop(draft)
     if len(observation.evidence) < len(observation.plan.members) and now - suspicion.asked_at <= ANSWER_SECONDS:
         return draft
-    if suspicion.shown is Trouble.NONE and observation.step == suspicion.asked_step:
-        return draft  # of the same steps the ranks would say the same
     found = _found(observation, policy)
     if found is not None:
         shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
+        if shown is suspicion.shown is Trouble.NONE and observation.step == suspicion.asked_step:
+            return draft  # of the same steps the ranks would say the same
         clear_at = now if shown is Trouble.NONE else suspicion.clear_at
         suspicion = replace(suspicion, shown=shown, clear_at=clear_at)
         draft = _account(observation.with_draft(draft), found)

@@ -722,11 +722,15 @@ def test_of_three_steps_the_next_answer_will_tell() -> None:
     assert found(windows(work(20)[:8])).trouble is Trouble.NONE
 
 
-@pytest.mark.parametrize(("seconds", "slow", "is_seen"), [(1.0, 3.5, True), (1.0, 2.5, False), (0.1, 3.5, False)])
-def test_a_broken_rank_is_known_by_four_long_steps(seconds: float, slow: float, is_seen: bool) -> None:
-    """Of eight. Four short ones may be a hiccup."""
+@pytest.mark.parametrize(
+    ("seconds", "steps", "slow", "is_seen"),
+    [(1.0, 3, 3.5, True), (1.0, 4, 2.5, False), (0.1, 4, 3.5, False), (3.0, 2, 3.5, False)],
+    ids=["broken", "slow", "short", "two"],
+)
+def test_a_broken_rank_is_known_by_three_long_steps(seconds: float, steps: int, slow: float, is_seen: bool) -> None:
+    """Of eight. Short ones may be a hiccup, and so may two."""
     own = work(20)[:8] * seconds / WORK
-    own[4:, 2] *= slow
+    own[-steps:, 2] *= slow
     diagnosis = found(windows(own, baseline=seconds))
     assert (diagnosis.culprits == (2,)) is is_seen
     assert (diagnosis.trouble is Trouble.COMPUTE) is is_seen
@@ -913,6 +917,7 @@ def test_the_longer_a_trouble_lasts_the_rarer_are_synchronisations() -> None:
     assert seconds(75.0) == 15.0
     assert seconds(3600.0) == pytest.approx(24.0, rel=0.1)
     assert seconds(75.0, in_force=18.0) == 18.0, "never more often again"
+    assert adapt.rarer(local(transfer=0.6), 28.0, 3600.0, threshold=THRESHOLD) == 30.0, "the last one is worth it"
     unknown = [replace(window, transfers=()) for window in slow]
     assert adapt.rarer(unknown, 12.0, 3600.0, threshold=THRESHOLD) == 12.0
 
