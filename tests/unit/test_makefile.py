@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import hatch_build
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -64,3 +66,9 @@ def test_supported_is_what_the_package_says(tmp_path: Path) -> None:
     assert said == ">=3.11,<3.14"
     taken = [minor for minor in range(9, 17) if chosen(tmp_path, python3=f"3.{minor}.0").returncode == 0]
     assert taken == [11, 12, 13]
+
+
+def test_a_machine_with_a_gpu_builds_nccls_plugin_by_the_packages_own_options() -> None:
+    """There is no hatchling there, so that the Makefile repeats them."""
+    rule = next(line for line in (ROOT / "Makefile").read_text().splitlines() if " cc -std" in line)
+    assert f"cc {' '.join(hatch_build.OPTIONS)} -o $(PLUGIN).so" in rule
