@@ -42,7 +42,8 @@ _STEPS_COMPARED = 128
 """Steps of which all pairs are compared for a slope: enough for 1 % at 10 % noise, and a millisecond a rank."""
 
 UNLIKE = 3.0
-"""Standard errors by which a rank varies more than the others, to be one that comes and goes."""
+"""Standard errors by which a rank varies more than the others, to be one that comes and goes, or is farther from ranks
+that are slow, to be not as slow as they are."""
 
 _ROWS = 256
 """Steps that are put together from the ranks' own."""
@@ -224,9 +225,11 @@ def balance(
     _check(cost_per_sample, current, minimum, ceiling)
     offset = np.zeros(ranks) if fixed is None else np.asarray(fixed, dtype=np.float64)
     random = np.random.default_rng(seed)
-    drawn, others = (
-        cost_per_sample[random.integers(0, steps, size=(draws, ranks)), np.arange(ranks)] for _ in range(2)
-    )
+
+    def draw() -> Seconds:
+        return cost_per_sample[random.integers(0, steps, size=(draws, ranks)), np.arange(ranks)]
+
+    drawn = draw()
 
     def expected(shares: Shares, of: Seconds = drawn) -> float:
         return float((offset + of * shares).max(axis=1).mean())
@@ -235,7 +238,7 @@ def balance(
     costs = [cost_per_sample.mean(axis=0), *np.quantile(cost_per_sample, [0.75, 0.9, 0.97], axis=0)]
     start = min((_level(cost, offset, total, minimum, ceiling) for cost in costs), key=expected)
     best = _descend(start, offset, drawn, minimum, ceiling)
-    if draws < _DRAWS * ranks and expected(start, others) < expected(best, others):
+    if draws < _DRAWS * ranks and expected(start, others := draw()) < expected(best, others):
         best = start
     now = expected(np.asarray(current, dtype=np.int64))
     after = expected(best)
@@ -303,36 +306,34 @@ def _shrunk(per_sample: Seconds, known: Mapping[int, float] | None = None, seed:
     """
     steps, ranks = per_sample.shape
     mean = per_sample.mean(axis=0)
-    varied = per_sample / mean
-    spread = varied.std(axis=0) * np.sqrt(steps / max(1, steps - 1))
+    varied = 1.0 + (per_sample / mean - 1.0) * np.sqrt(steps / max(1, steps - 1))  # from a mean of the same steps
+    spread = varied.std(axis=0)
     most = np.sort(spread)[(ranks - 1) // 2]
     like = spread <= most * (1.0 + UNLIKE / np.sqrt(2.0 * steps))
     usual = float(np.median(mean))
     error = np.where(like, most, spread) * mean / np.sqrt(steps)
-    deviation = mean - usual
-    certain = np.maximum(0.0, 1.0 - (_by_luck(ranks) * error) ** 2 / np.maximum(deviation**2, 1e-30))
+    deviation = _pooled(mean - usual, error)
     if known:
-        certain, deviation = np.zeros(ranks), np.zeros(ranks)
-        certain[list(known)], deviation[list(known)] = 1.0, usual * (np.array([*known.values()]) - 1.0)
-    pace = usual + np.where(certain > 0, _pooled(certain * deviation, error, certain > 0), 0.0)
+        deviation = np.zeros(ranks)
+        deviation[list(known)] = usual * (np.array([*known.values()]) - 1.0)
     random = np.random.default_rng(seed)  # another one than `balance` draws by
     drawn = varied[random.integers(0, steps, size=(_ROWS, ranks)), np.arange(ranks)]
-    drawn[:, like] = random.choice(varied[:, like].ravel(), size=(_ROWS, int(like.sum())))
-    return np.asarray(drawn * pace)
+    # Of ranks that are alike, each step is one of all of theirs: from the mean of its few steps none is far.
+    alike = like & (deviation == 0)
+    pool = per_sample[:, alike] / mean[alike].mean() if alike.any() else varied[:, like]
+    drawn[:, like] = random.choice(pool.ravel(), size=(_ROWS, int(like.sum())))
+    return np.asarray(drawn * (usual + deviation))
 
 
-def _pooled(deviation: Seconds, error: Seconds, stand_out: npt.NDArray[np.bool_]) -> Seconds:
-    """(ranks,), with those that stand out, and are no farther from each other than by luck, at their mean."""
-    if not stand_out.any():
-        return deviation
-    middle = float(np.median(deviation[stand_out]))
-    alike = stand_out & (np.abs(deviation - middle) <= _by_luck(int(stand_out.sum())) * error)
-    return np.where(alike, deviation[alike].mean() if alike.any() else 0.0, deviation)
-
-
-def _by_luck(ranks: int) -> float:
-    """Standard errors by which one of so many is off."""
-    return max(2.0, NormalDist().inv_cdf(1.0 - 0.5 / ranks))
+def _pooled(deviation: Seconds, error: Seconds) -> Seconds:
+    """Deviations and standard errors (ranks,): what of them is not luck, of those that deviate alike in the mean."""
+    luck = max(2.0, NormalDist().inv_cdf(1.0 - 0.5 / len(deviation)))  # of one of so many
+    found = deviation * np.maximum(0.0, 1.0 - (luck * error) ** 2 / np.maximum(deviation**2, 1e-30))
+    if (found != 0).any():
+        alike = (found != 0) & (np.abs(deviation - np.median(deviation[found != 0])) <= UNLIKE * error)
+        if alike.sum() > 1:
+            found[alike] = deviation[alike].mean()
+    return np.asarray(found)
 
 
 def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int) -> Shares:
