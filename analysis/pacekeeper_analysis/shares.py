@@ -11,7 +11,7 @@ shares is the probe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -26,9 +26,6 @@ Shares = npt.NDArray[np.int64]
 MINIMAL_WIN = 0.02
 """Shares are not worth a change for less than this relative win: it would only make the job flap."""
 
-KNOWN_WIN = 0.005
-"""The same of ranks whose paces are known by many steps: their shares do not flap."""
-
 SURE_WIN = 0.01
 """The same of each half of the steps that are looked at: what only one of them shows is luck."""
 
@@ -42,14 +39,10 @@ _STEPS_COMPARED = 128
 """Steps of which all pairs are compared for a slope: enough for 1 % at 10 % noise, and a millisecond a rank."""
 
 UNLIKE = 3.0
-"""Standard errors by which a rank varies more than the others, to be one that comes and goes, or is farther from ranks
-that are slow, to be not as slow as they are."""
+"""Standard errors by which a rank varies more than the others, to be one that comes and goes."""
 
 _ROWS = 256
 """Steps that are put together from the ranks' own."""
-
-_DRAWS = 8
-"""Draws for each rank, below which moves may follow them alone, and have to be better by others as well."""
 
 _CANDIDATES = 8
 """Ranks that might give, and might take, which are tried in all pairs for each move."""
@@ -81,13 +74,12 @@ class Costs:
 @dataclass(frozen=True)
 class Balance:
     """Shares in rank order and the step time (seconds) expected of the present shares and of these. sure: either half
-    of the steps says so. least_win: below which they are not worth a change."""
+    of the steps says so."""
 
     shares: tuple[int, ...]
     seconds_now: float
     seconds_after: float
     sure: bool = True
-    least_win: float = MINIMAL_WIN
 
     @property
     def win(self) -> float:
@@ -96,7 +88,7 @@ class Balance:
 
     @property
     def worthwhile(self) -> bool:
-        return self.sure and self.win >= self.least_win
+        return self.sure and self.win >= MINIMAL_WIN
 
 
 def rebalance(
@@ -107,15 +99,13 @@ def rebalance(
     minimum: int = 1,
     maximum: int | None = None,
     grain: int = 1,
-    known: Mapping[int, float] | None = None,
 ) -> Balance:
     """The best shares, from windows of own work; the present shares are those of the last step.
 
     compute_seconds, samples: shape (steps, ranks), oldest first. costs: as far as they are known already, None: what
     `fit` finds in these steps. Rare long steps (pauses for garbage, hiccups) are left out: shares cannot help
-    against them. minimum, maximum: of each rank's share (memory); grain: what it is a multiple of. known: ranks
-    that by many more steps take so many times as long a sample as the others, who are alike. Raises InputError where
-    the input does not fit.
+    against them. minimum, maximum: of each rank's share (memory); grain: what it is a multiple of. Raises InputError
+    where the input does not fit.
     """
     seconds, amounts = _checked(compute_seconds, samples)
     costs = (fit(seconds, amounts) if costs is None else costs).supposed(amounts[-1])
@@ -128,14 +118,10 @@ def rebalance(
 
     def best(of: Seconds, draws: int) -> Balance:
         return balance(
-            _shrunk(of, known), current, fixed=costs.fixed, minimum=minimum, maximum=maximum, grain=grain, draws=draws
+            _shrunk(of), current, fixed=costs.fixed, minimum=minimum, maximum=maximum, grain=grain, draws=draws
         )
 
     found = best(per_sample, 256 if len(current) <= 256 else 128)
-    if known:
-        others = _shrunk(per_sample, known, seed=2)  # than those that it was fitted to
-        win = min(found.win, _win(found.shares, current, others, costs.fixed))
-        return Balance(found.shares, found.seconds_now, found.seconds_now * (1.0 - win), least_win=KNOWN_WIN)
     halves = per_sample[0::2], per_sample[1::2]
     if found.shares == current or len(halves[1]) < 2:
         return found
@@ -225,21 +211,15 @@ def balance(
     _check(cost_per_sample, current, minimum, ceiling)
     offset = np.zeros(ranks) if fixed is None else np.asarray(fixed, dtype=np.float64)
     random = np.random.default_rng(seed)
+    drawn = cost_per_sample[random.integers(0, steps, size=(draws, ranks)), np.arange(ranks)]
 
-    def draw() -> Seconds:
-        return cost_per_sample[random.integers(0, steps, size=(draws, ranks)), np.arange(ranks)]
-
-    drawn = draw()
-
-    def expected(shares: Shares, of: Seconds = drawn) -> float:
-        return float((offset + of * shares).max(axis=1).mean())
+    def expected(shares: Shares) -> float:
+        return float((offset + drawn * shares).max(axis=1).mean())
 
     # A rank that is erratic must finish early on average: starts from several quantiles of the costs see to that.
     costs = [cost_per_sample.mean(axis=0), *np.quantile(cost_per_sample, [0.75, 0.9, 0.97], axis=0)]
     start = min((_level(cost, offset, total, minimum, ceiling) for cost in costs), key=expected)
     best = _descend(start, offset, drawn, minimum, ceiling)
-    if draws < _DRAWS * ranks and expected(start, others := draw()) < expected(best, others):
-        best = start
     now = expected(np.asarray(current, dtype=np.int64))
     after = expected(best)
     return Balance(tuple(int(n) for n in best), now, after) if after < now else Balance(current, now, now)
@@ -294,46 +274,29 @@ def _win(new: tuple[int, ...], old: tuple[int, ...], per_sample: Seconds, fixed:
     return float(1.0 - after / before)
 
 
-def _shrunk(per_sample: Seconds, known: Mapping[int, float] | None = None, seed: int = 1) -> Seconds:
+def _shrunk(per_sample: Seconds) -> Seconds:
     """Costs a sample (steps, ranks), with ranks that differ from the others by no more than chance at their pace, and
     of whom no more is known than that they vary as the others do, by all of their steps.
 
     Shares that follow chance make steps longer, by more the more ranks there are. A rank's deviation from the median
     rank counts in full where it is many standard errors, and not at all within two, or as many as one of so many ranks
-    is off by luck (positive-part shrinkage). Those that deviate by as much as each other, as a node's ranks do, do so
-    by their mean. Its own steps say how a rank varies where they do so by UNLIKE standard errors more than most ranks'
-    (of a deviation: 1/√2n).
+    is off by luck (positive-part shrinkage). Its own steps say how it varies where they do so by UNLIKE standard errors
+    more than most ranks' (of a deviation: 1/√2n).
     """
     steps, ranks = per_sample.shape
     mean = per_sample.mean(axis=0)
-    varied = 1.0 + (per_sample / mean - 1.0) * np.sqrt(steps / max(1, steps - 1))  # from a mean of the same steps
-    spread = varied.std(axis=0)
+    varied = per_sample / mean
+    spread = varied.std(axis=0) * np.sqrt(steps / max(1, steps - 1))
     most = np.sort(spread)[(ranks - 1) // 2]
     like = spread <= most * (1.0 + UNLIKE / np.sqrt(2.0 * steps))
     usual = float(np.median(mean))
-    error = np.where(like, most, spread) * mean / np.sqrt(steps)
-    deviation = _pooled(mean - usual, error)
-    if known:
-        deviation = np.zeros(ranks)
-        deviation[list(known)] = usual * (np.array([*known.values()]) - 1.0)
-    random = np.random.default_rng(seed)  # another one than `balance` draws by
+    luck = max(2.0, NormalDist().inv_cdf(1.0 - 0.5 / ranks)) * np.where(like, most, spread) * mean / np.sqrt(steps)
+    deviation = mean - usual
+    certain = np.maximum(0.0, 1.0 - luck**2 / np.maximum(deviation**2, 1e-30))
+    random = np.random.default_rng(1)  # another one than `balance` draws by
     drawn = varied[random.integers(0, steps, size=(_ROWS, ranks)), np.arange(ranks)]
-    # Of ranks that are alike, each step is one of all of theirs: from the mean of its few steps none is far.
-    alike = like & (deviation == 0)
-    pool = per_sample[:, alike] / mean[alike].mean() if alike.any() else varied[:, like]
-    drawn[:, like] = random.choice(pool.ravel(), size=(_ROWS, int(like.sum())))
-    return np.asarray(drawn * (usual + deviation))
-
-
-def _pooled(deviation: Seconds, error: Seconds) -> Seconds:
-    """Deviations and standard errors (ranks,): what of them is not luck, of those that deviate alike in the mean."""
-    luck = max(2.0, NormalDist().inv_cdf(1.0 - 0.5 / len(deviation)))  # of one of so many
-    found = deviation * np.maximum(0.0, 1.0 - (luck * error) ** 2 / np.maximum(deviation**2, 1e-30))
-    if (found != 0).any():
-        alike = (found != 0) & (np.abs(deviation - np.median(deviation[found != 0])) <= UNLIKE * error)
-        if alike.sum() > 1:
-            found[alike] = deviation[alike].mean()
-    return np.asarray(found)
+    drawn[:, like] = random.choice(varied[:, like].ravel(), size=(_ROWS, int(like.sum())))
+    return np.asarray(drawn * (usual + certain * deviation))
 
 
 def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int) -> Shares:
