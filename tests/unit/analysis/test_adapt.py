@@ -330,6 +330,18 @@ def test_edit_synchronises_soon_enough_for_ranks_to_leave(longer: int, every: in
     assert SyncMode.ASYNC_EDIT in {way.mode for way in found_ways}
 
 
+@pytest.mark.parametrize(
+    ("own", "exposed", "mode"),
+    [(1.15, 0.25, SyncMode.ASYNC_EDIT), (3.5, 0.25, SyncMode.EDIT), (1.15, 0.2, SyncMode.EDIT)],
+    ids=["becomes as fast", "a step in hand is long", "at first not worth it"],
+)
+def test_edit_is_held_against_what_async_edit_becomes(own: float, exposed: float, mode: SyncMode) -> None:
+    """That begins with a tenth of the time, and ends with the wait for a step in hand each 30 s: EDiT has none."""
+    way = taken(windows(work(noise=0.002) * own / WORK, exposed * own, baseline=1.02 * own))
+    assert way is not None
+    assert (way.remedy, way.mode) == ("LocalSGD", mode)
+
+
 def test_noise_on_all_ranks_that_makes_each_step_wait_for_one() -> None:
     own = WORK * (1 + np.random.default_rng(0).exponential(0.6, (STEPS, 8)))
     assert found(windows(own)).trouble is Trouble.VOLATILE
