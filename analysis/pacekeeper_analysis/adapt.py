@@ -593,7 +593,7 @@ def _local_sgd(work: Work, reference: float, transfer: float, *, counted: bool) 
     rows = np.random.default_rng(0).integers(0, len(own), size=4 * every)  # a window may be shorter than an interval
     after = data_parallel.local_sgd_step_seconds(data_parallel.analyse(own[rows]), every, transfer)
     at_last = free * (1 + cost / _interval(own, cost / LASTING_SYNCHRONISING))  # by the clock, once it is as rare
-    by_clock_will_do = work.step_seconds >= price.NEARLY * max(reference, by_clock.step_seconds) and after > at_last
+    by_clock_will_do = price.outweighs_exact(work.step_seconds / reference, by_clock.slowdown_after) and after > at_last
     by_steps = Way(
         LOCAL_SGD,
         SyncMode.EDIT,

@@ -146,6 +146,11 @@ def wins(slowdown: float, after: float, least: float = MINIMAL_WIN) -> bool:
     return math.isinf(slowdown) or max(after, 1.0) <= (1.0 - least) * slowdown
 
 
+def outweighs_exact(slowdown: float, after: float) -> bool:
+    """Whether Local-SGD at slowdown `after` is worth leaving exact steps at `slowdown`."""
+    return slowdown >= NEARLY * max(1.0, after)
+
+
 def expected_remaining(elapsed_seconds: float, durations: Sequence[float], prior_seconds: float = 600.0) -> float:
     """Expected rest of a fault that has lasted `elapsed_seconds`, from the durations of earlier ones of its class.
 
@@ -176,7 +181,7 @@ def _free_price(option: Option, slowdown: float, horizon: float) -> Price:
     if saved <= 0:
         return Price(option, 0.0, False, "wins nothing")
     relative = 1.0 - option.slowdown_after / slowdown if math.isfinite(slowdown) else 1.0
-    if not option.exact and slowdown < NEARLY * max(1.0, option.slowdown_after):
+    if not option.exact and not outweighs_exact(slowdown, option.slowdown_after):
         return Price(option, gain, False, f"{relative:.0%} faster steps are not worth leaving synchronous SGD")
     if relative < option.least_win:
         return Price(option, gain, False, f"only {relative:.1%} faster steps")

@@ -8,7 +8,8 @@ A stage that has more to do than the others is the script's own way, so a rank's
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,14 +35,11 @@ MOST_DECOMPOSED = 64
 """Ranks: each of them is simulated alone."""
 
 
-def diagnose(
-    live: LiveWindow, windows: Sequence[RankWindow], threshold: float, usual: Collection[Trouble] = ()
-) -> Diagnosis | None:
+def diagnose(live: LiveWindow, windows: Sequence[RankWindow], threshold: float) -> Diagnosis | None:
     """What costs the job most: ranks that are slow in their own work, or transfers that take longer than those of the
     other replicas and steps. None where the windows have too few steps in common.
 
-    threshold: so many times its peers' time makes a rank slow, and so many times the ideal makes a trouble. usual:
-    troubles that are the job's own way, and hide no other.
+    threshold: so many times its peers' time makes a rank slow, and so many times the ideal makes a trouble.
     """
     aligned = align(windows)
     if aligned is None:
@@ -55,7 +53,7 @@ def diagnose(
     effects = _without_stages(windows, threshold)
     for each, scenario in scenarios.items():
         effects[each] = max(effects[each], now / float(window.step_seconds([scenario]).mean()))
-    main = max((each for each in effects if each not in usual), key=lambda each: effects[each])
+    main = max(effects, key=lambda each: effects[each])
     typical = np.median(relative, axis=2)
     by_rank = {rank: float(typical[worker]) for worker, rank in live.worker_ranks.items()}
     if effects[Trouble.COMPUTE] >= threshold and max(by_rank.values()) >= HELD_UP:
@@ -71,6 +69,13 @@ def diagnose(
         effects=effects,
         window=aligned,
     )
+
+
+def without(found: Diagnosis, usual: Trouble, threshold: float) -> Diagnosis:
+    """The same where `usual`, which it names, is the job's own way: what costs it most beside that, if anything."""
+    main = max((each for each in found.effects if each is not usual), key=lambda each: found.effects[each])
+    slowdown = found.effects[main]
+    return replace(found, trouble=main if slowdown >= threshold else Trouble.NONE, slowdown=slowdown)
 
 
 def _without_stages(windows: Sequence[RankWindow], threshold: float) -> dict[Trouble, float]:

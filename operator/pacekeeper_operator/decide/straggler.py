@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from pacekeeper_analysis import adapt, price
+from pacekeeper_analysis import adapt, price, staged
 from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
 from pacekeeper_analysis.diagnose.finding import Finding, join
 from pacekeeper_analysis.diagnose.windows import steps_in_window
@@ -108,11 +108,13 @@ def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None
             return None  # the next answer tells what its ranks do together
         lasting = _lasting(observation)
         known = None if lasting is None else lasting.paces
-        found = waits.of_stages(observation) or adapt.diagnose(windows, threshold, known)
+        of_stages = waits.of_stages(observation)
+        found = of_stages or adapt.diagnose(windows, threshold, known)
         if found is None or found.trouble is not Trouble.VOLATILE or not _in_turns_as_ever(found, threshold):
             return found
-        usual = (Trouble.VOLATILE,)
-        return waits.of_stages(observation, usual) or adapt.diagnose(windows, threshold, known, usual)
+        if of_stages is not None:
+            return staged.without(of_stages, Trouble.VOLATILE, threshold)
+        return adapt.diagnose(windows, threshold, known, usual=(Trouble.VOLATILE,))
     return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 

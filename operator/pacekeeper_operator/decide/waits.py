@@ -52,11 +52,10 @@ def may_have_stages(observation: Observation) -> bool:
     return watched and not asked and observation.plan.world_size <= MOST_ASKED
 
 
-def of_stages(observation: Observation, usual: tuple[Trouble, ...] = ()) -> Diagnosis | None:
-    """What holds up a job with pipeline stages; None: it has none, or that is not known. usual: as of
-    `adapt.diagnose`."""
+def of_stages(observation: Observation) -> Diagnosis | None:
+    """What holds up a job with pipeline stages; None: it has none, or that is not known."""
     threshold = observation.job.spec.detection.straggler_slowdown
-    return _of_stages(Answers(observation.evidence), threshold, usual) if _is_told(observation) else None
+    return _of_stages(Answers(observation.evidence), threshold) if _is_told(observation) else None
 
 
 def finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
@@ -112,11 +111,11 @@ def _is_told(observation: Observation) -> bool:
 
 
 @lru_cache(maxsize=2)
-def _of_stages(answers: Answers, threshold: float, usual: tuple[Trouble, ...]) -> Diagnosis | None:
+def _of_stages(answers: Answers, threshold: float) -> Diagnosis | None:
     """As `_blame`."""
     live = staged.live_window(answers.evidence)
     windows = [window for answer in answers.evidence for window in answer.windows]
-    return None if live is None else staged.diagnose(live, windows, threshold, usual)
+    return None if live is None else staged.diagnose(live, windows, threshold)
 
 
 @lru_cache(maxsize=2)

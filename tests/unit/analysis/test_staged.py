@@ -106,3 +106,14 @@ def test_what_cannot_be_read_is_no_window() -> None:
     assert staged.live_window([silent, *given[1:]]) is None
     assert staged.live_window([dataclasses.replace(answer, operations=()) for answer in given]) is None
     assert staged.live_window(given[1:]) is None
+
+
+def test_what_is_the_jobs_own_way_hides_no_other_trouble() -> None:
+    found = diagnose(answers(SHAPE, heavy_last_stage))
+    quiet = dict.fromkeys(found.effects, 1.0)
+    for other, trouble in ((1.2, Trouble.COMMUNICATION), (1.05, Trouble.NONE)):
+        effects = {**quiet, Trouble.VOLATILE: 1.25, Trouble.COMMUNICATION: other}
+        in_turns = dataclasses.replace(found, trouble=Trouble.VOLATILE, slowdown=1.25, effects=effects)
+        beside = staged.without(in_turns, Trouble.VOLATILE, THRESHOLD)
+        assert (beside.trouble, beside.slowdown) == (trouble, other)
+        assert beside.effects == effects
