@@ -109,6 +109,9 @@ class Diagnosis:
     rank_slowdown: tuple[float, ...]  # each rank's cost at equal shares over its peers' median
     effects: Mapping[Trouble, float]  # S of every trouble, each by itself
     window: Window = field(repr=False, compare=False)  # the common steps, since the trouble began
+    known: Mapping[int, float] = field(
+        default_factory=dict
+    )  # all culprits' paces, where more steps than these tell them
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,12 @@ class Way:
     garbage_every: int | None = None
     sequence_cost: tuple[float, float, float] | None = None
     refused: str = ""  # why a plan cannot, or should not, take it; "": it may
+    least_win: float = price.MINIMAL_WIN  # as of `price.Option`
 
     def option(self, refused: str = "") -> price.Option:
         """For `price.choose`: a free live change. refused: a further reason why it may not be taken."""
         exact = self.mode is SyncMode.SYNC
-        least = price.LASTING_WIN if self.remedy in MENDED_FOR_GOOD.values() else price.MINIMAL_WIN
-        return price.Option(self.remedy, 0.0, self.slowdown_after, self.refused or refused, exact, least)
+        return price.Option(self.remedy, 0.0, self.slowdown_after, self.refused or refused, exact, self.least_win)
 
     def applied_to(self, plan: Plan) -> Plan:
         """The plan's next version, with this way to train."""
@@ -163,12 +166,21 @@ def diagnose(
     if any(window.sync_mode not in {"", SyncMode.SYNC} for window in windows):
         return None
     window = align(windows)
-    slow = () if known is None else known.of_rank
-    work = None if window is None else Work.of(window, threshold, slow)
-    if work is not None and known is not None:
-        work = Work.of(work.at_paces(known, threshold), threshold, slow)
-    if work is None:
-        return None
+    work = None if window is None else Work.of(window, threshold)
+    if work is None or known is None:
+        return None if work is None else _since_it_began(work, threshold, usual)
+    paces = work.paces_by(known, threshold)
+    paced = Work.of(work.at_paces(paces), threshold, known.of_rank)
+    found = None if paced is None else _since_it_began(paced, threshold, usual, known.of_rank)
+    if found is None or not {*found.culprits} <= {*paces}:
+        return found
+    return replace(found, known={rank: paces[rank] for rank in found.culprits})
+
+
+def _since_it_began(
+    work: Work, threshold: float, usual: Collection[Trouble], slow: Collection[int] = ()
+) -> Diagnosis | None:
+    """As `diagnose`. slow: ranks that are known to be so."""
     found = _judge(work, threshold, usual)
     since = _since_first_sign(work, found, threshold)
     later = None if since is None else Work.of(since, threshold, slow)
@@ -267,7 +279,7 @@ def ways(
     trouble, found = diagnosis.trouble, list[Way]()
     reference = diagnosis.step_seconds / diagnosis.slowdown
     if work.has_slow_ranks and (trouble in {Trouble.COMPUTE, Trouble.VOLATILE} or work.is_uneven):
-        found.append(_rebalance(work, reference, smallest_share, largest_share))
+        found.append(_rebalance(work, reference, smallest_share, largest_share, diagnosis.known))
     elif work.is_uneven:
         found.append(_equal_shares(work, reference))
     if trouble in {Trouble.VOLATILE, Trouble.COMMUNICATION} or (trouble is Trouble.COMPUTE and work.has_slow_ranks):
@@ -515,7 +527,9 @@ def _words(work: Work, trouble: Trouble) -> str:
             return "no trouble costs enough to be dealt with"
 
 
-def _rebalance(work: Work, reference: float, smallest: int, largest: int | None) -> Way:
+def _rebalance(
+    work: Work, reference: float, smallest: int, largest: int | None, known: Mapping[int, float] | None = None
+) -> Way:
     now = work.step_seconds
     unknown = Way(REBALANCE, SyncMode.SYNC, now, now / reference, "batch shares that fit the ranks")
     if not work.knows_samples:
@@ -528,6 +542,7 @@ def _rebalance(work: Work, reference: float, smallest: int, largest: int | None)
             minimum=smallest,
             maximum=largest,
             grain=work.window.share_grain,
+            known=known,
         )
     except InputError as error:
         return replace(unknown, refused=str(error))
@@ -540,6 +555,7 @@ def _rebalance(work: Work, reference: float, smallest: int, largest: int | None)
         f"shares {_listed(work.shares)} → {_listed(balance.shares)}: steps of {_ms(after)} instead of {_ms(now)}",
         shares=balance.shares,
         refused="" if balance.worthwhile else f"other shares would win only {balance.win:.1%}",
+        least_win=balance.least_win,
     )
 
 
@@ -633,6 +649,7 @@ def _planned_garbage(work: Work, reference: float, in_force: int) -> Way:
         after / reference,
         f"garbage collection every {every} steps, on all ranks in the same step",
         garbage_every=every,
+        least_win=price.LASTING_WIN,
         refused="garbage is collected by plan already, and the script collects beside it" if in_force else "",
     )
 
@@ -689,6 +706,7 @@ def _balanced_lengths(work: Work, reference: float, in_force: SequenceCost | Non
         "length²".format(*cost.terms),
         sequence_cost=cost.terms,
         refused=refused,
+        least_win=price.LASTING_WIN,
     )
 
 

@@ -11,7 +11,7 @@ shares is the probe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -26,6 +26,9 @@ Shares = npt.NDArray[np.int64]
 MINIMAL_WIN = 0.02
 """Shares are not worth a change for less than this relative win: it would only make the job flap."""
 
+KNOWN_WIN = 0.01
+"""The same of ranks whose paces are known by many steps: their shares do not flap."""
+
 SURE_WIN = 0.01
 """The same of each half of the steps that are looked at: what only one of them shows is luck."""
 
@@ -39,10 +42,11 @@ _STEPS_COMPARED = 128
 """Steps of which all pairs are compared for a slope: enough for 1 % at 10 % noise, and a millisecond a rank."""
 
 UNLIKE = 3.0
-"""Standard errors by which a rank varies more than the others, to be one that comes and goes."""
+"""Standard errors by which a rank varies more than the others, to be one that comes and goes, or is farther from ranks
+that are slow, to be not as slow as they are."""
 
-_ROWS = 256
-"""Steps that are put together from the ranks' own."""
+_ROWS = 512
+"""Steps that are put together from the ranks' own, and draws of them that shares are fitted to."""
 
 _CANDIDATES = 8
 """Ranks that might give, and might take, which are tried in all pairs for each move."""
@@ -74,12 +78,13 @@ class Costs:
 @dataclass(frozen=True)
 class Balance:
     """Shares in rank order and the step time (seconds) expected of the present shares and of these. sure: either half
-    of the steps says so."""
+    of the steps says so. least_win: below which they are not worth a change."""
 
     shares: tuple[int, ...]
     seconds_now: float
     seconds_after: float
     sure: bool = True
+    least_win: float = MINIMAL_WIN
 
     @property
     def win(self) -> float:
@@ -88,7 +93,7 @@ class Balance:
 
     @property
     def worthwhile(self) -> bool:
-        return self.sure and self.win >= MINIMAL_WIN
+        return self.sure and self.win >= self.least_win
 
 
 def rebalance(
@@ -99,13 +104,15 @@ def rebalance(
     minimum: int = 1,
     maximum: int | None = None,
     grain: int = 1,
+    known: Mapping[int, float] | None = None,
 ) -> Balance:
     """The best shares, from windows of own work; the present shares are those of the last step.
 
     compute_seconds, samples: shape (steps, ranks), oldest first. costs: as far as they are known already, None: what
     `fit` finds in these steps. Rare long steps (pauses for garbage, hiccups) are left out: shares cannot help
-    against them. minimum, maximum: of each rank's share (memory); grain: what it is a multiple of. Raises InputError
-    where the input does not fit.
+    against them. minimum, maximum: of each rank's share (memory); grain: what it is a multiple of. known: ranks
+    that by many more steps take so many times as long a sample as the others, who are alike. Raises InputError where
+    the input does not fit.
     """
     seconds, amounts = _checked(compute_seconds, samples)
     costs = (fit(seconds, amounts) if costs is None else costs).supposed(amounts[-1])
@@ -117,11 +124,15 @@ def rebalance(
     current = tuple(int(n) for n in amounts[-1])
 
     def best(of: Seconds, draws: int) -> Balance:
-        return balance(
-            _shrunk(of), current, fixed=costs.fixed, minimum=minimum, maximum=maximum, grain=grain, draws=draws
-        )
+        drawn, alike = _shrunk(of, known)
+        bounds = {"minimum": minimum, "maximum": maximum, "grain": grain, "draws": draws}
+        return balance(drawn, current, fixed=costs.fixed, alike=alike, **bounds)
 
-    found = best(per_sample, 256 if len(current) <= 256 else 128)
+    found = best(per_sample, _ROWS)
+    if known:
+        others, _ = _shrunk(per_sample, known, seed=2)  # than those that it was fitted to
+        win = min(found.win, _win(found.shares, current, others, costs.fixed))
+        return Balance(found.shares, found.seconds_now, found.seconds_now * (1.0 - win), least_win=KNOWN_WIN)
     halves = per_sample[0::2], per_sample[1::2]
     if found.shares == current or len(halves[1]) < 2:
         return found
@@ -182,23 +193,26 @@ def balance(
     current: tuple[int, ...],
     *,
     fixed: Seconds | None = None,
+    alike: Shares | None = None,
     minimum: int = 1,
     maximum: int | None = None,
     grain: int = 1,
-    draws: int = 256,
+    draws: int = _ROWS,
     seed: int = 0,
 ) -> Balance:
     """Integer shares, summing to sum(current), that minimise the expected maximum over ranks of `fixed + share · cost`.
 
     cost_per_sample: seconds a sample, shape (steps observed, ranks). fixed: seconds a step whatever the share, shape
-    (ranks,). minimum, maximum: of each share; grain: what each is a multiple of. The expectation is over `draws`
-    bootstrapped steps, each rank drawn by itself, the same ones for every candidate.
+    (ranks,). alike: (ranks,), the same number for ranks between which only luck tells, so that their shares must not
+    follow it, None: none. minimum, maximum: of each share; grain: what each is a multiple of. The expectation is over
+    `draws` bootstrapped steps, each rank drawn by itself, the same ones for every candidate.
     """
     if grain > 1:  # a unit of so many samples takes the place of a sample
         units = balance(
             cost_per_sample * grain,
             _units(current, grain),
             fixed=fixed,
+            alike=alike,
             minimum=-(-minimum // grain),
             maximum=None if maximum is None else maximum // grain,
             draws=draws,
@@ -210,6 +224,7 @@ def balance(
     ceiling = total if maximum is None else maximum
     _check(cost_per_sample, current, minimum, ceiling)
     offset = np.zeros(ranks) if fixed is None else np.asarray(fixed, dtype=np.float64)
+    kinds = np.arange(ranks) if alike is None else alike
     random = np.random.default_rng(seed)
     drawn = cost_per_sample[random.integers(0, steps, size=(draws, ranks)), np.arange(ranks)]
 
@@ -218,8 +233,9 @@ def balance(
 
     # A rank that is erratic must finish early on average: starts from several quantiles of the costs see to that.
     costs = [cost_per_sample.mean(axis=0), *np.quantile(cost_per_sample, [0.75, 0.9, 0.97], axis=0)]
-    start = min((_level(cost, offset, total, minimum, ceiling) for cost in costs), key=expected)
-    best = _descend(start, offset, drawn, minimum, ceiling)
+    common = [(np.bincount(kinds, cost) / np.bincount(kinds))[kinds] for cost in costs]
+    start = min((_level(cost, offset, total, minimum, ceiling) for cost in common), key=expected)
+    best = _descend(start, offset, drawn, kinds, minimum, ceiling)
     now = expected(np.asarray(current, dtype=np.int64))
     after = expected(best)
     return Balance(tuple(int(n) for n in best), now, after) if after < now else Balance(current, now, now)
@@ -274,29 +290,49 @@ def _win(new: tuple[int, ...], old: tuple[int, ...], per_sample: Seconds, fixed:
     return float(1.0 - after / before)
 
 
-def _shrunk(per_sample: Seconds) -> Seconds:
-    """Costs a sample (steps, ranks), with ranks that differ from the others by no more than chance at their pace, and
+def _shrunk(
+    per_sample: Seconds, known: Mapping[int, float] | None = None, seed: int = 1
+) -> tuple[Seconds, Shares]:
+    """Costs a sample (steps, ranks), and which ranks are alike (as of `balance`), with ranks that differ from the others by no more than chance at their pace, and
     of whom no more is known than that they vary as the others do, by all of their steps.
 
     Shares that follow chance make steps longer, by more the more ranks there are. A rank's deviation from the median
     rank counts in full where it is many standard errors, and not at all within two, or as many as one of so many ranks
-    is off by luck (positive-part shrinkage). Its own steps say how it varies where they do so by UNLIKE standard errors
-    more than most ranks' (of a deviation: 1/√2n).
+    is off by luck (positive-part shrinkage). Those that deviate by as much as each other, as a node's ranks do, do so
+    by their mean. Its own steps say how a rank varies where they do so by UNLIKE standard errors more than most ranks'
+    (of a deviation: 1/√2n).
     """
     steps, ranks = per_sample.shape
     mean = per_sample.mean(axis=0)
-    varied = per_sample / mean
-    spread = varied.std(axis=0) * np.sqrt(steps / max(1, steps - 1))
+    varied = 1.0 + (per_sample / mean - 1.0) * np.sqrt(steps / max(1, steps - 1))  # from a mean of the same steps
+    spread = varied.std(axis=0)
     most = np.sort(spread)[(ranks - 1) // 2]
     like = spread <= most * (1.0 + UNLIKE / np.sqrt(2.0 * steps))
     usual = float(np.median(mean))
-    luck = max(2.0, NormalDist().inv_cdf(1.0 - 0.5 / ranks)) * np.where(like, most, spread) * mean / np.sqrt(steps)
-    deviation = mean - usual
-    certain = np.maximum(0.0, 1.0 - luck**2 / np.maximum(deviation**2, 1e-30))
-    random = np.random.default_rng(1)  # another one than `balance` draws by
+    error = np.where(like, most, spread) * mean / np.sqrt(steps)
+    deviation = _pooled(mean - usual, error)
+    if known:
+        deviation = np.zeros(ranks)
+        deviation[list(known)] = usual * (np.array([*known.values()]) - 1.0)
+    random = np.random.default_rng(seed)  # another one than `balance` draws by
     drawn = varied[random.integers(0, steps, size=(_ROWS, ranks)), np.arange(ranks)]
-    drawn[:, like] = random.choice(varied[:, like].ravel(), size=(_ROWS, int(like.sum())))
-    return np.asarray(drawn * (usual + certain * deviation))
+    # Of ranks that are alike, each step is one of all of theirs: from the mean of its few steps none is far.
+    alike = like & (deviation == 0)
+    pool = per_sample[:, alike] / mean[alike].mean() if alike.any() else varied[:, like]
+    drawn[:, like] = random.choice(pool.ravel(), size=(_ROWS, int(like.sum())))
+    _, kinds = np.unique(np.where(like, deviation, np.nan), return_inverse=True, equal_nan=False)
+    return np.asarray(drawn * (usual + deviation)), np.asarray(kinds)
+
+
+def _pooled(deviation: Seconds, error: Seconds) -> Seconds:
+    """Deviations and standard errors (ranks,): what of them is not luck, of those that deviate alike in the mean."""
+    luck = max(2.0, NormalDist().inv_cdf(1.0 - 0.5 / len(deviation)))  # of one of so many
+    found = deviation * np.maximum(0.0, 1.0 - (luck * error) ** 2 / np.maximum(deviation**2, 1e-30))
+    if (found != 0).any():
+        alike = (found != 0) & (np.abs(deviation - np.median(deviation[found != 0])) <= UNLIKE * error)
+        if alike.sum() > 1:
+            found[alike] = deviation[alike].mean()
+    return np.asarray(found)
 
 
 def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int) -> Shares:
@@ -322,15 +358,15 @@ def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int
     return shares
 
 
-def _descend(shares: Shares, fixed: Seconds, cost: Seconds, minimum: int, maximum: int) -> Shares:
+def _descend(shares: Shares, fixed: Seconds, cost: Seconds, kinds: Shares, minimum: int, maximum: int) -> Shares:
     """Move samples from ranks that are often last to early ones, many at a time first, while the mean maximum falls.
 
-    cost: seconds a sample in each drawn step, (draws, ranks).
+    cost: seconds a sample in each drawn step, (draws, ranks). kinds: no samples are moved between ranks of the same.
     """
     shares, times = shares.copy(), fixed + cost * shares
     amount = 1 << max(0, int(shares.mean()).bit_length() - 3)
     while amount:
-        move = _best_move(shares, times, cost, amount, minimum, maximum)
+        move = _best_move(shares, times, cost, kinds, amount, minimum, maximum)
         if move is None:
             amount //= 2
             continue
@@ -343,7 +379,7 @@ def _descend(shares: Shares, fixed: Seconds, cost: Seconds, minimum: int, maximu
 
 
 def _best_move(
-    shares: Shares, times: Seconds, cost: Seconds, amount: int, minimum: int, maximum: int
+    shares: Shares, times: Seconds, cost: Seconds, kinds: Shares, amount: int, minimum: int, maximum: int
 ) -> tuple[int, int] | None:
     """The giver and the taker of `amount` samples that lower the mean maximum most; None: no pair lowers it."""
     rows = np.arange(len(times))
@@ -358,8 +394,8 @@ def _best_move(
     losses = np.maximum(times + amount * cost - longest[:, None], 0.0).sum(axis=0)
     gains[shares - amount < minimum] = -1.0
     losses[shares + amount > maximum] = np.inf
-    givers = np.argsort(-gains, kind="stable")[:_CANDIDATES]
-    takers = np.argsort(losses, kind="stable")[:_CANDIDATES]
+    givers = _of_each_kind(-gains, -shares, kinds)[:_CANDIDATES]
+    takers = _of_each_kind(losses, shares, kinds)[:_CANDIDATES]
     givers, takers = givers[gains[givers] > 0], takers[np.isfinite(losses[takers])]
     if not len(givers) or not len(takers):
         return None
@@ -367,11 +403,21 @@ def _best_move(
     given = np.maximum(rest, times[:, givers] - amount * cost[:, givers])
     taken = times[:, takers] + amount * cost[:, takers]
     after = np.maximum(given[:, :, None], taken[:, None, :]).mean(axis=0)
-    after[givers[:, None] == takers] = np.inf
+    after[kinds[givers][:, None] == kinds[takers]] = np.inf
     best = int(after.argmin())
     if not after.flat[best] < longest.mean() * (1 - 1e-5):
         return None
     return int(givers[best // len(takers)]), int(takers[best % len(takers)])
+
+
+def _of_each_kind(cost: Seconds, shares: Shares, kinds: Shares) -> Shares:
+    """One rank of each kind, cheapest first: of those with its least shares the one of median cost, since the cheapest
+    is so by luck of the draws."""
+    order = np.lexsort((cost, shares, kinds))
+    first = np.flatnonzero(np.diff(kinds[order], prepend=-1))
+    least = np.repeat(shares[order][first], np.diff(first, append=len(order)))
+    chosen = order[first + np.add.reduceat(shares[order] == least, first, dtype=np.int64) // 2]
+    return np.asarray(chosen[np.argsort(cost[chosen], kind="stable")])
 
 
 def _checked(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> tuple[Seconds, Seconds]:

@@ -110,17 +110,24 @@ class Work:
     def knows_samples(self) -> bool:
         return min(self.shares) > 0
 
-    def at_paces(self, known: KnownPaces, threshold: float) -> Window:
-        """With ranks as slow as is known by more steps: in these few they are more or less so by luck.
-
-        Where that would be too much luck, a rank is what it is here: it has recovered, or become slow by `threshold`.
-        """
-        shown = np.array(self.rank_slowdown)
+    def paces_by(self, known: KnownPaces, threshold: float) -> dict[int, float]:
+        """Of those known ranks that differ from it here by luck. Where that would be too much luck, a rank is what it
+        is here: it has recovered, or become slow by `threshold`."""
         error = known.error * np.sqrt(np.pi / 2 / len(self.even))  # of a median
-        pace = np.array([known.of_rank.get(rank, np.nan) for rank in range(shown.size)])
-        by_luck = (np.abs(pace - shown) < BY_LUCK * error) & (shown < threshold)
-        before = self.window.compute_seconds
-        compute = before + np.where(by_luck, pace / shown - 1.0, 0.0) * without_garbage(self.window)
+        shown = self.rank_slowdown
+        return {
+            rank: pace
+            for rank, pace in known.of_rank.items()
+            if rank < len(shown) and abs(pace - shown[rank]) < BY_LUCK * error and shown[rank] < threshold
+        }
+
+    def at_paces(self, paces: Mapping[int, float]) -> Window:
+        """With these ranks as slow as is known by more steps (`paces_by`): in these few they are more or less so by
+        luck."""
+        before, factor = self.window.compute_seconds, np.ones(len(self.rank_slowdown))
+        for rank, pace in paces.items():
+            factor[rank] = pace / self.rank_slowdown[rank]
+        compute = before + (factor - 1.0) * without_garbage(self.window)
         longer = compute.max(axis=1) - before.max(axis=1)  # a step, whose transfer is as it was
         return replace(self.window, compute_seconds=compute, step_seconds=self.window.step_seconds + longer[:, None])
 

@@ -33,8 +33,8 @@ have left exact training, nor to have stayed."""
 BACKWARD, FORWARD = 2 / 3, 1 / 3
 """Parts of a rank's own work that hide a transfer: the first in a synchronous step, the second at a synchronisation. A
 step's transfer is taken to be so long that it just shows."""
-LAST_TOGETHER, MOST_DRAWS = 16_384, 1024
-"""Draws times ranks, and draws, that an expectation is of."""
+LAST_TOGETHER, MOST_DRAWS, FITTED_DRAWS = 262_144, 1024, 256
+"""Draws times ranks, and draws, that an expectation is of; and others, that the best shares are fitted to."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -205,11 +205,12 @@ class World:
             return []
         job, pace = self.job, self._pace(strain)
         equal = (job.samples,) * job.ranks
+        _, alike = np.unique(pace, return_inverse=True)
         found = []
-        for draws in (np.ones((1, job.ranks)), self._noise[:64]):
+        for draws in (np.ones((1, job.ranks)), self._noise_of(FITTED_DRAWS, seed=7)):
             cost = draws * pace * job.sample_seconds
             fixed = pace * job.fixed_seconds
-            found.append(shares.balance(cost, equal, fixed=fixed, draws=len(draws) if len(draws) > 1 else 1).shares)
+            found.append(shares.balance(cost, equal, fixed=fixed, alike=alike, draws=len(draws)).shares)
         return found
 
     @cached_property
@@ -276,8 +277,11 @@ class World:
 
     @cached_property
     def _noise(self) -> Seconds:
-        random = np.random.default_rng(2)
-        shape = self._draws, self.job.ranks
+        return self._noise_of(self._draws, seed=2)
+
+    def _noise_of(self, draws: int, seed: int) -> Seconds:
+        random = np.random.default_rng(seed)
+        shape = draws, self.job.ranks
         noise = np.maximum(0.2, 1.0 + self.job.noise * random.standard_normal(shape))
         return np.where(random.random(shape) < self.job.hiccups, HICCUP, 1.0) * noise
 

@@ -605,7 +605,7 @@ def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Wa
     if way.remedy == Remedy.REBALANCE and observation.state.adaptation.shares_refusal:
         return f"the ranks refused it: {observation.state.adaptation.shares_refusal}"
     if way.mode is SYNC:
-        return ""
+        return _puts_off(observation, policy, found, way)
     if found.trouble is not observation.state.adaptation.suspicion.shown:
         return "the next steps have to show the same first"
     if any(view.heartbeat is not None and not view.heartbeat.sync_mode for view in observation.members):
@@ -617,6 +617,14 @@ def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Wa
         seconds = last.changed_at + last.hold_seconds - observation.now
         return f"the mode has changed lately and stays for another {seconds:.0f} s"
     return ""
+
+
+def _puts_off(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:
+    """Shares that mend a little of little leave less than a spare is taken for, for as long as it lasts."""
+    if way.remedy != Remedy.REBALANCE or price.wins(found.slowdown, way.slowdown_after):
+        return ""
+    spare = _spare(observation, policy, observation.metrics.slowest_rank)
+    return "" if spare.refused else "it wins so little that a spare is the better remedy, once it is due"
 
 
 def steered(observation: Observation) -> bool:

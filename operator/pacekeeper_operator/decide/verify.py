@@ -132,7 +132,11 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
 
 def _has_helped(before: float, after: float) -> bool:
     """Slowdowns. Where all of it is no more than noise, no fall shows; but then it must not have become larger."""
-    return after < HELPED * before if HELPED * before > 1.0 else HELPED * after <= before
+    return HELPED * after <= before if _is_noise(before) else after < HELPED * before
+
+
+def _is_noise(slowdown: float) -> bool:
+    return HELPED * slowdown <= 1.0
 
 
 def _is_probed(observation: Observation, incident: Incident) -> bool:
@@ -151,9 +155,10 @@ def _has_settled(observation: Observation, incident: Incident) -> bool:
 
 
 def _slowdown(observation: Observation, incident: Incident) -> float | None:
-    """What is left of the slowdown. Shares are judged by the ranks' own work, all else by the samples a second."""
+    """What is left of the slowdown. Shares are judged by the ranks' own work, all else by the samples a second; so are
+    shares for what is no more than noise, which own work shows less of than of luck."""
     metrics = observation.metrics
-    if incident.remedy == Remedy.REBALANCE:
+    if incident.remedy == Remedy.REBALANCE and not _is_noise(incident.slowdown_before or 1.0):
         return metrics.behind
     if not metrics.throughput or not incident.reference_seconds or not steady(observation):
         return None

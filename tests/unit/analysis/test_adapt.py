@@ -481,6 +481,27 @@ class TestKnownSlow:
         assert first.shares is not None
         assert first.shares[1] == min(first.shares) < 32
 
+    def test_what_is_won_by_shares_is_known_with_its_pace(self) -> None:
+        """Of 256 ranks amid noise no eight steps show what shares for eight of them win: less than 2 %."""
+        noise = 1 + 0.03 * np.random.default_rng(0).standard_normal((8, 256))
+        own = WORK * noise * np.where(np.arange(256) < 8, 1.06, 1.0)
+        given = windows(own, shares=(32,) * 256)
+
+        def rebalanced(paces: dict[int, float]) -> Way:
+            diagnosis = adapt.diagnose(given, THRESHOLD, known=KnownPaces(paces, 0.036))
+            assert diagnosis is not None
+            assert set(diagnosis.known) == set(paces)
+            of_compute = replace(diagnosis, trouble=Trouble.COMPUTE, slowdown=diagnosis.effects[Trouble.COMPUTE])
+            found_ways = adapt.ways(of_compute, threshold=THRESHOLD)
+            return next(way for way in found_ways if way.remedy == "Rebalance")
+
+        way = rebalanced(dict.fromkeys(range(8), 1.06))
+        assert way.refused == ""
+        assert way.option().least_win == price.LASTING_WIN
+        assert way.shares is not None
+        assert set(way.shares[:8]) <= {30, 31}
+        assert rebalanced({0: 1.06}).refused, "all would wait for the other seven"
+
     def test_one_that_is_well_again_costs_nothing(self) -> None:
         diagnosis = adapt.diagnose(windows(work(noise=0.01)), THRESHOLD, known=KnownPaces({1: 1.07}, 0.01))
         assert diagnosis is not None

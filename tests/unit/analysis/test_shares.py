@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.shares import FIXED as SUPPOSED
-from pacekeeper_analysis.shares import Costs, balance, equal, fit, fit_each, rebalance
+from pacekeeper_analysis.shares import Costs, _shrunk, balance, equal, fit, fit_each, rebalance
 
 
 def test_a_rank_at_half_speed_gets_half_as_much() -> None:
@@ -249,6 +250,49 @@ def test_the_slow_one_of_many_gets_less_and_the_others_do_not_follow_their_luck(
     found = [rebalance(8 * pace * each, np.full((8, 64), 8)).shares for each in noise]
     lost = (np.mean([takes(shares) for shares in found]) - best) / (equally - best)
     assert lost < 0.2, "of what the best shares win"
+
+
+def of_a_node(pace: float, ranks: int = 1024, steps: int = 8) -> np.ndarray:
+    """Own seconds of ranks that vary by 3 %, (steps, ranks); the first eight take `pace` times as long."""
+    noise = 1.0 + 0.03 * np.random.default_rng(0).standard_normal((steps, ranks))
+    return np.asarray(noise * np.where(np.arange(ranks) < 8, pace, 1.0))
+
+
+def longest(shares: Sequence[int], own: np.ndarray) -> float:
+    return float((own * np.array(shares) / 32).max(axis=1).mean())
+
+
+def test_ranks_that_are_slow_alike_are_as_slow_as_all_of_them_together() -> None:
+    """By its own eight steps one of a node's ranks seems 1.09 × slow, another 1.15 ×."""
+    own = of_a_node(1.12)
+    costs = (own / 32).mean(axis=0)[:8] / np.median(own / 32)
+    assert np.ptp(costs) > 0.02
+    assert np.ptp(_shrunk(own / 32)[0].mean(axis=0)[:8] / np.median(own / 32)) < 0.015
+    two = own * np.where(np.arange(1024) < 4, 1.1, 1.0)  # two nodes that are not as slow as each other
+    of_two = _shrunk(two / 32)[0].mean(axis=0)[:8]
+    assert of_two[:4].mean() > 1.05 * of_two[4:].mean()
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_ranks_that_are_alike_do_not_follow_single_draws(ranks: int) -> None:
+    own = of_a_node(1.12, ranks)
+    found = rebalance(own, np.full(own.shape, 32))
+    assert found.worthwhile
+    assert min(found.shares[8:]) >= 31
+    freed = 8 * 32 - sum(found.shares[:8])
+    assert sum(share != 32 for share in found.shares[8:]) <= 1.5 * freed, "hardly more ranks than it takes"
+
+
+def test_what_is_known_of_ranks_by_more_steps_is_worth_what_it_wins() -> None:
+    """A node at 1.06 × among 1,024: no eight steps show what other shares win."""
+    own, later = of_a_node(1.06), of_a_node(1.06, steps=512)
+    samples = np.full(own.shape, 32)
+    assert not rebalance(own, samples).worthwhile
+    known = rebalance(own, samples, known=dict.fromkeys(range(8), 1.06))
+    assert known.worthwhile
+    assert 1.0 - longest(known.shares, later) / longest((32,) * 1024, later) == pytest.approx(known.win, abs=0.01)
+    assert longest(known.shares, later) < longest((32,) * 1024, later)
+    assert not rebalance(of_a_node(1.0), samples, known={0: 1.001}).worthwhile
 
 
 def test_a_rank_that_comes_and_goes_is_known_by_its_own_steps() -> None:

@@ -163,6 +163,18 @@ class TestLive:
         assert outcome(0) is None, "some rank has other shares still"
         assert outcome(32, decided=NOW) is None, "they were held against the plan before"
 
+    def test_shares_that_win_no_more_than_noise_are_judged_by_the_steps(self) -> None:
+        """Among a thousand ranks the slowest of a window is at 1.09 by luck."""
+        little = slow(slowdown_before=1.018, reference_seconds=0.1)
+
+        def outcome(seconds: float, of: Incident = little) -> Outcome | None:
+            return judged(of, replace(training(), metrics=Metrics(behind=1.09, throughput=32 / seconds))).outcome
+
+        assert outcome(0.1) is Outcome.RECOVERED
+        assert outcome(0.1038) is Outcome.RECOVERED
+        assert outcome(0.104) is Outcome.NOT_HELPED, "longer by more than noise"
+        assert outcome(0.1, slow(slowdown_before=1.08, reference_seconds=0.1)) is Outcome.NOT_HELPED
+
     def test_a_mode_is_judged_by_the_samples_a_second(self) -> None:
         mode = slow(remedy=str(Remedy.LOCAL_SGD), reference_seconds=0.1)
 
