@@ -22,6 +22,7 @@ from .errors import InputError
 
 Seconds = npt.NDArray[np.float64]
 Shares = npt.NDArray[np.int64]
+Kinds = npt.NDArray[np.int64]
 
 MINIMAL_WIN = 0.02
 """Shares are not worth a change for less than this relative win: it would only make the job flap."""
@@ -125,8 +126,16 @@ def rebalance(
 
     def best(of: Seconds, draws: int) -> Balance:
         drawn, alike = _shrunk(of, known)
-        bounds = {"minimum": minimum, "maximum": maximum, "grain": grain, "draws": draws}
-        return balance(drawn, current, fixed=costs.fixed, alike=alike, **bounds)
+        return balance(
+            drawn,
+            current,
+            fixed=costs.fixed,
+            alike=alike,
+            minimum=minimum,
+            maximum=maximum,
+            grain=grain,
+            draws=draws,
+        )
 
     found = best(per_sample, _ROWS)
     if known:
@@ -193,7 +202,7 @@ def balance(
     current: tuple[int, ...],
     *,
     fixed: Seconds | None = None,
-    alike: Shares | None = None,
+    alike: Kinds | None = None,
     minimum: int = 1,
     maximum: int | None = None,
     grain: int = 1,
@@ -224,7 +233,7 @@ def balance(
     ceiling = total if maximum is None else maximum
     _check(cost_per_sample, current, minimum, ceiling)
     offset = np.zeros(ranks) if fixed is None else np.asarray(fixed, dtype=np.float64)
-    kinds = np.arange(ranks) if alike is None else alike
+    kinds = np.arange(ranks) if alike is None else np.unique(alike, return_inverse=True)[1]
     random = np.random.default_rng(seed)
     drawn = cost_per_sample[random.integers(0, steps, size=(draws, ranks)), np.arange(ranks)]
 
@@ -290,11 +299,10 @@ def _win(new: tuple[int, ...], old: tuple[int, ...], per_sample: Seconds, fixed:
     return float(1.0 - after / before)
 
 
-def _shrunk(
-    per_sample: Seconds, known: Mapping[int, float] | None = None, seed: int = 1
-) -> tuple[Seconds, Shares]:
-    """Costs a sample (steps, ranks), and which ranks are alike (as of `balance`), with ranks that differ from the others by no more than chance at their pace, and
-    of whom no more is known than that they vary as the others do, by all of their steps.
+def _shrunk(per_sample: Seconds, known: Mapping[int, float] | None = None, seed: int = 1) -> tuple[Seconds, Kinds]:
+    """Costs a sample (steps, ranks), with ranks that differ from the others by no more than chance at their pace, and
+    of whom no more is known than that they vary as the others do, by all of their steps; and which of them are alike,
+    as `balance` takes it.
 
     Shares that follow chance make steps longer, by more the more ranks there are. A rank's deviation from the median
     rank counts in full where it is many standard errors, and not at all within two, or as many as one of so many ranks
@@ -321,7 +329,7 @@ def _shrunk(
     pool = per_sample[:, alike] / mean[alike].mean() if alike.any() else varied[:, like]
     drawn[:, like] = random.choice(pool.ravel(), size=(_ROWS, int(like.sum())))
     _, kinds = np.unique(np.where(like, deviation, np.nan), return_inverse=True, equal_nan=False)
-    return np.asarray(drawn * (usual + deviation)), np.asarray(kinds)
+    return np.asarray(drawn * (usual + deviation)), kinds
 
 
 def _pooled(deviation: Seconds, error: Seconds) -> Seconds:
@@ -358,7 +366,7 @@ def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int
     return shares
 
 
-def _descend(shares: Shares, fixed: Seconds, cost: Seconds, kinds: Shares, minimum: int, maximum: int) -> Shares:
+def _descend(shares: Shares, fixed: Seconds, cost: Seconds, kinds: Kinds, minimum: int, maximum: int) -> Shares:
     """Move samples from ranks that are often last to early ones, many at a time first, while the mean maximum falls.
 
     cost: seconds a sample in each drawn step, (draws, ranks). kinds: no samples are moved between ranks of the same.
@@ -379,7 +387,7 @@ def _descend(shares: Shares, fixed: Seconds, cost: Seconds, kinds: Shares, minim
 
 
 def _best_move(
-    shares: Shares, times: Seconds, cost: Seconds, kinds: Shares, amount: int, minimum: int, maximum: int
+    shares: Shares, times: Seconds, cost: Seconds, kinds: Kinds, amount: int, minimum: int, maximum: int
 ) -> tuple[int, int] | None:
     """The giver and the taker of `amount` samples that lower the mean maximum most; None: no pair lowers it."""
     rows = np.arange(len(times))
@@ -394,7 +402,7 @@ def _best_move(
     losses = np.maximum(times + amount * cost - longest[:, None], 0.0).sum(axis=0)
     gains[shares - amount < minimum] = -1.0
     losses[shares + amount > maximum] = np.inf
-    givers = _of_each_kind(-gains, -shares, kinds)[:_CANDIDATES]
+    givers = _of_each_kind(-gains.astype(np.float64), -shares, kinds)[:_CANDIDATES]
     takers = _of_each_kind(losses, shares, kinds)[:_CANDIDATES]
     givers, takers = givers[gains[givers] > 0], takers[np.isfinite(losses[takers])]
     if not len(givers) or not len(takers):
@@ -410,7 +418,7 @@ def _best_move(
     return int(givers[best // len(takers)]), int(takers[best % len(takers)])
 
 
-def _of_each_kind(cost: Seconds, shares: Shares, kinds: Shares) -> Shares:
+def _of_each_kind(cost: Seconds, shares: Shares, kinds: Kinds) -> Shares:
     """One rank of each kind, cheapest first: of those with its least shares the one of median cost, since the cheapest
     is so by luck of the draws."""
     order = np.lexsort((cost, shares, kinds))

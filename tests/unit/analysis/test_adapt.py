@@ -13,6 +13,7 @@ from pacekeeper_analysis.diagnose.work import KnownPaces
 from pacekeeper_analysis.lengths import SequenceCost
 from pacekeeper_analysis.plan import Member, Plan, SyncMode
 from pacekeeper_analysis.reports import RankWindow
+from pacekeeper_analysis.shares import KNOWN_WIN
 
 THRESHOLD = 1.1
 STEPS = 32
@@ -497,7 +498,7 @@ class TestKnownSlow:
 
         way = rebalanced(dict.fromkeys(range(8), 1.06))
         assert way.refused == ""
-        assert way.option().least_win == price.LASTING_WIN
+        assert way.option().least_win == KNOWN_WIN
         assert way.shares is not None
         assert set(way.shares[:8]) <= {30, 31}
         assert rebalanced({0: 1.06}).refused, "all would wait for the other seven"

@@ -424,6 +424,20 @@ def test_and_a_spare_where_shares_cannot_mend_it_once_that_is_paid_for() -> None
     assert (incident.rank, incident.remedy) == (2, Remedy.REPLACE_WORKER)
 
 
+def test_shares_that_mend_a_little_of_little_do_not_put_a_spare_off() -> None:
+    """By one of 32 samples steps get 2 % shorter, and 2.8 % would be left for good; a spare leaves nothing."""
+    without, spared = (answered(little(1.05, spares=spares, error=0.01), 1.05, (32,) * 4) for spares in (0, 1))
+    (incident,) = without.draft.state.incidents.current
+    assert incident.remedy == Remedy.REBALANCE
+    assert spared.draft.plan.shares is None
+    assert not spared.draft.state.incidents.current
+    late = answered(little(1.05, lasts=3000.0, error=0.01), 1.05, (32,) * 4)
+    (incident,) = late.draft.state.incidents.current
+    assert incident.remedy == Remedy.REPLACE_WORKER
+    prices = {price.name: price.reason for price in incident.remedies}
+    assert prices[Remedy.REBALANCE] == "it wins so little that a spare is the better remedy, once it is due"
+
+
 def test_but_none_for_what_may_be_luck_however_long_it_lasts() -> None:
     by_luck, surely = (answered(little(pace, lasts=20_000.0), pace) for pace in (1.015, 1.05))
     assert not by_luck.draft.state.incidents.current
