@@ -109,9 +109,7 @@ class Diagnosis:
     rank_slowdown: tuple[float, ...]  # each rank's cost at equal shares over its peers' median
     effects: Mapping[Trouble, float]  # S of every trouble, each by itself
     window: Window = field(repr=False, compare=False)  # the common steps, since the trouble began
-    known: Mapping[int, float] = field(
-        default_factory=dict
-    )  # all culprits' paces, where more steps than these tell them
+    known: Mapping[int, float] = field(default_factory=dict)  # all culprits' paces, if more steps than these tell them
 
 
 @dataclass(frozen=True)

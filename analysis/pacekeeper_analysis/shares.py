@@ -418,7 +418,7 @@ def _best_move(
     return int(givers[best // len(takers)]), int(takers[best % len(takers)])
 
 
-def _of_each_kind(cost: Seconds, shares: Shares, kinds: Kinds) -> Shares:
+def _of_each_kind(cost: Seconds, shares: Shares, kinds: Kinds) -> npt.NDArray[np.int64]:
     """One rank of each kind, cheapest first: of those with its least shares the one of median cost, since the cheapest
     is so by luck of the draws."""
     order = np.lexsort((cost, shares, kinds))

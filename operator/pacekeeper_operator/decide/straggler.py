@@ -621,7 +621,8 @@ def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Wa
 
 def _puts_off(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:
     """Shares that mend a little of little leave less than a spare is taken for, for as long as it lasts."""
-    if way.remedy != Remedy.REBALANCE or price.wins(found.slowdown, way.slowdown_after):
+    of_a_rank = way.remedy == Remedy.REBALANCE and found.trouble is Trouble.COMPUTE and bool(found.culprits)
+    if not of_a_rank or price.wins(found.slowdown, way.slowdown_after):
         return ""
     spare = _spare(observation, policy, observation.metrics.slowest_rank)
     return "" if spare.refused else "it wins so little that a spare is the better remedy, once it is due"
