@@ -46,6 +46,9 @@ UNLIKE = 3.0
 """Standard errors by which a rank varies more than the others, to be one that comes and goes, or is farther from ranks
 that are slow, to be not as slow as they are."""
 
+LUCK, MORE_LUCK = 2.0, 4.0
+"""Standard errors by which a rank is off by luck: by the few steps of one look, and in one of many looks."""
+
 _ROWS = 512
 """Steps that are put together from the ranks' own, and draws of them that shares are fitted to."""
 
@@ -112,10 +115,12 @@ def rebalance(
     compute_seconds, samples: shape (steps, ranks), oldest first. costs: as far as they are known already, None: what
     `fit` finds in these steps. Rare long steps (pauses for garbage, hiccups) are left out: shares cannot help
     against them. minimum, maximum: of each rank's share (memory); grain: what it is a multiple of. known: ranks
-    that by many more steps take so many times as long a sample as the others, who are alike. Raises InputError where
-    the input does not fit.
+    that by many more steps take so many times as long a sample as the median rank. Raises InputError where the input
+    does not fit.
     """
     seconds, amounts = _checked(compute_seconds, samples)
+    if known and not {*known} <= {*range(amounts.shape[1])}:
+        raise InputError(f"known paces of ranks {sorted(known)} do not fit {amounts.shape[1]} ranks; leave others out")
     costs = (fit(seconds, amounts) if costs is None else costs).supposed(amounts[-1])
     relative = _without_pauses(seconds / costs.seconds(amounts))
     per_sample = (relative * costs.seconds(amounts) - costs.fixed) / amounts
@@ -233,7 +238,7 @@ def balance(
     ceiling = total if maximum is None else maximum
     _check(cost_per_sample, current, minimum, ceiling)
     offset = np.zeros(ranks) if fixed is None else np.asarray(fixed, dtype=np.float64)
-    kinds = np.arange(ranks) if alike is None else np.unique(alike, return_inverse=True)[1]
+    kinds = np.arange(ranks) if alike is None else _kinds(alike, offset / cost_per_sample.mean(axis=0))
     random = np.random.default_rng(seed)
     drawn = cost_per_sample[random.integers(0, steps, size=(draws, ranks)), np.arange(ranks)]
 
@@ -244,7 +249,7 @@ def balance(
     costs = [cost_per_sample.mean(axis=0), *np.quantile(cost_per_sample, [0.75, 0.9, 0.97], axis=0)]
     common = [(np.bincount(kinds, cost) / np.bincount(kinds))[kinds] for cost in costs]
     start = min((_level(cost, offset, total, minimum, ceiling) for cost in common), key=expected)
-    best = _descend(start, offset, drawn, kinds, minimum, ceiling)
+    best = _evened(_descend(start, offset, drawn, kinds, minimum, ceiling), kinds)
     now = expected(np.asarray(current, dtype=np.int64))
     after = expected(best)
     return Balance(tuple(int(n) for n in best), now, after) if after < now else Balance(current, now, now)
@@ -302,29 +307,29 @@ def _win(new: tuple[int, ...], old: tuple[int, ...], per_sample: Seconds, fixed:
 def _shrunk(per_sample: Seconds, known: Mapping[int, float] | None = None, seed: int = 1) -> tuple[Seconds, Kinds]:
     """Costs a sample (steps, ranks), with ranks that differ from the others by no more than chance at their pace, and
     of whom no more is known than that they vary as the others do, by all of their steps; and which of them are alike,
-    as `balance` takes it.
+    as `balance` takes it. known: paces that are known better.
 
     Shares that follow chance make steps longer, by more the more ranks there are. A rank's deviation from the median
-    rank counts in full where it is many standard errors, and not at all within two, or as many as one of so many ranks
-    is off by luck (positive-part shrinkage). Those that deviate by as much as each other, as a node's ranks do, do so
-    by their mean. Its own steps say how a rank varies where they do so by UNLIKE standard errors more than most ranks'
-    (of a deviation: 1/√2n).
+    rank counts in full where it is many standard errors, and not at all within LUCK (MORE_LUCK beside known ones, who
+    are looked at again and again), or as many as one of so many ranks is off by (positive-part shrinkage). Those that
+    are as slow as each other, as a node's ranks are, are so by their mean. Its own steps say how a rank varies where
+    they do so by UNLIKE standard errors more than most ranks' (of a deviation: 1/√2n).
     """
     steps, ranks = per_sample.shape
     mean = per_sample.mean(axis=0)
-    varied = 1.0 + (per_sample / mean - 1.0) * np.sqrt(steps / max(1, steps - 1))  # from a mean of the same steps
+    scale = np.sqrt(steps / max(1, steps - 1))  # deviations are from a mean of the same steps
+    varied = np.maximum(0.05, 1.0 + (per_sample / mean - 1.0) * scale)
     spread = varied.std(axis=0)
     most = np.sort(spread)[(ranks - 1) // 2]
     like = spread <= most * (1.0 + UNLIKE / np.sqrt(2.0 * steps))
     usual = float(np.median(mean))
     error = np.where(like, most, spread) * mean / np.sqrt(steps)
-    deviation = _pooled(mean - usual, error)
-    if known:
-        deviation = np.zeros(ranks)
-        deviation[list(known)] = usual * (np.array([*known.values()]) - 1.0)
+    deviation = _pooled(mean - usual, error, MORE_LUCK if known else LUCK)
+    for rank, pace in (known or {}).items():
+        deviation[rank] = usual * (pace - 1.0)
     random = np.random.default_rng(seed)  # another one than `balance` draws by
     drawn = varied[random.integers(0, steps, size=(_ROWS, ranks)), np.arange(ranks)]
-    # Of ranks that are alike, each step is one of all of theirs: from the mean of its few steps none is far.
+    # A healthy rank's step may be any of theirs: how far each one's few are from their own mean is luck.
     alike = like & (deviation == 0)
     pool = per_sample[:, alike] / mean[alike].mean() if alike.any() else varied[:, like]
     drawn[:, like] = random.choice(pool.ravel(), size=(_ROWS, int(like.sum())))
@@ -332,15 +337,25 @@ def _shrunk(per_sample: Seconds, known: Mapping[int, float] | None = None, seed:
     return np.asarray(drawn * (usual + deviation)), kinds
 
 
-def _pooled(deviation: Seconds, error: Seconds) -> Seconds:
-    """Deviations and standard errors (ranks,): what of them is not luck, of those that deviate alike in the mean."""
-    luck = max(2.0, NormalDist().inv_cdf(1.0 - 0.5 / len(deviation)))  # of one of so many
-    found = deviation * np.maximum(0.0, 1.0 - (luck * error) ** 2 / np.maximum(deviation**2, 1e-30))
-    if (found != 0).any():
-        alike = (found != 0) & (np.abs(deviation - np.median(deviation[found != 0])) <= UNLIKE * error)
+def _pooled(deviation: Seconds, error: Seconds, luck: float) -> Seconds:
+    """Deviations and standard errors (ranks,): what of them is not luck, of those that are as slow as each other by
+    their mean. luck: standard errors."""
+    luck = max(luck, NormalDist().inv_cdf(1.0 - 0.5 / len(deviation)))  # of one of so many
+    found = _sure(deviation, luck * error)
+    slow = found > 0
+    if slow.any():
+        of_one = UNLIKE * error * np.sqrt(1.0 - 1.0 / slow.sum())  # from a mean that it is part of
+        alike = slow & (np.abs(deviation - np.median(deviation[slow])) <= of_one)
         if alike.sum() > 1:
-            found[alike] = deviation[alike].mean()
-    return np.asarray(found)
+            of_mean = luck * error[alike].mean() / np.sqrt(alike.sum())
+            found[alike] = _sure(deviation[alike].mean(), of_mean)
+    return found
+
+
+def _sure(deviation: npt.ArrayLike, by_luck: npt.ArrayLike) -> Seconds:
+    """What is left of deviations that may be off by so much (positive-part shrinkage)."""
+    of = np.asarray(deviation, dtype=np.float64)
+    return np.asarray(of * np.maximum(0.0, 1.0 - np.square(by_luck) / np.maximum(np.square(of), 1e-30)))
 
 
 def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int) -> Shares:
@@ -384,6 +399,22 @@ def _descend(shares: Shares, fixed: Seconds, cost: Seconds, kinds: Kinds, minimu
         for rank in move:
             times[:, rank] = fixed[rank] + cost[:, rank] * shares[rank]
     return shares
+
+
+def _kinds(alike: Kinds, fixed: Seconds) -> Kinds:
+    """The same, 0, 1 …, but for ranks whose fixed parts, in samples, are not one that they have in common."""
+    _, kinds = np.unique(alike, return_inverse=True)
+    apart = np.round(fixed - (np.bincount(kinds, fixed) / np.bincount(kinds))[kinds])
+    return np.unique(np.stack([kinds, apart]), axis=1, return_inverse=True)[1].ravel()
+
+
+def _evened(shares: Shares, kinds: Kinds) -> Shares:
+    """Within each kind all as equal as whole samples allow; the first ranks get the remainder."""
+    count, total = np.bincount(kinds), np.bincount(kinds, shares).astype(np.int64)
+    order = np.argsort(kinds, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(kinds)) - np.repeat(np.cumsum(count) - count, count)  # of a rank among its kind
+    return np.asarray((total // count)[kinds] + (place < (total % count)[kinds]))
 
 
 def _best_move(

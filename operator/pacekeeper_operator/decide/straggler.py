@@ -415,8 +415,7 @@ def _drop(draft: Draft) -> Draft:
 
 def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decision | None:
     assert observation.state.adaptation.suspicion is not None
-    ranks = found.culprits if found.trouble is Trouble.COMPUTE else ()
-    culprit = max(ranks, key=lambda rank: found.rank_slowdown[rank], default=None)
+    culprit = _slowest(found) if found.trouble is Trouble.COMPUTE else None
     worker = None if culprit is None else observation.worker_of_rank(culprit)
     view = None if worker is None else observation.worker(worker)
     if culprit is not None and (view is None or view.record.leaving or not _holds_up(observation, found, culprit)):
@@ -453,6 +452,10 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
         predicted_gain=chosen.gain_seconds if chosen is not None and math.isfinite(chosen.gain_seconds) else None,
         finding=finding,
     )
+
+
+def _slowest(found: Diagnosis) -> int | None:
+    return max(found.culprits, key=lambda rank: found.rank_slowdown[rank], default=None)
 
 
 def _young(observation: Observation, found: Diagnosis) -> bool:
@@ -621,11 +624,14 @@ def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Wa
 
 def _puts_off(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:
     """Shares that mend a little of little leave less than a spare is taken for, for as long as it lasts."""
-    of_a_rank = way.remedy == Remedy.REBALANCE and found.trouble is Trouble.COMPUTE and bool(found.culprits)
-    if not of_a_rank or price.wins(found.slowdown, way.slowdown_after):
+    of_ranks = way.remedy == Remedy.REBALANCE and found.trouble is Trouble.COMPUTE
+    culprit = _slowest(found) if of_ranks else None
+    if culprit is None or price.wins(found.slowdown, way.slowdown_after):
         return ""
-    spare = _spare(observation, policy, observation.metrics.slowest_rank)
-    return "" if spare.refused else "it wins so little that a spare is the better remedy, once it is due"
+    spare = _spare(observation, policy, culprit)
+    if spare.refused or not price.wins(found.slowdown, _without(observation, found, culprit), spare.least_win):
+        return ""
+    return "it wins so little that a spare is the better remedy, once it is due"
 
 
 def steered(observation: Observation) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.shares import FIXED as SUPPOSED
-from pacekeeper_analysis.shares import Costs, _shrunk, balance, equal, fit, fit_each, rebalance
+from pacekeeper_analysis.shares import LUCK, Costs, _pooled, _shrunk, balance, equal, fit, fit_each, rebalance
 
 
 def test_a_rank_at_half_speed_gets_half_as_much() -> None:
@@ -253,9 +253,9 @@ def test_the_slow_one_of_many_gets_less_and_the_others_do_not_follow_their_luck(
     assert lost < 0.2, "of what the best shares win"
 
 
-def of_a_node(pace: float, ranks: int = 1024, steps: int = 8) -> np.ndarray:
+def of_a_node(pace: float, ranks: int = 1024, steps: int = 8, seed: int = 0) -> np.ndarray:
     """Own seconds of ranks that vary by 3 %, (steps, ranks); the first eight take `pace` times as long."""
-    noise = 1.0 + 0.03 * np.random.default_rng(0).standard_normal((steps, ranks))
+    noise = 1.0 + 0.03 * np.random.default_rng(seed).standard_normal((steps, ranks))
     return np.asarray(noise * np.where(np.arange(ranks) < 8, pace, 1.0))
 
 
@@ -286,6 +286,42 @@ def test_ranks_that_are_alike_do_not_follow_single_draws(ranks: int) -> None:
     assert others[33] == freed + others[31], "no others than it takes"
 
 
+@pytest.mark.parametrize("deviations", [(-0.15, 0.15), (0.2, 0.4, 0.0, 0.0, 0.0)])
+def test_ranks_that_are_not_as_slow_as_each_other_are_not_taken_together(deviations: tuple[float, ...]) -> None:
+    """They lie nine and six standard errors apart."""
+    found = _pooled(np.array(deviations), np.full(len(deviations), 0.033), LUCK)
+    assert found[1] - found[0] > 0.6 * (deviations[1] - deviations[0])
+
+
+def test_what_two_ranks_have_in_common_may_be_luck_as_well() -> None:
+    alone, both = (_pooled(np.array([0.075, two, 0.0, 0.0]), np.full(4, 0.033), LUCK) for two in (0.0, 0.075))
+    assert 0 < alone[0] < both[0] < 0.075
+    assert both[0] == both[1]
+
+
+def test_a_step_that_takes_next_to_nothing_of_the_mean_is_not_less_than_nothing() -> None:
+    """The two halves of four steps are two each."""
+    own = np.full((4, 4), 32.0)
+    own[2:, 1] = 6 * 32.0
+    assert sum(rebalance(own, np.full((4, 4), 32)).shares) == 128
+
+
+def test_between_kinds_many_samples_move_and_within_them_all_stay_even() -> None:
+    random = np.random.default_rng(3)
+    kinds = np.array([0, 0, 0, 1, 1])
+    for _ in range(20):
+        cost = np.where(kinds == 0, 1.9, 1.0) * (1.0 + 0.17 * random.standard_normal((16, 5)))
+        shares = np.array(balance(cost, (128,) * 5, alike=kinds, draws=128).shares)
+        assert np.ptp(shares[kinds == 0]) <= 1
+        assert np.ptp(shares[kinds == 1]) <= 1
+
+
+def test_ranks_of_a_kind_whose_fixed_parts_differ_have_other_shares() -> None:
+    cost = 1.0 + 0.03 * np.random.default_rng(0).standard_normal((64, 5))
+    found = balance(cost, (32,) * 5, fixed=np.array([0.0, 12.0, 4.0, 0.2, 0.0]), alike=np.zeros(5, dtype=int))
+    assert found.shares == (35, 24, 31, 35, 35)
+
+
 def test_what_only_luck_tells_apart_is_shared_alike() -> None:
     """By these draws the second rank is faster than the third."""
     cost = np.array([[2.0, 1.0, 1.2], [2.0, 0.9, 1.3], [2.0, 1.1, 1.0], [2.0, 0.9, 1.3]])
@@ -299,7 +335,7 @@ def test_what_only_luck_tells_apart_is_shared_alike() -> None:
 
 def test_what_is_known_of_ranks_by_more_steps_is_worth_what_it_wins() -> None:
     """A node at 1.06 × among 1,024: no eight steps show what other shares win."""
-    own, later = of_a_node(1.06), of_a_node(1.06, steps=512)
+    own, later = of_a_node(1.06), of_a_node(1.06, steps=512, seed=1)
     samples = np.full(own.shape, 32)
     assert not rebalance(own, samples).worthwhile
     known = rebalance(own, samples, known=dict.fromkeys(range(8), 1.06))
@@ -307,6 +343,28 @@ def test_what_is_known_of_ranks_by_more_steps_is_worth_what_it_wins() -> None:
     assert 1.0 - longest(known.shares, later) / longest((32,) * 1024, later) == pytest.approx(known.win, abs=0.01)
     assert longest(known.shares, later) < longest((32,) * 1024, later)
     assert not rebalance(of_a_node(1.0), samples, known={0: 1.001}).worthwhile
+
+
+def test_a_known_pace_hides_nothing_of_the_other_ranks() -> None:
+    """Two are faster than their peers, and have more; the last is known to be a little slow."""
+    pace = np.array([0.8, 0.8, *[1.0] * 13, 1.06])
+    given = np.array([40, 40, *[32] * 14])
+
+    def own(steps: int, seed: int) -> np.ndarray:
+        noise = 1.0 + 0.01 * np.random.default_rng(seed).standard_normal((steps, 16))
+        return np.asarray(noise * pace * given)
+
+    found = rebalance(own(8, 0), np.tile(given, (8, 1)), known={15: 1.06})
+    later = own(512, 1) / given
+    assert min(found.shares[:2]) >= 40
+    assert found.shares[15] < 32
+    won = 1.0 - (later * found.shares).max(axis=1).mean() / (later * given).max(axis=1).mean()
+    assert won > 0.015
+
+
+def test_known_paces_of_ranks_that_there_are_not_are_refused() -> None:
+    with pytest.raises(InputError, match=r"ranks \[5\] do not fit 2 ranks"):
+        rebalance(np.ones((4, 2)), np.full((4, 2), 8), known={5: 1.06})
 
 
 def test_a_rank_that_comes_and_goes_is_known_by_its_own_steps() -> None:

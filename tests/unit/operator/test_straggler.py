@@ -438,6 +438,21 @@ def test_shares_that_mend_a_little_of_little_do_not_put_a_spare_off() -> None:
     assert prices[Remedy.REBALANCE] == "it wins so little that a spare is the better remedy, once it is due"
 
 
+def test_nor_do_they_wait_for_one_that_would_mend_nothing() -> None:
+    """Ranks 2 and 3 are slow; one spare leaves the other."""
+    world = little(1.05)
+    both = replace(world.metrics, lasting=Lasting(KnownPaces({2: 1.05, 3: 1.05}, 0.01), world.now - 600.0))
+    world = replace(world, metrics=both)
+    asked = think(world, policy())
+    costs = [0.010, 0.010, 0.0105, 0.0105]
+    answers = evidence_of(
+        asked.draft.plan.evidence_request,
+        (RankWindow(rank, STEPS, (0.336,) * 32, (32 * costs[rank],) * 32, (32,) * 32) for rank in range(4)),
+    )
+    (incident,) = think(next_pass(asked, world, evidence=answers), policy()).draft.state.incidents.current
+    assert incident.remedy == Remedy.REBALANCE
+
+
 def test_but_none_for_what_may_be_luck_however_long_it_lasts() -> None:
     by_luck, surely = (answered(little(pace, lasts=20_000.0), pace) for pace in (1.015, 1.05))
     assert not by_luck.draft.state.incidents.current
