@@ -313,7 +313,7 @@ def _shrunk(per_sample: Seconds, known: Mapping[int, float] | None = None, seed:
     rank counts in full where it is many standard errors, and not at all within LUCK (MORE_LUCK beside known ones, who
     are looked at again and again), or as many as one of so many ranks is off by (positive-part shrinkage). Those that
     are as slow as each other, as a node's ranks are, are so by their mean. Its own steps say how a rank varies where
-    they do so by UNLIKE standard errors more than most ranks' (of a deviation: 1/√2n).
+    they do so by more than chance has it.
     """
     steps, ranks = per_sample.shape
     mean = per_sample.mean(axis=0)
@@ -321,7 +321,7 @@ def _shrunk(per_sample: Seconds, known: Mapping[int, float] | None = None, seed:
     varied = np.maximum(0.05, 1.0 + (per_sample / mean - 1.0) * scale)
     spread = varied.std(axis=0)
     most = np.sort(spread)[(ranks - 1) // 2]
-    like = spread <= most * (1.0 + UNLIKE / np.sqrt(2.0 * steps))
+    like = spread <= most * _most_by_luck(steps, ranks)
     usual = float(np.median(mean))
     error = np.where(like, most, spread) * mean / np.sqrt(steps)
     deviation = _pooled(mean - usual, error, MORE_LUCK if known else LUCK)
@@ -335,6 +335,14 @@ def _shrunk(per_sample: Seconds, known: Mapping[int, float] | None = None, seed:
     drawn[:, like] = random.choice(pool.ravel(), size=(_ROWS, int(like.sum())))
     _, kinds = np.unique(np.where(like, deviation, np.nan), return_inverse=True, equal_nan=False)
     return np.asarray(drawn * (usual + deviation)), kinds
+
+
+def _most_by_luck(steps: int, ranks: int) -> float:
+    """So many times the usual deviation none of so many ranks that vary alike shows in so many steps: UNLIKE standard
+    errors, or what one in twenty times some rank exceeds (χ², by Wilson and Hilferty 1931)."""
+    error = 2.0 / (9.0 * max(1, steps - 1))
+    errors = max(UNLIKE, NormalDist().inv_cdf(1.0 - 0.05 / ranks))
+    return float((1.0 + errors * np.sqrt(error) / (1.0 - error)) ** 1.5)
 
 
 def _pooled(deviation: Seconds, error: Seconds, luck: float) -> Seconds:

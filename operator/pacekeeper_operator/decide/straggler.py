@@ -628,8 +628,8 @@ def _puts_off(observation: Observation, policy: Policy, found: Diagnosis, way: W
     culprit = _slowest(found) if of_ranks else None
     if culprit is None or price.wins(found.slowdown, way.slowdown_after):
         return ""
-    spare = _spare(observation, policy, culprit)
-    if spare.refused or not price.wins(found.slowdown, _without(observation, found, culprit), spare.least_win):
+    is_better = _without(observation, found, culprit) < way.slowdown_after
+    if not is_better or _spare(observation, policy, culprit).refused:
         return ""
     return "it wins so little that a spare is the better remedy, once it is due"
 
