@@ -218,9 +218,10 @@ def _is_over(observation: Observation, vain: Vain) -> bool:
 
 
 def _account(observation: Observation, found: Diagnosis) -> Draft:
-    """With what slow ranks have cost until now, and cost from now on."""
+    """With what slow ranks have cost until now, and cost from now on. One that is as slow as ever, and not named since
+    it has fewer samples, costs what it was to cost with these: by few steps that is less, or more, by luck."""
     draft, adaptation = observation.draft, observation.state.adaptation
-    if not found.culprits and adaptation.loss is None:
+    if not found.culprits and (adaptation.loss is None or observation.has_straggler):
         return draft
     slowdown = found.effects[Trouble.COMPUTE] if found.culprits else 1.0
     return draft.with_adaptation(loss=adaptation.lost_by(observation.now, slowdown, _since(observation, found)))

@@ -255,6 +255,21 @@ class TestSuspect:
         assert (adaptation.vain.at, adaptation.vain.hold, adaptation.vain.forbidden) == (NOW, FIRST_HOLD_SECONDS, True)
 
 
+def test_a_slow_rank_that_an_answer_does_not_name_costs_on_what_was_expected() -> None:
+    """It has fewer samples, so that by a few steps it may be as its peers, by luck: the spare is due all the same."""
+    known = Loss(5.0, NOW - 10.0, 1.07)
+
+    def looked_at(metrics: Metrics, **of_windows: Any) -> Loss | None:
+        found = answered(metrics, plan={"shares": (9, 9, 5, 9)}, **of_windows)
+        return suspected(found.with_draft(found.draft.with_adaptation(loss=known))).state.adaptation.loss
+
+    assert looked_at(SLOW, slow=1.0) == known
+    assert looked_at(replace(CALM, waiting=WAITS.waiting), slow=1.0) is None, "no rank is slow any more"
+    named = looked_at(SLOW, slow=2.0)
+    assert named is not None
+    assert named.slowdown > 1.5
+
+
 def _alone(window: RankWindow) -> RankWindow:
     """The same own work in mode EDiT."""
     return replace(window, sync_mode=SyncMode.EDIT, transfers=(0.01,) * 4)
