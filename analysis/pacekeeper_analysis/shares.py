@@ -247,8 +247,8 @@ def balance(
 
     # A rank that is erratic must finish early on average: starts from several quantiles of the costs see to that.
     costs = [cost_per_sample.mean(axis=0), *np.quantile(cost_per_sample, [0.75, 0.9, 0.97], axis=0)]
-    common = [(np.bincount(kinds, cost) / np.bincount(kinds))[kinds] for cost in costs]
-    start = min((_level(cost, offset, total, minimum, ceiling) for cost in common), key=expected)
+    starts = (_level(_common(cost, kinds), offset, total, minimum, ceiling) for cost in costs)
+    start = min(starts, key=expected)
     best = _evened(_descend(start, offset, drawn, kinds, minimum, ceiling), kinds)
     now = expected(np.asarray(current, dtype=np.int64))
     after = expected(best)
@@ -412,8 +412,13 @@ def _descend(shares: Shares, fixed: Seconds, cost: Seconds, kinds: Kinds, minimu
 def _kinds(alike: Kinds, fixed: Seconds) -> Kinds:
     """The same, 0, 1 …, but for ranks whose fixed parts, in samples, are not one that they have in common."""
     _, kinds = np.unique(alike, return_inverse=True)
-    apart = np.round(fixed - (np.bincount(kinds, fixed) / np.bincount(kinds))[kinds])
+    apart = np.round(fixed - _common(fixed, kinds))
     return np.unique(np.stack([kinds, apart]), axis=1, return_inverse=True)[1].ravel()
+
+
+def _common(of_each: Seconds, kinds: Kinds) -> Seconds:
+    """For each rank the mean of its kind."""
+    return np.asarray((np.bincount(kinds, of_each) / np.bincount(kinds))[kinds])
 
 
 def _evened(shares: Shares, kinds: Kinds) -> Shares:

@@ -416,7 +416,7 @@ def _drop(draft: Draft) -> Draft:
 
 def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decision | None:
     assert observation.state.adaptation.suspicion is not None
-    culprit = _slowest(found) if found.trouble is Trouble.COMPUTE else None
+    culprit = _culprit(found)
     worker = None if culprit is None else observation.worker_of_rank(culprit)
     view = None if worker is None else observation.worker(worker)
     if culprit is not None and (view is None or view.record.leaving or not _holds_up(observation, found, culprit)):
@@ -455,8 +455,10 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
     )
 
 
-def _slowest(found: Diagnosis) -> int | None:
-    return max(found.culprits, key=lambda rank: found.rank_slowdown[rank], default=None)
+def _culprit(found: Diagnosis) -> int | None:
+    """The slowest rank, where slow ranks are what it is."""
+    ranks = found.culprits if found.trouble is Trouble.COMPUTE else ()
+    return max(ranks, key=lambda rank: found.rank_slowdown[rank], default=None)
 
 
 def _young(observation: Observation, found: Diagnosis) -> bool:
@@ -625,9 +627,8 @@ def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Wa
 
 def _puts_off(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:
     """Shares that mend a little of little leave less than a spare is taken for, for as long as it lasts."""
-    of_ranks = way.remedy == Remedy.REBALANCE and found.trouble is Trouble.COMPUTE
-    culprit = _slowest(found) if of_ranks else None
-    if culprit is None or price.wins(found.slowdown, way.slowdown_after):
+    culprit = _culprit(found)
+    if culprit is None or way.remedy != Remedy.REBALANCE or price.wins(found.slowdown, way.slowdown_after):
         return ""
     is_better = _without(observation, found, culprit) < way.slowdown_after
     if not is_better or _spare(observation, policy, culprit).refused:
