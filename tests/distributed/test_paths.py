@@ -215,23 +215,37 @@ class Host:
         return json.loads(line)
 
 
-def plan_of(fabric: LeafSpine, *wanted: PlannedPath, ranks: int = 2) -> Plan:
+def half_open(host: FabricHost) -> int:
+    """Connections to it whose other side has not answered its answer."""
+    return len(host.run("ss", "-Htn", "state", "syn-recv").splitlines())
+
+
+def plan_of(fabric: LeafSpine, *wanted: PlannedPath, ranks: int = 2, membership: int = 2) -> Plan:
     """Rank i is worker wi on host i. s9 is a spine that is not there."""
     members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(fabric.hosts[:ranks]))
     hops = {**fabric.hops, "10.98.77.1": "s9"}
     named = tuple(Hop(address, spine) for address, spine in hops.items())
-    return Plan(membership=1, members=members, paths=Paths(wanted, named, 20000, 20999))
+    return Plan(membership=membership, members=members, paths=Paths(wanted, named, 20000, 20511))
 
 
 class Team:
     """Workers whose ranks are to connect as gloo's do: the higher address to the lower one."""
 
-    def __init__(self, fabric: LeafSpine, shim: Shim, folder: Path, *wanted: PlannedPath, ranks: int = 2) -> None:
+    def __init__(
+        self,
+        fabric: LeafSpine,
+        shim: Shim,
+        folder: Path,
+        *wanted: PlannedPath,
+        ranks: int = 2,
+        membership: int = 2,
+    ) -> None:
         self.fabric, self.shim = fabric, shim
         folder.chmod(0o777)
-        plan = plan_of(fabric, *wanted, ranks=ranks)
+        plan = plan_of(fabric, *wanted, ranks=ranks, membership=membership)
         self.hosts = [
-            Host(host, folder / f"w{rank}", plan, f"w{rank}") for rank, host in enumerate(fabric.hosts[:ranks])
+            Host(host, folder / f"{membership}-w{rank}", plan, f"w{rank}")
+            for rank, host in enumerate(fabric.hosts[:ranks])
         ]
         self._running: list[subprocess.Popen[str]] = []
         for host in self.hosts:
@@ -326,6 +340,18 @@ class TestPlannedPaths:
             assert sent_again(fabric.hosts[1]) == before
             assert [host.look(100.0) for host in team.hosts] == [[(True, "")], [(True, "")]]
             team.end()
+
+    def test_rounds_that_follow_each_other_find_ways_that_nodes_have_not_seen_tried(
+        self, shim: Shim, folder: Path
+    ) -> None:
+        """A port that was tried towards a knock is shut for two minutes: what would come back from there is dropped."""
+        with leaf_spine(pods=True) as fabric:
+            for membership in (1, 2):
+                ways = PlannedPath(0, 1, "s2"), PlannedPath(1, 0, "s2")
+                team = Team(fabric, shim, folder, *ways, membership=membership)
+                assert all(team.hosts[1].found())
+                assert half_open(fabric.hosts[1]) == 0
+                team.end()
 
     def test_a_port_that_is_taken_meanwhile_is_the_next_one(self, fabric: LeafSpine, shim: Shim, folder: Path) -> None:
         team = Team(fabric, shim, folder, PlannedPath(1, 0, "s2"))

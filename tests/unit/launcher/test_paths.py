@@ -16,6 +16,7 @@ import pytest
 from pacekeeper.launcher import hops, path_finder, paths
 from pacekeeper.launcher.hops import HopProbe, Trace
 from pacekeeper.launcher.knocks import Doors, knock
+from pacekeeper.launcher.network import bind
 from pacekeeper.launcher.path_finder import PathFinder
 from pacekeeper.launcher.paths import (
     Found,
@@ -149,25 +150,32 @@ class TestPorts:
         assert initiates("fd00::a", "fd00::9")
 
     def test_who_connects_tries_its_own_ports_towards_the_listener(self) -> None:
-        tried = probes_of(path(3, 5, LOW), task(), HIGH, "salt")
+        tried = probes_of(path(3, 5, LOW), task(), HIGH, 7)
         assert len(tried) == 4 * SPINES == len({probe.source_port for probe in tried})
         assert {(probe.address, probe.port) for probe in tried} == {(LOW, 20005)}
         assert all(20500 <= probe.source_port <= 20749 for probe in tried)
 
     def test_who_is_connected_to_tries_the_peers_ports_from_its_listener(self) -> None:
-        tried = probes_of(path(3, 5, HIGH), task(), LOW, "salt")
+        tried = probes_of(path(3, 5, HIGH), task(), LOW, 7)
         assert {(probe.source_port, probe.address) for probe in tried} == {(20003, HIGH)}
         assert all(20750 <= probe.port <= 20999 for probe in tried)
 
     def test_what_one_side_tries_the_other_never_takes_without_a_knock(self) -> None:
         """Nodes that follow connections remember what was tried for two minutes, and would drop what comes back."""
-        without, after = (set(source_ports(path(3, 5), task(), "salt", knocked=knocked)) for knocked in (False, True))
+        without, after = (set(source_ports(path(3, 5), task(), 7, knocked=knocked)) for knocked in (False, True))
         assert without.isdisjoint(after)
 
-    def test_both_sides_draw_the_same_and_each_round_others(self) -> None:
-        there = [probe.port for probe in probes_of(path(3, 5, HIGH), task(), LOW, "a")]
-        assert there == source_ports(path(3, 5, LOW), task(), "a", knocked=True)
-        assert there != [probe.port for probe in probes_of(path(3, 5, HIGH), task(), LOW, "b")]
+    def test_both_sides_draw_the_same(self) -> None:
+        there = [probe.port for probe in probes_of(path(3, 5, HIGH), task(), LOW, 1)]
+        assert there == source_ports(path(3, 5, LOW), task(), 1, knocked=True)
+
+    def test_no_port_is_drawn_again_until_all_others_have_been(self) -> None:
+        both = task(path(3, 5), path(5, 3))
+        drawn = [source_ports(path(3, 5), both, turn, knocked=True) for turn in range(20, 28)]
+        assert {len(ports) for ports in drawn} == {paths.PROBES_BOTH_WAYS}
+        for begin in range(5):
+            assert len({port for ports in drawn[begin : begin + 3] for port in ports}) == 3 * paths.PROBES_BOTH_WAYS
+            assert len({port for ports in drawn[begin : begin + 4] for port in ports}) == 250
 
     def test_listeners_of_neighbouring_ranks_differ_and_never_leave_their_half(self) -> None:
         listening = [listen_port(task(), rank) for rank in range(5000)]
@@ -175,7 +183,7 @@ class TestPorts:
         assert (min(listening), max(listening)) == (20000, 20499)
 
     def test_more_spines_than_ports_try_them_all(self) -> None:
-        assert len(probes_of(path(3, 5, LOW), task(spines=2000), HIGH, "salt")) == 250
+        assert len(probes_of(path(3, 5, LOW), task(spines=2000), HIGH, 7)) == 250
 
 
 class TestSearch:
@@ -189,10 +197,10 @@ class TestSearch:
 
     def test_only_the_sender_searches(self) -> None:
         both = task(path(0, 1, LOW), path(1, 0, LOW))
-        assert [each.path.source for each in paths.search(both, (0,), HIGH, "salt", labels=False)] == [0]
+        assert [each.path.source for each in paths.search(both, (0,), HIGH, 7, labels=False)] == [0]
 
     def test_no_more_is_tried_than_switches_bear(self, network: Switches) -> None:
-        (found,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=False)
+        (found,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, 7, labels=False)
         assert len(found.ports) == paths.PORTS
         assert {port % SPINES for port in found.ports} == {1}
         assert len(network.sent) <= 4 * SPINES + paths.BATCH + 2 * paths.PORTS
@@ -200,13 +208,13 @@ class TestSearch:
     def test_where_the_way_back_is_planned_too_the_side_that_is_connected_to_tries_more(
         self, network: Switches
     ) -> None:
-        (found,) = paths.search(task(path(0, 1, HIGH), path(1, 0, HIGH)), (0,), LOW, "salt", labels=False)
+        (found,) = paths.search(task(path(0, 1, HIGH), path(1, 0, HIGH)), (0,), LOW, 7, labels=False)
         assert paths.PORTS < len(found.ports) <= paths.MOST_KNOCKS
         assert len(network.sent) <= paths.PROBES_BOTH_WAYS + paths.BATCH + 2 * paths.PORTS
 
     def test_and_the_side_that_connects_waits_for_its_knocks(self, network: Switches) -> None:
         both = task(path(0, 1, LOW), path(1, 0, LOW))
-        (waiting,) = paths.search(both, (0,), HIGH, "salt", labels=False)
+        (waiting,) = paths.search(both, (0,), HIGH, 7, labels=False)
         assert (waiting.ports, waiting.fault, network.sent) == ((), PathFault.NONE, [])
         knocked = (20759, 20761, 20763, 20765)
         assert paths.narrow(waiting, both, HIGH, knocked).ports == (20761, 20765)
@@ -216,7 +224,7 @@ class TestSearch:
         self, network: Switches, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         both = task(path(0, 1, LOW), path(1, 0, LOW))
-        (waiting,) = paths.search(both, (0,), HIGH, "salt", labels=False)
+        (waiting,) = paths.search(both, (0,), HIGH, 7, labels=False)
         tries = 0
 
         def trace(_own: str, probes: Sequence[HopProbe], _seconds: float, _kind: int) -> Trace:
@@ -228,8 +236,8 @@ class TestSearch:
         assert paths.narrow(waiting, both, HIGH, (20759, 20761, 20763, 20765)).ports == (20761, 20765)
 
     def test_labels_for_roce_are_asked_for_where_there_may_be_any(self) -> None:
-        (without,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=False)
-        (found,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, "salt", labels=True)
+        (without,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, 7, labels=False)
+        (found,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, 7, labels=True)
         assert without.label == 0
         assert (paths.ROCE_FIRST_SOURCE_PORT + found.label) % SPINES == 1
 
@@ -237,14 +245,14 @@ class TestSearch:
     def test_few_spines_and_many(self, network: Switches, spines: int) -> None:
         network.spines = spines
         wanted = replace(path(0, 1, LOW), hops=(f"10.98.0.{spines - 1}",))
-        (found,) = paths.search(task(wanted, spines=spines), (0,), HIGH, "salt", labels=False)
+        (found,) = paths.search(task(wanted, spines=spines), (0,), HIGH, 7, labels=False)
         assert {port % spines for port in found.ports} == {spines - 1}
 
     def test_in_an_unknown_fabric_ports_are_drawn_without_a_packet(self, network: Switches) -> None:
         unknown = replace(path(0, 1, LOW), spine="", hops=(), draw=5)
         drawn = [
-            paths.search(task(each), (0,), HIGH, salt, labels=True)[0].ports
-            for each, salt in ((unknown, "3 7"), (unknown, "3 8"), (replace(unknown, draw=6), "3 8"))
+            paths.search(task(each), (0,), HIGH, turn, labels=True)[0].ports
+            for each, turn in ((unknown, 7), (unknown, 8), (replace(unknown, draw=6), 8))
         ]
         assert drawn[0] == drawn[1], "the same in each round, so that a good one can be kept"
         assert drawn[0] != drawn[2]
@@ -330,7 +338,7 @@ class TestKnocks:
     def test_the_ports_that_were_knocked_at_are_known_and_all_are_free_again(self, doors: Doors) -> None:
         first, second, third, source = free_ports(4)
         doors.open(self.PATH, source, [first, second, third])
-        knock("127.0.0.1", source, "127.0.0.2", [first, third], 2, 1.0)
+        knock("127.0.0.1", source, "127.0.0.2", [first, third], 1.0)
         began = time.monotonic()
         assert {ends: sorted(ports) for ends, ports in doors.hear(5.0).items()} == {(1, 0): sorted([first, third])}
         assert time.monotonic() - began < 1.0
@@ -344,19 +352,37 @@ class TestKnocks:
     def test_it_waits_for_all_that_are_announced_and_no_longer_than_it_may(self, doors: Doors) -> None:
         first, second, source = free_ports(3)
         doors.open(self.PATH, source, [first, second])
-        late = threading.Timer(0.1, knock, ("127.0.0.1", source, "127.0.0.2", [second], 2, 1.0))
-        knock("127.0.0.1", source, "127.0.0.2", [first], 2, 1.0)
+        one, other = (self.let_in(source, door, 2) for door in (first, second))
+        one.close()
+        late = threading.Timer(0.1, other.close)
         late.start()
         assert doors.hear(5.0) == {(1, 0): [first, second]}
         late.join()
         doors.open(self.PATH, source, [first])
-        knock("127.0.0.1", source, "127.0.0.2", [first], 2, 1.0)
+        self.let_in(source, first, 2).close()
         assert doors.hear(0.2) == {(1, 0): [first]}
+
+    @staticmethod
+    def let_in(source: int, door: int, count: int) -> socket.socket:
+        """Has said how many there are, and not hung up."""
+        inside = bind("127.0.0.1", source)
+        inside.connect(("127.0.0.2", door))
+        inside.send(bytes((count,)))
+        return inside
+
+    def test_nobody_waits_for_who_was_not_let_in(self, doors: Doors) -> None:
+        """A node may have dropped what came back: it has seen that port tried from the other side."""
+        door, shut, source = free_ports(3)
+        doors.open(self.PATH, source, [door])
+        knock("127.0.0.1", source, "127.0.0.2", [shut, door], 1.0)
+        began = time.monotonic()
+        assert doors.hear(5.0) == {(1, 0): [door]}
+        assert time.monotonic() - began < 1.0
 
     def test_who_has_found_none_says_so_and_nobody_waits(self, doors: Doors) -> None:
         door, source = free_ports(2)
         doors.open(self.PATH, source, [door])
-        knock("127.0.0.1", source, "127.0.0.2", [door], 0, 1.0)
+        knock("127.0.0.1", source, "127.0.0.2", [door], 1.0, found=False)
         began = time.monotonic()
         assert doors.hear(5.0) == {}
         assert time.monotonic() - began < 1.0
@@ -364,21 +390,21 @@ class TestKnocks:
     def test_others_who_knock_are_sent_away(self, doors: Doors) -> None:
         door, source, elsewhere = free_ports(3)
         doors.open(self.PATH, source, [door])
-        knock("127.0.0.1", elsewhere, "127.0.0.2", [door], 1, 1.0)
-        knock("127.0.0.3", source, "127.0.0.2", [door], 1, 1.0)
+        knock("127.0.0.1", elsewhere, "127.0.0.2", [door], 1.0)
+        knock("127.0.0.3", source, "127.0.0.2", [door], 1.0)
         assert doors.hear(0.2) == {}
 
     def test_taken_doors_stay_shut(self, doors: Doors) -> None:
         taken, free, source = free_ports(3)
         with socket.create_server(("127.0.0.2", taken)):
             doors.open(self.PATH, source, [taken, free])
-            knock("127.0.0.1", source, "127.0.0.2", [taken, free], 2, 1.0)
+            knock("127.0.0.1", source, "127.0.0.2", [taken, free], 1.0)
             assert doors.hear(0.2) == {(1, 0): [free]}
 
     def test_where_nobody_listens_a_knock_ends_at_once(self) -> None:
         door, source = free_ports(2)
         began = time.monotonic()
-        knock("127.0.0.1", source, "127.0.0.2", [door], 1, 5.0)
+        knock("127.0.0.1", source, "127.0.0.2", [door], 5.0)
         assert time.monotonic() - began < 1.0
 
 

@@ -1,6 +1,6 @@
 """Knocks: connections by which one launcher tells another from which ports its rank is to connect.
 
-All that is said on them is one byte: at how many ports of that path the launcher knocks; 0: it has found none.
+All that is said on them is one byte: at how many ports of that path the launcher has been let in; 0: it has found none.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from .hops import answers
 from .network import bind
 
 
-def knock(own: str, port: int, address: str, doors: Collection[int], count: int, seconds: float) -> None:
-    """From one port of ours at several of a peer, and hangs up first. Blocks until all are answered, or so long."""
-    poll = select.poll()
+def knock(own: str, port: int, address: str, doors: Collection[int], seconds: float, *, found: bool = True) -> None:
+    """From one port of ours at several of a peer, says how many have let us in, and hangs up first. Blocks until all
+    have, or so long. `found`: False: there is nothing to connect from; it says 0."""
+    poll, inside = select.poll(), list[socket.socket]()
     with contextlib.ExitStack() as opened:
         knocking: dict[int, socket.socket] = {}
         for door in doors:
@@ -32,8 +33,12 @@ def knock(own: str, port: int, address: str, doors: Collection[int], count: int,
                 knocking[each.fileno()] = each
         for descriptor in answers(poll, lambda: bool(knocking), seconds):
             poll.unregister(descriptor)
-            with contextlib.suppress(OSError):  # who is not there is not told
-                knocking.pop(descriptor).send(bytes((count,)))
+            each = knocking.pop(descriptor)
+            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                inside.append(each)
+        for each in inside:
+            with contextlib.suppress(OSError):  # who is not there any more is not told
+                each.send(bytes((len(inside) if found else 0,)))
 
 
 @dataclass

@@ -50,7 +50,7 @@ class PathFinder:
         self._search: asyncio.Task[tuple[Found, ...]] | None = None
         self._found: dict[Ends, Found] = {}  # of the paths on which ranks here send
         self._doors = Doors(own)
-        self._salt = ""
+        self._turn = 0
         self._plan: WorkerPlan | None = None  # of the round in force
         self._settled: dict[Ends, PathFault] = {}  # what is known of its paths for good
         self._doubted: dict[Ends, float] = {}  # since when a connection is there that is not as it was meant
@@ -66,7 +66,7 @@ class PathFinder:
             self.close()
             self._sought = wanted
             if plan.paths is not None and plan.paths.wanted:
-                self._salt = f"{plan.membership} {seen}"
+                self._turn = plan.membership + seen
                 self._begin(plan.paths, plan.ranks)
         return self._search is None
 
@@ -78,9 +78,9 @@ class PathFinder:
             return
         for path in paths.wanted:
             if path.destination in ranks and initiates(self._own, path.address):
-                ports = source_ports(path, paths, self._salt, knocked=True)
+                ports = source_ports(path, paths, self._turn, knocked=True)
                 self._doors.open(path, listen_port(paths, path.source), ports)
-        self._search = asyncio.create_task(asyncio.to_thread(search, paths, ranks, self._own, self._salt, self._labels))
+        self._search = asyncio.create_task(asyncio.to_thread(search, paths, ranks, self._own, self._turn, self._labels))
         self._search.add_done_callback(self._take)
 
     def _take(self, search: asyncio.Task[tuple[Found, ...]]) -> None:
@@ -125,9 +125,9 @@ class PathFinder:
         for each in self._found.values():
             path = each.path
             if not initiates(self._own, path.address):
-                doors = each.ports or source_ports(path, paths, self._salt, knocked=True)[:1]
+                doors = each.ports or source_ports(path, paths, self._turn, knocked=True)[:1]
                 here, left = listen_port(paths, path.source), deadline - time.monotonic()
-                knock(self._own, here, path.address, doors, len(each.ports), left)
+                knock(self._own, here, path.address, doors, left, found=bool(each.ports))
 
     def look(self, now: float) -> None:
         """At the ranks' connections, until each is known to be on its path or not. `now`: seconds, monotonic."""

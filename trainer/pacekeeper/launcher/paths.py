@@ -125,25 +125,35 @@ def listen_port(paths: WorkerPaths, rank: int) -> int:
     return paths.first_port + rank % _half(paths)
 
 
-def source_ports(path: WorkerPath, paths: WorkerPaths, salt: str, *, knocked: bool) -> list[int]:
-    """Ports of the side that connects, which may be tried. Both ends draw the same. `salt`: others for each; where the
-    fabric is unknown, the plan's number is in its place, so that a good draw can be kept."""
+def source_ports(path: WorkerPath, paths: WorkerPaths, turn: int, *, knocked: bool) -> list[int]:
+    """Ports of the side that connects, which may be tried. Both ends draw the same. `turn`: of the round. Where the
+    fabric is unknown, the plan's number is in its place, so that a good draw can be kept.
+
+    The next turn draws those that this one has left, until all have been drawn: nodes that follow connections remember
+    for two minutes what the other side has tried (`narrow`), and let no knock in at it.
+    """
     half, quarter = _half(paths), _half(paths) // 2
     first = paths.first_port + half + (quarter if knocked else 0)
+    count = min(_tries(path, paths), quarter)
+    ports = random.Random(f"{sorted(ends_of(path))}").sample(range(first, first + quarter), quarter)
+    start = (turn if path.spine else path.draw) * count % quarter
+    return (ports * 2)[start : start + count]
+
+
+def _tries(path: WorkerPath, paths: WorkerPaths) -> int:
     count = PROBES_PER_SPINE * paths.spines
-    if _goes_both_ways(path, paths):
-        count = max(count, min(count * paths.spines, PROBES_BOTH_WAYS))
-    drawn_by = f"{salt if path.spine else path.draw} {sorted(ends_of(path))}"
-    return random.Random(drawn_by).sample(range(first, first + quarter), min(count, quarter))
+    if not path.spine:
+        return PORTS
+    return max(count, min(count * paths.spines, PROBES_BOTH_WAYS)) if _goes_both_ways(path, paths) else count
 
 
-def probes_of(path: WorkerPath, paths: WorkerPaths, own: str, salt: str) -> list[HopProbe]:
+def probes_of(path: WorkerPath, paths: WorkerPaths, own: str, turn: int) -> list[HopProbe]:
     """What to try, as seen from the sender."""
     if initiates(own, path.address):
         there = listen_port(paths, path.destination)
-        return [HopProbe(port, path.address, there) for port in source_ports(path, paths, salt, knocked=False)]
+        return [HopProbe(port, path.address, there) for port in source_ports(path, paths, turn, knocked=False)]
     here = listen_port(paths, path.source)
-    return [HopProbe(here, path.address, port) for port in source_ports(path, paths, salt, knocked=True)]
+    return [HopProbe(here, path.address, port) for port in source_ports(path, paths, turn, knocked=True)]
 
 
 def _goes_both_ways(path: WorkerPath, paths: WorkerPaths) -> bool:
@@ -158,18 +168,18 @@ def ends_of(path: WorkerPath) -> Ends:
     return path.source, path.destination
 
 
-def search(plan: WorkerPaths, ranks: Collection[int], own: str, salt: str, labels: bool) -> tuple[Found, ...]:
+def search(plan: WorkerPaths, ranks: Collection[int], own: str, turn: int, labels: bool) -> tuple[Found, ...]:
     """Of the paths on which `ranks` send. `own`: this worker's address; `labels`: look for RoCE's, too.
 
     A path whose way back is planned, too, begins without ports where this side connects: it waits for a knock.
     """
     deadline = time.monotonic() + SEARCH_SECONDS
-    return tuple(_search(path, plan, own, salt, deadline, labels) for path in plan.wanted if path.source in ranks)
+    return tuple(_search(path, plan, own, turn, deadline, labels) for path in plan.wanted if path.source in ranks)
 
 
-def _search(path: WorkerPath, plan: WorkerPaths, own: str, salt: str, deadline: float, labels: bool) -> Found:
+def _search(path: WorkerPath, plan: WorkerPaths, own: str, turn: int, deadline: float, labels: bool) -> Found:
     connects, both_ways = initiates(own, path.address), _goes_both_ways(path, plan)
-    probes = probes_of(path, plan, own, salt)
+    probes = probes_of(path, plan, own, turn)
     found = Found(path)
     if not path.spine:
         fitting: list[HopProbe] | PathFault = probes[:PORTS]
@@ -181,7 +191,7 @@ def _search(path: WorkerPath, plan: WorkerPaths, own: str, salt: str, deadline: 
         return replace(found, fault=fitting)
     found = replace(found, ports=tuple(probe.source_port if connects else probe.port for probe in fitting))
     if labels and path.spine:
-        draws = random.Random(salt).sample(range(1, 0x4000), PROBES_PER_SPINE * plan.spines)
+        draws = random.Random(turn).sample(range(1, 0x4000), PROBES_PER_SPINE * plan.spines)
         tries = [HopProbe(ROCE_FIRST_SOURCE_PORT + label, path.address, ROCE_PORT) for label in draws]
         labelled = find(tries, path.hops, _tracer(own, deadline, socket.SOCK_DGRAM), 1)
         if not isinstance(labelled, PathFault):
