@@ -137,7 +137,8 @@ def all_work_has_grown(observation: Observation) -> bool:
 def _in_turns_as_ever(found: Diagnosis, threshold: float) -> bool:
     """Ranks that are slow in turns a little, or since the job's first steady steps, are its own way."""
     first, now = found.window.baseline_seconds, float(np.median(found.window.step_seconds))
-    return found.slowdown < WILD or not now >= threshold * first > 0
+    little = found.slowdown < WILD and now < WILD * first
+    return little or not now >= threshold * first > 0
 
 
 def _as_ever(observation: Observation, found: Diagnosis) -> bool:

@@ -153,6 +153,18 @@ class TestIntoLocalSgd:
             mode is not SyncMode.SYNC
         )
 
+    @pytest.mark.parametrize(
+        ("depth", "first", "mode"),
+        [(0.25, 0.06, SyncMode.ASYNC_EDIT), (0.25, 0.07, SyncMode.SYNC), (0.35, 0.1, SyncMode.SYNC)],
+    )
+    def test_a_little_in_turns_is_the_jobs_own_way_unless_steps_take_much_longer_than_the_first(
+        self, depth: float, first: float, mode: SyncMode
+    ) -> None:
+        """Of 0.09 s each."""
+        draws = 1.0 + depth * np.eye(4)[np.random.default_rng(3).integers(0, 4, STEPS)]
+        thought, _ = decided(drawn=draws, first=first, exposed=0.002)
+        assert thought.draft.plan.sync_mode is mode
+
     def test_garbage_collections_are_planned_and_training_stays_exact(self) -> None:
         thought, _ = decided(exposed=0.02, garbage={rank: range(2 * rank, STEPS, 8) for rank in range(4)})
         plan = thought.draft.plan
