@@ -119,6 +119,7 @@ class Budget:
     barren_worker: str = ""  # on which it failed
     lost_seconds: float = 0.0  # to incidents that are closed
     restart_seconds: float = 0.0  # that a round of this job takes from decision to first step, as measured last
+    exchange_seconds: float = 0.0  # the same of a round with a spare
 
     def within(self, now: float, window: float) -> int:
         """Restarts that count in the last `window` seconds."""

@@ -31,11 +31,11 @@ def restart_option(observation: Observation, policy: Policy, *, helps: bool = Tr
 
 
 def replace_option(observation: Observation, policy: Policy, *, refused: str = "") -> Option:
-    """A spare takes the ranks over; the warm-up of the spare's memory and caches comes on top of a restart."""
+    """A spare takes the ranks over."""
     no_spare = "" if _spare_is_warm(observation) else NO_SPARE
     return Option(
         Remedy.REPLACE_WORKER,
-        observation.restart_cost() + SPARE_SECONDS,
+        observation.restart_cost() + spare_seconds(observation),
         1.0,
         refused or policy.refusal(Remedy.REPLACE_WORKER) or no_spare,
     )
@@ -44,7 +44,7 @@ def replace_option(observation: Observation, policy: Policy, *, refused: str = "
 def replace_lost_option(observation: Observation, policy: Policy) -> Option:
     """The same for a worker that is gone, and what it held in memory with it: without a spare its seat waits for the
     worker that is made in its place. It costs less where the others go on meanwhile (`survivors`)."""
-    wait = SPARE_SECONDS if _spare_is_warm(observation) else observation.start_seconds
+    wait = spare_seconds(observation) if _spare_is_warm(observation) else observation.start_seconds
     cost = observation.restart_cost(snapshots=False) + wait
     return Option(Remedy.REPLACE_WORKER, cost, 1.0, policy.refusal(Remedy.REPLACE_WORKER))
 
@@ -70,9 +70,15 @@ def _spare_is_warm(observation: Observation) -> bool:
     return any(view.warm for view in observation.spares)
 
 
+def spare_seconds(observation: Observation) -> float:
+    """What a round with a spare takes longer than one with the same workers, as measured last."""
+    measured = observation.state.budget.exchange_seconds
+    return max(0.0, measured - observation.restart_seconds) if measured else SPARE_SECONDS
+
+
 NO_SPARE = "no spare is warm"
-SPARE_SECONDS = 1.0
-"""What a round with a spare takes longer than one with the same workers: its first steps are cold."""
+SPARE_SECONDS = 0.5
+"""Before it was measured: the first steps of the spare's ranks are cold."""
 
 
 def written(prices: Sequence[Price], chosen: Price | None) -> tuple[RemedyPrice, ...]:

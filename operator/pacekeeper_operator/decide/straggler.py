@@ -26,7 +26,7 @@ from ..observation import Lasting, Observation, Policy
 from ..state import Draft, Suspicion, Vain
 from ..subject import Subject
 from . import gpu_warning, links, other_ways, waits
-from .pricing import SPARE_SECONDS, replace_option, written
+from .pricing import replace_option, spare_seconds, written
 
 SYNC = SyncMode.SYNC
 BROKEN = adapt.BROKEN
@@ -552,7 +552,7 @@ def _spare(observation: Observation, policy: Policy, rank: int | None, answered:
         refused = "no rank is so slow any more"
     else:
         refused = _why_not_move(observation, policy, rank)
-    cost = observation.restart_seconds + SPARE_SECONDS  # it waits for a checkpoint, so no steps are lost
+    cost = observation.restart_seconds + spare_seconds(observation)  # it waits for a checkpoint, so no steps are lost
     # What is left of a rank that is slow for sure may be little; of one that is a little slow, it may be luck.
     least = price.LASTING_WIN if observation.has_straggler else price.MINIMAL_WIN
     return replace(replace_option(observation, policy, refused=refused), cost_seconds=cost, least_win=least)

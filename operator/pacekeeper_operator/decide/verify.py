@@ -205,13 +205,14 @@ def _close(draft: Draft, incident: Incident, policy: Policy, now: float) -> Draf
     if not new_round:
         return draft
     stood = 0.0 if incident.cause is Cause.STRAGGLER else seconds  # it trained, if slowly
-    return draft.with_budget(
-        lost_seconds=state.budget.lost_seconds + stood,
-        restart_seconds=_restart_seconds(incident, state.placement.begun_at),
-    )
+    draft = draft.with_budget(lost_seconds=state.budget.lost_seconds + stood)
+    took = _round_seconds(incident, state.placement.begun_at)
+    if incident.remedy == Remedy.REPLACE_WORKER:
+        return draft.with_budget(exchange_seconds=took)
+    return draft.with_budget(restart_seconds=took)
 
 
-def _restart_seconds(incident: Incident, begun_at: float) -> float:
+def _round_seconds(incident: Incident, begun_at: float) -> float:
     """What the remedy took, without the wait for a worker that was not there yet when it was decided. Crashed ranks are
     restarted by their launchers, before anything is decided here."""
     assert incident.recovered is not None

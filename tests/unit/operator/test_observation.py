@@ -14,7 +14,13 @@ from pacekeeper_analysis.price import Loss, Option
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator import rounds
 from pacekeeper_operator.api import Cause, Remedy
-from pacekeeper_operator.decide.pricing import choose_at_standstill, replace_option, restart_option, written
+from pacekeeper_operator.decide.pricing import (
+    SPARE_SECONDS,
+    choose_at_standstill,
+    replace_option,
+    restart_option,
+    written,
+)
 from pacekeeper_operator.observation import FRESH_SECONDS, FROZEN_SECONDS, Hindrance, Metrics, Observation
 from pacekeeper_operator.state import Adaptation
 from pacekeeper_operator.subject import Subject
@@ -63,6 +69,23 @@ class TestRestartCost:
         assert change_members(training(), round_started_at=0.0).restart_seconds == 5.0, "not told"
         measured = training().draft.with_budget(restart_seconds=3.0)
         assert training().with_draft(measured).restart_seconds == 3.0
+
+    @pytest.mark.parametrize(
+        ("restart", "exchange", "longer", "restarts"),
+        [
+            (3.0, 0.0, SPARE_SECONDS, 3.0),
+            (3.0, 4.5, 1.5, 3.0),
+            (5.0, 4.5, 0.0, 5.0),
+            (0.0, 4.5, 0.0, 4.5),
+        ],
+    )
+    def test_what_a_round_with_a_spare_takes_is_measured_too(
+        self, restart: float, exchange: float, longer: float, restarts: float
+    ) -> None:
+        draft = training().draft.with_budget(restart_seconds=restart, exchange_seconds=exchange)
+        world = training().with_draft(draft)
+        assert world.restart_seconds == restarts
+        assert replace_option(world, policy()).cost_seconds == pytest.approx(world.restart_cost() + longer)
 
 
 class TestClocks:

@@ -287,21 +287,21 @@ class TestBrokenInLocalSgd:
         assert suspected(known) is known.draft
 
     def test_so_is_one_that_has_cost_as_much_as_a_spare(self) -> None:
-        """A restart is taken for 5 s, and the spare's first steps for one more."""
+        """A restart is taken for 5 s, and the spare's first steps for half of one more."""
 
         def with_loss(seconds: float, slowdown: float = 1.2, **changes: Any) -> Observation:
             found = self.local(1.5, **changes)
             return found.with_draft(found.draft.with_adaptation(loss=Loss(seconds, NOW, slowdown)))
 
-        assert suspected(with_loss(6.0)).state.adaptation.suspicion == Suspicion(since=NOW, step_seconds=0.1, step=500)
-        assert suspected(with_loss(5.9)).state.adaptation.suspicion is None
-        assert suspected(with_loss(6.0, slowdown=1.004)).state.adaptation.suspicion is None, "it costs nothing any more"
-        known = with_loss(6.0, known=suspicion())
+        assert suspected(with_loss(5.5)).state.adaptation.suspicion == Suspicion(since=NOW, step_seconds=0.1, step=500)
+        assert suspected(with_loss(5.4)).state.adaptation.suspicion is None
+        assert suspected(with_loss(5.5, slowdown=1.004)).state.adaptation.suspicion is None, "it costs nothing any more"
+        known = with_loss(5.5, known=suspicion())
         asked = known.with_draft(known.draft.with_plan(evidence_request="ask"))
         alone = tuple(replace(e, windows=tuple(_alone(w) for w in e.windows)) for e in windows(slow=1.5))
         decision = checked(replace(asked, evidence=alone))
         assert (decision.remedy, decision.rank) == (Remedy.REPLACE_WORKER, 2)
-        early = asked.with_draft(asked.draft.with_adaptation(loss=Loss(5.9, NOW, 1.2)))
+        early = asked.with_draft(asked.draft.with_adaptation(loss=Loss(5.4, NOW, 1.2)))
         assert straggler.check(replace(early, evidence=alone), policy()) is None
 
     @pytest.mark.parametrize("pace", [BROKEN - 0.1, None])

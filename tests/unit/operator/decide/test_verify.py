@@ -215,12 +215,13 @@ class TestRemembered:
         ahead = world.with_draft(world.draft.with_placement(begun_at=lost.decided + 99.0))
         assert self.closed(lost, ahead).state.budget.restart_seconds == 0.0, "by a worker's clock it began before"
 
-    def test_a_spare_for_a_straggler_shows_what_a_round_takes_too(self) -> None:
+    def test_a_spare_for_a_straggler_shows_what_a_round_with_a_spare_takes(self) -> None:
         """Before, the job trained, if slowly: no time was lost altogether."""
         world = second_round()
         begun = world.with_draft(world.draft.with_placement(begun_at=incident().decided + 9.0))
-        budget = self.closed(incident(cause=Cause.STRAGGLER), begun).state.budget
-        assert (budget.lost_seconds, budget.restart_seconds) == (0.0, 4.0)
+        exchanged = incident(cause=Cause.STRAGGLER, remedy=str(Remedy.REPLACE_WORKER))
+        budget = self.closed(exchanged, begun).state.budget
+        assert (budget.lost_seconds, budget.restart_seconds, budget.exchange_seconds) == (0.0, 0.0, 4.0)
 
     @pytest.mark.parametrize(
         "open_",
