@@ -517,8 +517,9 @@ class TestTraffic:
         assert found is not None
         assert (found.waiting, found.round_seconds) == (0.0, 0.0)
 
-    def test_what_a_round_took_last_is_what_it_takes(self, place: Place) -> None:
-        draft = training(4, 0).draft.with_budget(restart_seconds=1.5)
+    @pytest.mark.parametrize("measured", ["restart_seconds", "exchange_seconds"])
+    def test_what_a_round_took_last_is_what_it_takes(self, place: Place, measured: str) -> None:
+        draft = training(4, 0).draft.with_budget(**{measured: 1.5})
         found = of_job(place.job(draft=draft))
         assert found is not None
         assert found.round_seconds == 1.5
