@@ -485,8 +485,7 @@ class Observation:
     def restart_seconds(self) -> float:
         """What a new round costs this job beside the lost steps; before the first was measured, what the present one
         took to its first step, and a guess at least."""
-        budget = self.state.budget
-        return budget.restart_seconds or budget.exchange_seconds or max(5.0, self._start_of_round_seconds)
+        return self.state.budget.round_seconds or max(5.0, self._start_of_round_seconds)
 
     @cached_property
     def _start_of_round_seconds(self) -> float:

@@ -121,6 +121,11 @@ class Budget:
     restart_seconds: float = 0.0  # that a round of this job takes from decision to first step, as measured last
     exchange_seconds: float = 0.0  # the same of a round with a spare
 
+    @property
+    def round_seconds(self) -> float:
+        """What a round takes, by those with a spare where there were no others; 0: none was measured."""
+        return self.restart_seconds or self.exchange_seconds
+
     def within(self, now: float, window: float) -> int:
         """Restarts that count in the last `window` seconds."""
         return sum(at > now - window for at in self.restarts)

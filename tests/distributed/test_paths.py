@@ -221,7 +221,8 @@ def half_open(host: FabricHost) -> int:
 
 
 def plan_of(fabric: LeafSpine, *wanted: PlannedPath, ranks: int = 2, membership: int = 2) -> Plan:
-    """Rank i is worker wi on host i. s9 is a spine that is not there."""
+    """Rank i is worker wi on host i. s9 is a spine that is not there. Of the ports that are tried one in three goes by
+    each of the others; of those of the first membership none goes by s1 one way."""
     members = tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(fabric.hosts[:ranks]))
     hops = {**fabric.hops, "10.98.77.1": "s9"}
     named = tuple(Hop(address, spine) for address, spine in hops.items())

@@ -17,7 +17,7 @@ from ..api import Cause, Class, Remedy
 from ..decision import Action, Decision, QuarantineNode, ReplaceWorker
 from ..observation import Observation, Policy, WorkerView
 from ..subject import Subject
-from .pricing import NO_SPARE, replace_option, spare_seconds, written
+from .pricing import NO_SPARE, exchange_seconds, replace_option, written
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ def _decide(observation: Observation, policy: Policy, move: Move, unfit: Callabl
     option = replace_option(observation, policy, refused=move.stays or no_spare)
     if not seated and option.refused == NO_SPARE:
         option = replace(option, refused="")  # who trains nothing needs none in its place
-    # It waits for a checkpoint: no step is lost.
-    cost = observation.restart_seconds + spare_seconds(observation) if seated else 0.0
+    cost = exchange_seconds(observation) if seated else 0.0
     price = Price(replace(option, cost_seconds=cost), math.inf, not option.refused, option.refused or move.worth)
     actions: tuple[Action, ...] = ()
     if price.due:

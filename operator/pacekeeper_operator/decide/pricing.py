@@ -35,7 +35,7 @@ def replace_option(observation: Observation, policy: Policy, *, refused: str = "
     no_spare = "" if _spare_is_warm(observation) else NO_SPARE
     return Option(
         Remedy.REPLACE_WORKER,
-        observation.restart_cost() + spare_seconds(observation),
+        observation.restart_cost() + _spare_seconds(observation),
         1.0,
         refused or policy.refusal(Remedy.REPLACE_WORKER) or no_spare,
     )
@@ -44,7 +44,7 @@ def replace_option(observation: Observation, policy: Policy, *, refused: str = "
 def replace_lost_option(observation: Observation, policy: Policy) -> Option:
     """The same for a worker that is gone, and what it held in memory with it: without a spare its seat waits for the
     worker that is made in its place. It costs less where the others go on meanwhile (`survivors`)."""
-    wait = spare_seconds(observation) if _spare_is_warm(observation) else observation.start_seconds
+    wait = _spare_seconds(observation) if _spare_is_warm(observation) else observation.start_seconds
     cost = observation.restart_cost(snapshots=False) + wait
     return Option(Remedy.REPLACE_WORKER, cost, 1.0, policy.refusal(Remedy.REPLACE_WORKER))
 
@@ -70,7 +70,12 @@ def _spare_is_warm(observation: Observation) -> bool:
     return any(view.warm for view in observation.spares)
 
 
-def spare_seconds(observation: Observation) -> float:
+def exchange_seconds(observation: Observation) -> float:
+    """What a round with a spare costs that waits for a checkpoint: no steps are lost."""
+    return observation.restart_seconds + _spare_seconds(observation)
+
+
+def _spare_seconds(observation: Observation) -> float:
     """What a round with a spare takes longer than one with the same workers, as measured last."""
     measured = observation.state.budget.exchange_seconds
     return max(0.0, measured - observation.restart_seconds) if measured else SPARE_SECONDS

@@ -26,7 +26,7 @@ from ..observation import Lasting, Observation, Policy
 from ..state import Draft, Suspicion, Vain
 from ..subject import Subject
 from . import gpu_warning, links, other_ways, waits
-from .pricing import replace_option, spare_seconds, written
+from .pricing import exchange_seconds, replace_option, written
 
 SYNC = SyncMode.SYNC
 BROKEN = adapt.BROKEN
@@ -135,7 +135,8 @@ def all_work_has_grown(observation: Observation) -> bool:
 
 
 def _in_turns_as_ever(found: Diagnosis, threshold: float) -> bool:
-    """Ranks that are slow in turns a little, or since the job's first steady steps, are its own way."""
+    """Ranks that are slow in turns are the job's own way since its first steady steps, or where it is by little and
+    steps are not much longer than those."""
     first, now = found.window.baseline_seconds, float(np.median(found.window.step_seconds))
     little = found.slowdown < WILD and now < WILD * first
     return little or not now >= threshold * first > 0
@@ -552,10 +553,10 @@ def _spare(observation: Observation, policy: Policy, rank: int | None, answered:
         refused = "no rank is so slow any more"
     else:
         refused = _why_not_move(observation, policy, rank)
-    cost = observation.restart_seconds + spare_seconds(observation)  # it waits for a checkpoint, so no steps are lost
     # What is left of a rank that is slow for sure may be little; of one that is a little slow, it may be luck.
     least = price.LASTING_WIN if observation.has_straggler else price.MINIMAL_WIN
-    return replace(replace_option(observation, policy, refused=refused), cost_seconds=cost, least_win=least)
+    option = replace_option(observation, policy, refused=refused)
+    return replace(option, cost_seconds=exchange_seconds(observation), least_win=least)
 
 
 def _spare_is_due(observation: Observation, policy: Policy) -> bool:

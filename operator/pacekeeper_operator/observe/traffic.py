@@ -72,7 +72,7 @@ def _round_seconds(job: Job, state: State, now: float, *, trains: bool) -> float
     times = [past.at for past in state.incidents.past if past.cause is Cause.SLOW_COMMUNICATION and past.at > since]
     if times and now - max(times) < HOLD_SECONDS * 2.0 ** (len(times) - 1):
         return math.inf
-    return state.budget.restart_seconds or state.budget.exchange_seconds or GUESSED_ROUND_SECONDS
+    return state.budget.round_seconds or GUESSED_ROUND_SECONDS
 
 
 def words_of(jobs: Mapping[JobName, JobTraffic]) -> dict[str, tuple[WaySeen, ...]]:

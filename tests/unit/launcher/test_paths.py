@@ -352,22 +352,22 @@ class TestKnocks:
     def test_it_waits_for_all_that_are_announced_and_no_longer_than_it_may(self, doors: Doors) -> None:
         first, second, source = free_ports(3)
         doors.open(self.PATH, source, [first, second])
-        one, other = (self.let_in(source, door, 2) for door in (first, second))
+        one, other = (self.let_in(source, door) for door in (first, second))
         one.close()
         late = threading.Timer(0.1, other.close)
         late.start()
         assert doors.hear(5.0) == {(1, 0): [first, second]}
         late.join()
         doors.open(self.PATH, source, [first])
-        self.let_in(source, first, 2).close()
+        self.let_in(source, first).close()
         assert doors.hear(0.2) == {(1, 0): [first]}
 
     @staticmethod
-    def let_in(source: int, door: int, count: int) -> socket.socket:
-        """Has said how many there are, and not hung up."""
+    def let_in(source: int, door: int) -> socket.socket:
+        """Has said that there are two, and not hung up."""
         inside = bind("127.0.0.1", source)
         inside.connect(("127.0.0.2", door))
-        inside.send(bytes((count,)))
+        inside.send(bytes((2,)))
         return inside
 
     def test_nobody_waits_for_who_was_not_let_in(self, doors: Doors) -> None:

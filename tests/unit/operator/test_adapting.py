@@ -79,6 +79,11 @@ def windows(
     )
 
 
+def in_turns(depth: float) -> Any:
+    """For `windows`: in each step another rank takes 1 + `depth` times as long."""
+    return 1.0 + depth * np.eye(4)[np.random.default_rng(3).integers(0, 4, STEPS)]
+
+
 def later(thought: Thought, world: Observation, seconds: float, **changes: Any) -> Observation:
     return replace(world.with_draft(thought.draft), now=world.now + seconds, **changes)
 
@@ -146,8 +151,7 @@ class TestIntoLocalSgd:
         ("first", "mode"), [(FIRST, SyncMode.ASYNC_EDIT), (0.17, SyncMode.SYNC), (0, SyncMode.SYNC)]
     )
     def test_ranks_that_are_slow_in_turns_too_unless_they_have_always_been(self, first: float, mode: SyncMode) -> None:
-        draws = 1.0 + np.eye(4)[np.random.default_rng(3).integers(0, 4, STEPS)]  # one of them, twice as slow
-        thought, _ = decided(drawn=draws, first=first)
+        thought, _ = decided(drawn=in_turns(1.0), first=first)
         assert thought.draft.plan.sync_mode is mode
         assert [i.cause for i in thought.draft.state.incidents.current] == [Cause.VOLATILE] * (
             mode is not SyncMode.SYNC
@@ -161,8 +165,7 @@ class TestIntoLocalSgd:
         self, depth: float, first: float, mode: SyncMode
     ) -> None:
         """Of 0.09 s each."""
-        draws = 1.0 + depth * np.eye(4)[np.random.default_rng(3).integers(0, 4, STEPS)]
-        thought, _ = decided(drawn=draws, first=first, exposed=0.002)
+        thought, _ = decided(drawn=in_turns(depth), first=first, exposed=0.002)
         assert thought.draft.plan.sync_mode is mode
 
     def test_garbage_collections_are_planned_and_training_stays_exact(self) -> None:

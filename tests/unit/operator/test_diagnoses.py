@@ -21,9 +21,9 @@ from pacekeeper_operator.observation import Localised
 from pacekeeper_operator.state import Incident
 from tests.support.patterns import SLOW, WORK, answers, pattern
 from tests.support.worlds import NOW, decisions, policy, stalls, training
-from tests.unit.operator.test_adapting import OWN, STEPS, WELL, decided
+from tests.unit.operator.test_adapting import OWN, STEPS, WELL, decided, in_turns
 
-TURNS = 1.0 + np.eye(4)[np.random.default_rng(3).integers(0, 4, STEPS)]
+TURNS = in_turns(1.0)
 LENGTHS = np.rint(np.random.default_rng(1).lognormal(6.0, 0.8, (STEPS, 4, 8)))
 SQUARES = np.square(LENGTHS).sum(axis=2)
 

@@ -141,9 +141,9 @@ def source_ports(path: WorkerPath, paths: WorkerPaths, turn: int, *, knocked: bo
 
 
 def _tries(path: WorkerPath, paths: WorkerPaths) -> int:
-    count = PROBES_PER_SPINE * paths.spines
     if not path.spine:
         return PORTS
+    count = PROBES_PER_SPINE * paths.spines
     return max(count, min(count * paths.spines, PROBES_BOTH_WAYS)) if _goes_both_ways(path, paths) else count
 
 
