@@ -51,8 +51,8 @@ class Network:
         """All that it receives."""
         run("tc", "-n", self.switch, "qdisc", "replace", "dev", host.port, "root", *_shaper(rate))
 
-    def slow_pair(self, source: Host, destination: Host, rate: str) -> None:
-        """What one sends to the other."""
+    def slow_pair(self, source: Host, destination: Host, rate: str, *, quick_acknowledgements: bool = False) -> None:
+        """What one sends to the other; what acknowledges the other's waits in the same queue, or passes it by."""
         tc = ["tc", "-n", source.namespace]
         on = ["dev", INTERFACE]
         run(*tc, "qdisc", "replace", *on, "root", "handle", "1:", "htb", "default", "1")
@@ -60,8 +60,12 @@ class Network:
             *tc, "class", "replace", *on, "parent", "1:", "classid", "1:1", "htb", "rate", "100gbit", "quantum", "60000"
         )
         run(*tc, "class", "replace", *on, "parent", "1:", "classid", "1:2", "htb", "rate", rate, "quantum", "60000")
-        to = ["match", "ip", "dst", f"{destination.address}/32"]
-        run(*tc, "filter", "replace", *on, "parent", "1:", "protocol", "ip", "prio", "1", "u32", *to, "flowid", "1:2")
+        rules = [["ip", "dst", f"{destination.address}/32", "flowid", "1:2"]]
+        if quick_acknowledgements:
+            rules.insert(0, ["u16", "0", "0xff80", "at", "2", "flowid", "1:1"])  # packets shorter than 128 bytes
+        for rank, rule in enumerate(rules, start=1):
+            its = ["protocol", "ip", "prio", str(rank), "u32", "match", *rule]
+            run(*tc, "filter", "replace", *on, "parent", "1:", *its)
 
     def lose(self, source: Host, destination: Host) -> None:
         """What the one sends to the other goes to an address that nobody has."""

@@ -412,7 +412,7 @@ def _hot_lines(
     known = np.isfinite(effects)
     slow = np.zeros(len(effects), bool)
     slow[known] = _is_hot(effects[known])
-    slow &= np.bincount(line, weights=busy) > 0
+    slow &= np.bincount(line, weights=busy) > 1  # the coarse times of those that hardly carry hide no slow cell
     size, hot_cells = np.bincount(line), np.bincount(line, weights=hot)
     pair = ~known & (size == APART - 1) & (hot_cells == size)
     effects = np.where(known, effects, _medians(residual, line, len(effects)))

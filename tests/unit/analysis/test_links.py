@@ -110,6 +110,12 @@ class TestJudge:
         cells = matrix(8, lambda s, d: 4 if s == 5 else 3 if (s, d) == (1, 2) else 1)
         assert set(places(judge(cells).hot)) == {(SpotKind.SENDER, 5, -1), (SpotKind.LINK, 1, 2)}
 
+    def test_coarse_times_of_others_hide_no_slow_link(self) -> None:
+        """Counted in ticks of 4 ms, all that rank 1 sends seems to take 1.6 × as long: but one of its cells is busy."""
+        seconds = {(1, 2): 5.0, (1, 0): 0.032, (1, 3): 0.032}
+        cells = [replace(c, busy_seconds=seconds.get((c.source, c.destination), 0.02)) for c in matrix(4, lambda *_: 1)]
+        assert places(judge(cells).hot) == [(SpotKind.LINK, 1, 2)]
+
     def test_in_a_ring_only_the_pair_is_known(self) -> None:
         (spot,) = judge(ring(8, lambda s, _: 5 if s == 3 else 1)).hot
         assert (spot.kind, spot.pairs) == (SpotKind.PAIR, ((3, 4),))
