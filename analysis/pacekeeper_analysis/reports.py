@@ -46,7 +46,7 @@ class RankFigures:
     """How a rank trains now: means over its window of steps. 0 where nothing is known (yet)."""
 
     rank: Count
-    steps: Count = 0  # in the window
+    steps: Count = 0  # of the window, in which it took its present share of the batch
     step_seconds: Seconds = 0.0
     compute_seconds: Seconds = 0.0  # own work in a step, waits for peers excluded
     compute_seconds_per_sample: Seconds = 0.0  # a script that is only watched counts as one sample a step

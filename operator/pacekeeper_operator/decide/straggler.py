@@ -177,7 +177,8 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         return draft
     if not slow and not waits:
         return _drop(draft)
-    if len(observation.evidence) < len(observation.plan.members) and now - suspicion.asked_at <= ANSWER_SECONDS:
+    awaited = bool(observation.plan.evidence_request) and len(observation.evidence) < len(observation.plan.members)
+    if awaited and now - suspicion.asked_at <= ANSWER_SECONDS:
         return draft
     found = _found(observation, policy)
     if found is not None:
@@ -545,11 +546,8 @@ def _once(option: Option) -> Option:
 
 
 def _spare(observation: Observation, policy: Policy, rank: int | None, answered: float = 1.0) -> Option:
-    """For a slow rank; None: not known which. answered: how many times its peers' time it takes by its last answer,
-    which may be minutes old; the figures are of now."""
-    pace = observation.metrics.pace
-    has_recovered = pace is not None and pace - 1.0 < RECOVERED * (answered - 1.0)
-    if _alike(observation) or has_recovered:
+    """For a slow rank; None: not known which. answered: how many times its peers' time it takes by its last answer."""
+    if _alike(observation) or _has_recovered(observation, answered):
         refused = "no rank is so slow any more"
     else:
         refused = _why_not_move(observation, policy, rank)
@@ -557,6 +555,15 @@ def _spare(observation: Observation, policy: Policy, rank: int | None, answered:
     least = price.LASTING_WIN if observation.has_straggler else price.MINIMAL_WIN
     option = replace_option(observation, policy, refused=refused)
     return replace(option, cost_seconds=exchange_seconds(observation), least_win=least)
+
+
+def _has_recovered(observation: Observation, answered: float) -> bool:
+    """An answer may be minutes old, and the figures are of now: but they are means, of steps before it as long as only
+    few have been done since."""
+    pace, suspicion = observation.metrics.pace, observation.state.adaptation.suspicion
+    since = window_steps(observation) if suspicion is None else observation.step - suspicion.asked_step
+    is_known = since >= RECOVERED * window_steps(observation)
+    return is_known and pace is not None and pace - 1.0 < RECOVERED * (answered - 1.0)
 
 
 def _spare_is_due(observation: Observation, policy: Policy) -> bool:

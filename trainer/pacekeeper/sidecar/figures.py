@@ -77,12 +77,14 @@ class FiguresTold:
 
 
 def seen(rank: int, history: RankHistory, share: int) -> RankNow:
-    """One rank now, which takes `share` samples in a step (0: unknown): by the steps that it has taken so many in."""
-    steps = [step for step in history.steps if step.samples == share] or history.steps
+    """One rank now, which takes `share` samples in a step (0: unknown): by the steps that it has taken so many in, or,
+    as long as there are none, by all."""
+    of_share = [step for step in history.steps if step.samples == share]
+    steps = of_share or history.steps
     step_seconds, own = _mean(step.step_seconds for step in steps), _mean(step.compute_seconds for step in steps)
     figures = RankFigures(
         rank=rank,
-        steps=len(steps),
+        steps=len(of_share),
         step_seconds=_brief(step_seconds),
         compute_seconds=_brief(own),
         compute_seconds_per_sample=_brief(_mean(step.compute_seconds / max(step.samples, 1) for step in steps)),

@@ -165,6 +165,12 @@ class TestSuspect:
         late = suspected(world(CALM, suspicion(ASK_SECONDS + 1), evidence_request="ask"))
         assert (late.state.adaptation.suspicion, late.plan.evidence_request) == (None, "")
 
+    def test_no_answer_is_awaited_to_a_question_that_has_been_taken_back(self) -> None:
+        """The plan has changed since: with it the question went, and the answers."""
+        waits, asks = (suspected(world(SLOW, suspicion(2.0), evidence_request=out)) for out in ("ask", ""))
+        assert waits.plan.evidence_request == "ask"
+        assert asks.plan.evidence_request not in ("", "ask")
+
     def test_a_slow_rank_is_not_looked_into_in_vain_while_it_is_slow(self) -> None:
         both = replace(SLOW, waiting=0.5)
         for metrics, vain in ((both, False), (SLOW, False), (WAITS, True)):
@@ -474,10 +480,21 @@ class TestWhyNotASpare:
     @pytest.mark.parametrize(("pace", "is_slow"), [(6.0, True), (3.5, True), (3.4, False)])
     def test_it_has_been_getting_well_since_it_was_asked(self, pace: float, is_slow: bool) -> None:
         """It took six times its peers' time, by its answer; the figures are of now."""
-        found = answered(replace(CALM, pace=pace), slow=6.0)
+        assert (
+            self.refused(answered(replace(CALM, pace=pace), slow=6.0)) == "no rank is so slow any more"
+        ) is not is_slow
+
+    @pytest.mark.parametrize(("since", "is_slow"), [(0, True), (15, True), (16, False)])
+    def test_in_half_a_window_no_mean_shows_that_it_has(self, since: int, is_slow: bool) -> None:
+        """As it has just become slow, most of the steps that the figures are of are older than that."""
+        found = answered(replace(CALM, pace=2.0), slow=6.0)
+        asked = suspicion(asked_step=found.step - since)
+        found = found.with_draft(found.draft.with_adaptation(suspicion=asked))
+        assert (self.refused(found) == "no rank is so slow any more") is not is_slow
+
+    def refused(self, found: Observation) -> str:
         choice, _ = straggler._weigh(found, policy(), _diagnosis(found), 2)
-        spare = next(price for price in choice.prices if price.option.remedy == Remedy.REPLACE_WORKER)
-        assert (spare.option.refused == "no rank is so slow any more") is not is_slow
+        return next(price.option.refused for price in choice.prices if price.option.remedy == Remedy.REPLACE_WORKER)
 
 
 class TestWayBack:
