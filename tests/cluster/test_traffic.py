@@ -102,8 +102,8 @@ def test_labels_that_go_and_come_while_a_job_trains_move_nobody(cluster: Cluster
     seats, round_ = job.plan()["members"], job.status["round"]
     cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}-")
     try:
-        wait_for(lambda: condition(cluster, "LeavesKnown").get("reason") == "NodesUnlabelled", 20, "it is missed")
-        assert "node-1" in condition(cluster, "LeavesKnown")["message"]
+        missed = wait_for(lambda: because(cluster, "LeavesKnown", "NodesUnlabelled"), 20, "it is missed")
+        assert "node-1" in missed["message"]
         job.until_trained_on()
     finally:
         cluster.kubectl("label", "node", "node-1", f"{fabric.LABEL}=l1", "--overwrite")
@@ -166,8 +166,7 @@ def test_without_any_spine_the_fabric_says_so_and_jobs_train_on_when_there_is_on
         faults.cut_uplink(*link)
     try:
         cluster.apply(fabric.manifest())
-        wait_for(lambda: condition(cluster, "Planned").get("reason") == "NoWay", 15, "there is no way for any flow")
-        said = condition(cluster, "Planned")
+        said = wait_for(lambda: because(cluster, "Planned", "NoWay"), 15, "there is no way for any flow")
         assert said["status"] == "False"
         assert all(job.name in said["message"] for job in jobs), said
     finally:
@@ -220,6 +219,12 @@ def condition(cluster: Cluster, kind: str) -> dict[str, str]:
     """Of the Fabric; {} where it has not been written yet."""
     found = (cluster.get("fabric", fabric.NAME) or {}).get("status", {}).get("conditions", ())
     return next((one for one in found if one["type"] == kind), {})
+
+
+def because(cluster: Cluster, kind: str, reason: str) -> dict[str, str]:
+    """The condition, for this reason; {}: there is none, or another."""
+    found = condition(cluster, kind)
+    return found if found.get("reason") == reason else {}
 
 
 def is_true(cluster: Cluster, kind: str) -> bool:

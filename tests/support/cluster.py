@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import pytest
 
 import testcluster.cluster
-from testcluster import programs
+from testcluster import fabric, programs
 from testcluster.settings import KUBECONFIG
 from testcluster.shell import say
 from tests.support.api_reader import ApiReader, api_reader
@@ -100,6 +100,8 @@ def running_cluster() -> Iterator[Cluster]:
         testcluster.cluster.up()
     kubeconfig = KUBECONFIG if is_testcluster else Path(os.environ["KUBECONFIG"])
     with _alone(), api_reader(_kubectl(kubeconfig)) as reader:
+        if is_testcluster and fabric.rate():  # tests that were ended half-way leave the fabric's links slow
+            fabric.shape("")
         found = Cluster(kubeconfig, is_testcluster, reader)
         yield found
         # A namespace that stays has something in it whose finalizer nobody serves.
