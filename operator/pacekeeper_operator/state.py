@@ -141,6 +141,7 @@ class Suspicion:
     request: str = ""  # evidence request that is out
     asked_at: float = 0.0
     asked_step: int = -1  # the last one at that time
+    asked_pace: float = 0.0  # of the slowest rank at that time, by the figures; 0: not known
     shown: Trouble | None = None  # by the answer before
     clear_at: float = 0.0  # when an answer last showed no trouble; 0: none has
 

@@ -173,14 +173,15 @@ def suspect(observation: Observation, policy: Policy) -> Draft:
         suspicion = replace(suspicion, since=now, step=observation.step, step_seconds=observation.step_seconds)
     elif waits and not slow and _in_vain(observation, suspicion) and not _shows(observation, policy):
         return _give_up(observation, suspicion.step_seconds)
-    if now - suspicion.asked_at <= pause_between_questions(now - suspicion.since):
+    recovering = _has_recovered(observation, suspicion.asked_pace)
+    if now - suspicion.asked_at <= (ASK_SECONDS if recovering else pause_between_questions(now - suspicion.since)):
         return draft
     if not slow and not waits:
         return _drop(draft)
     awaited = bool(observation.plan.evidence_request) and len(observation.evidence) < len(observation.plan.members)
     if awaited and now - suspicion.asked_at <= ANSWER_SECONDS:
         return draft
-    found = _found(observation, policy)
+    found = None if recovering else _found(observation, policy)  # what was answered is over
     if found is not None:
         shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
         if shown is suspicion.shown is Trouble.NONE and observation.step == suspicion.asked_step:
@@ -408,7 +409,13 @@ def _ask(observation: Observation, suspicion: Suspicion) -> Draft:
     asked = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}
     parts = tuple(part for part, wanted in asked.items() if wanted)
     return draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
-        suspicion=replace(suspicion, request=request, asked_at=now, asked_step=observation.step)
+        suspicion=replace(
+            suspicion,
+            request=request,
+            asked_at=now,
+            asked_step=observation.step,
+            asked_pace=observation.metrics.pace or 0.0,
+        )
     )
 
 

@@ -165,6 +165,18 @@ class TestSuspect:
         late = suspected(world(CALM, suspicion(ASK_SECONDS + 1), evidence_request="ask"))
         assert (late.state.adaptation.suspicion, late.plan.evidence_request) == (None, "")
 
+    @pytest.mark.parametrize(("pace", "asks"), [(4.1, False), (3.9, True), (1.4, True)])
+    def test_a_rank_that_has_recovered_since_it_was_asked_is_asked_again_at_once(self, pace: float, asks: bool) -> None:
+        """After minutes of shares for a broken rank questions are rare. With one sample it looks slow by its fixed
+        part, however well it is; what it said while it recovered settles nothing."""
+        found = answered(replace(SLOW, pace=pace), slow=1.0, plan={"shares": (10, 10, 1, 11)})
+        of_before = suspicion(600.0, asked_at=NOW - 20, asked_step=found.step - 16, asked_pace=7.0)
+        draft = suspected(found.with_draft(found.draft.with_adaptation(suspicion=of_before)))
+        assert (draft.plan.evidence_request != "ask") is asks
+        assert draft.state.adaptation.suspicion is not None
+        assert draft.state.adaptation.suspicion.asked_pace == (pace if asks else 7.0)
+        assert draft.state.adaptation.vain is None
+
     def test_no_answer_is_awaited_to_a_question_that_has_been_taken_back(self) -> None:
         """The plan has changed since: with it the question went, and the answers."""
         waits, asks = (suspected(world(SLOW, suspicion(2.0), evidence_request=out)) for out in ("ask", ""))
