@@ -63,8 +63,8 @@ class Network:
         rules = [["ip", "dst", f"{destination.address}/32", "flowid", "1:2"]]
         if quick_acknowledgements:
             rules.insert(0, ["u16", "0", "0xff80", "at", "2", "flowid", "1:1"])  # packets shorter than 128 bytes
-        for rank, rule in enumerate(rules, start=1):
-            its = ["protocol", "ip", "prio", str(rank), "u32", "match", *rule]
+        for priority, rule in enumerate(rules, start=1):
+            its = ["protocol", "ip", "prio", str(priority), "u32", "match", *rule]
             run(*tc, "filter", "replace", *on, "parent", "1:", *its)
 
     def lose(self, source: Host, destination: Host) -> None:

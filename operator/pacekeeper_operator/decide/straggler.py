@@ -565,12 +565,13 @@ def _spare(observation: Observation, policy: Policy, rank: int | None, answered:
 
 
 def _has_recovered(observation: Observation, answered: float) -> bool:
-    """An answer may be minutes old, and the figures are of now: but they are means, of steps before it as long as only
-    few have been done since."""
+    """Whether the slowest rank has lost RECOVERED of its slowness since it was asked, when it took `answered` times its
+    peers' time. The figures are of now, but means over a window: before that part of one is done they cannot have
+    fallen so far, and of a rank that has just become slow they are still rising."""
     pace, suspicion = observation.metrics.pace, observation.state.adaptation.suspicion
     since = window_steps(observation) if suspicion is None else observation.step - suspicion.asked_step
-    is_known = since >= RECOVERED * window_steps(observation)
-    return is_known and pace is not None and pace - 1.0 < RECOVERED * (answered - 1.0)
+    is_told = since >= RECOVERED * window_steps(observation)
+    return is_told and pace is not None and pace - 1.0 < RECOVERED * (answered - 1.0)
 
 
 def _spare_is_due(observation: Observation, policy: Policy) -> bool:
