@@ -79,7 +79,7 @@ class FiguresTold:
 def seen(rank: int, history: RankHistory, share: int) -> RankNow:
     """One rank now, which takes `share` samples in a step (0: unknown): by the steps that it has taken so many in, or,
     as long as there are none, by all."""
-    of_share = [step for step in history.steps if step.samples == share]
+    of_share = [step for step in history.steps if share in (0, step.samples)]
     steps = of_share or history.steps
     step_seconds, own = _mean(step.step_seconds for step in steps), _mean(step.compute_seconds for step in steps)
     figures = RankFigures(
