@@ -31,8 +31,12 @@ class End:
         for name, its_rate in (("1:1", "100gbit"), ("1:2", rate)):
             its = ["classid", name, "htb", "rate", its_rate, "quantum", "60000"]
             run(*tc, "class", "replace", *on, "parent", "1:", *its)
-        to = ["match", "ip", "dst", subnet]
-        run(*tc, "filter", "replace", *on, "parent", "1:", "protocol", "ip", "prio", "1", "u32", *to, "flowid", "1:2")
+        self.send_by("1:2", "ip", "dst", subnet, priority=2)
+
+    def send_by(self, lane: str, *matched: str, priority: int) -> None:
+        """After `limit_towards`: what tc's u32 matches goes by this lane ("1:1": as fast as before). Lower is first."""
+        its = ["protocol", "ip", "prio", str(priority), "u32", "match", *matched, "flowid", lane]
+        run("tc", *self.inside, "filter", "replace", "dev", self.device, "parent", "1:", *its)
 
     @property
     def inside(self) -> list[str]:

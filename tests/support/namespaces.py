@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from testcluster.cables import End
 from testcluster.shell import run
 
 INTERFACE = "eth0"
@@ -53,19 +54,10 @@ class Network:
 
     def slow_pair(self, source: Host, destination: Host, rate: str, *, quick_acknowledgements: bool = False) -> None:
         """What one sends to the other; what acknowledges the other's waits in the same queue, or passes it by."""
-        tc = ["tc", "-n", source.namespace]
-        on = ["dev", INTERFACE]
-        run(*tc, "qdisc", "replace", *on, "root", "handle", "1:", "htb", "default", "1")
-        run(
-            *tc, "class", "replace", *on, "parent", "1:", "classid", "1:1", "htb", "rate", "100gbit", "quantum", "60000"
-        )
-        run(*tc, "class", "replace", *on, "parent", "1:", "classid", "1:2", "htb", "rate", rate, "quantum", "60000")
-        rules = [["ip", "dst", f"{destination.address}/32", "flowid", "1:2"]]
+        end = End(source.namespace, INTERFACE)
+        end.limit_towards(f"{destination.address}/32", rate)
         if quick_acknowledgements:
-            rules.insert(0, ["u16", "0", "0xff80", "at", "2", "flowid", "1:1"])  # packets shorter than 128 bytes
-        for priority, rule in enumerate(rules, start=1):
-            its = ["protocol", "ip", "prio", str(priority), "u32", "match", *rule]
-            run(*tc, "filter", "replace", *on, "parent", "1:", *its)
+            end.send_by("1:1", "u16", "0", "0xff80", "at", "2", priority=1)  # packets shorter than 128 bytes
 
     def lose(self, source: Host, destination: Host) -> None:
         """What the one sends to the other goes to an address that nobody has."""

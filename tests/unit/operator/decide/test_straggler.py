@@ -485,16 +485,13 @@ class TestWhyNotASpare:
         found = answered(replace(CALM, pace=6.0), slow=6.0)
         known = tuple(Past(cause, NOW - ago, 5.0, rank=rank, worker=worker) for cause, rank, worker, ago in past)
         found = found.with_draft(found.draft.with_incidents(past=known))
-        choice, _ = straggler._weigh(found, policy(), _diagnosis(found), 2)
-        spare = next(price for price in choice.prices if price.option.remedy == Remedy.REPLACE_WORKER)
-        assert ("too: look at the script" in spare.option.refused) is not moves
+        assert ("too: look at the script" in self.refusal(found)) is not moves
 
     @pytest.mark.parametrize(("pace", "is_slow"), [(6.0, True), (3.5, True), (3.4, False)])
     def test_it_has_been_getting_well_since_it_was_asked(self, pace: float, is_slow: bool) -> None:
         """It took six times its peers' time, by its answer; the figures are of now."""
-        assert (
-            self.refused(answered(replace(CALM, pace=pace), slow=6.0)) == "no rank is so slow any more"
-        ) is not is_slow
+        found = answered(replace(CALM, pace=pace), slow=6.0)
+        assert (self.refusal(found) == "no rank is so slow any more") is not is_slow
 
     @pytest.mark.parametrize(("since", "is_slow"), [(0, True), (15, True), (16, False)])
     def test_in_half_a_window_no_mean_shows_that_it_has(self, since: int, is_slow: bool) -> None:
@@ -502,9 +499,9 @@ class TestWhyNotASpare:
         found = answered(replace(CALM, pace=2.0), slow=6.0)
         asked = suspicion(asked_step=found.step - since)
         found = found.with_draft(found.draft.with_adaptation(suspicion=asked))
-        assert (self.refused(found) == "no rank is so slow any more") is not is_slow
+        assert (self.refusal(found) == "no rank is so slow any more") is not is_slow
 
-    def refused(self, found: Observation) -> str:
+    def refusal(self, found: Observation) -> str:
         choice, _ = straggler._weigh(found, policy(), _diagnosis(found), 2)
         return next(price.option.refused for price in choice.prices if price.option.remedy == Remedy.REPLACE_WORKER)
 
