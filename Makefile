@@ -84,40 +84,38 @@ cluster: venv ## Bring up a real Kubernetes with six nodes on this machine (FABR
 cluster-down: venv ## Take it down again
 	$(BIN)/python -m testcluster down
 
-lint: $(VENV)/.frameworks ## Style, types, import contracts
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+# What `make test` runs, and what each part may cost, is the table in tests/run/parts.py.
+PARTS := $(BIN)/python -m tests.run --direct
+
+check: $(VENV)/.frameworks ## Style, types, import contracts (lint: the same)
+	$(PARTS) style contracts types
+
+lint: check
 
 format: venv ## Bring the code into its standard form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-test-unit: test-unit-simulation test-unit-others ## Tests of decisions: no cluster, no ranks
+test-unit: $(VENV)/.frameworks native ## Tests of decisions: no cluster, no ranks
+	$(PARTS) unit-simulation unit
 
-test-unit-simulation: $(VENV)/.frameworks native
-	$(BIN)/pytest tests/unit/simulation
-
-test-unit-others: $(VENV)/.frameworks native
-	$(BIN)/pytest tests/unit --ignore=tests/unit/simulation
-
-test-simulation: venv ## Disasters: the real operator in simulated clusters, 40 known ones and 60 new ones
-	nice $(BIN)/python -m simulation run 0-39 --fresh 60
+test-simulation: venv ## Disasters: the real operator in simulated clusters, 40 known ones and 20 new ones
+	$(PARTS) disasters
 
 test-distributed: $(VENV)/.frameworks native ## Real torch ranks over gloo
-	$(BIN)/pytest tests/distributed
+	$(PARTS) distributed
 
 test-cluster: venv ## The real cluster
-	$(BIN)/pytest tests/cluster
+	$(PARTS) cluster
 
 test-torch: native $(OLDEST)/.ready ## All of the trainer's with the oldest torch
 	$(OLDEST)/bin/pytest tests/unit/analysis tests/unit/trainer tests/distributed $(WITHOUT_OPERATOR) $(WITHOUT_SCIPY)
 
-# What no load can disturb goes side by side: the unit tests in two halves, then lint, then disasters, which take what is
-# left.
+test-changed: $(VENV)/.frameworks native ## What the working tree's changes can affect, for two minutes (BASE=main: since that commit; ALL=1: to the end, with ranks and cluster)
+	$(BIN)/python -m tests.run.changed $(if $(BASE),--base $(BASE)) $(if $(ALL),--all)
+
 test: $(VENV)/.frameworks native $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters
-	$(MAKE) --jobs=3 --output-sync=target test-unit-others test-unit-simulation lint test-simulation
-	$(OLDEST)/bin/pytest -m oldest_torch tests/distributed $(WITHOUT_OPERATOR)
-	$(BIN)/pytest tests/distributed tests/cluster
+	$(BIN)/python -m testcluster programs
+	$(BIN)/python -m tests.run
 
 SECONDS ?= 600
 SEED ?= 0
@@ -150,4 +148,4 @@ bench: venv native
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help python venv lock compiler native cluster cluster-down lint format test-unit test-unit-simulation test-unit-others test-simulation test-distributed test-cluster test-torch has-torch has-plugin test-gpu test fuzz demo bench
+.PHONY: help python venv lock compiler native cluster cluster-down lint format check test-unit test-changed test-simulation test-distributed test-cluster test-torch has-torch has-plugin test-gpu test fuzz demo bench

@@ -30,7 +30,7 @@ class Job:
 
     @classmethod
     def read(cls, name: str = NAME) -> Job | None:
-        body = kube.get("trainingjob", name, NAMESPACE)
+        body = kube.get("trainingjobs", name, NAMESPACE)
         if body is None:
             return None
         status = body.get("status", {})
@@ -66,16 +66,16 @@ def worker_of_rank(rank: int, name: str = NAME) -> str:
 def spares(name: str = NAME) -> list[str]:
     """Pods that hold no rank."""
     members = {member.worker for member in plan(name).members}
-    pods = kube.get("pod", namespace=NAMESPACE)
+    pods = kube.get("pods", namespace=NAMESPACE)
     return [pod["metadata"]["name"] for pod in pods if pod["metadata"]["name"] not in members]
 
 
 def node_of(pod: str) -> str:
-    return str(kube.get("pod", pod, NAMESPACE)["spec"]["nodeName"])
+    return str(kube.get("pods", pod, NAMESPACE)["spec"]["nodeName"])
 
 
 def incidents() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = kube.get("incident", namespace=NAMESPACE)
+    found: list[dict[str, Any]] = kube.get("incidents", namespace=NAMESPACE)
     return found
 
 
@@ -92,7 +92,7 @@ def trains_with(workers: int) -> bool:
 
 def last_event(reason: str) -> dict[str, Any] | None:
     """The newest of the job's events of this reason."""
-    found = kube.get("events.events.k8s.io", namespace=NAMESPACE)
+    found = kube.get("events", namespace=NAMESPACE)
     mine = [event for event in found if event["reason"] == reason and event["regarding"]["name"] == NAME]
     return max(mine, key=lambda event: str(event["eventTime"]), default=None)
 
@@ -122,7 +122,7 @@ def stop(name: str = NAME) -> str:
 
 def plan(name: str = NAME) -> Plan:
     """In force."""
-    return ledger.read(kube.get("trainingjobstate", name, NAMESPACE), name).draft.plan
+    return ledger.read(kube.get("trainingjobstates", name, NAMESPACE), name).draft.plan
 
 
 def _metric(over_ranks: str, metric: str, name: str = NAME) -> float | None:

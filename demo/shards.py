@@ -62,7 +62,7 @@ def _endure(fault: Fault, started: float, view: View) -> Outcome:
     """Healed is what has cost no more steps than lie between two snapshots, and has read nothing from the volume."""
     _behind_a_snapshot(view)
     outcome = story.endure(fault, started, view)
-    return judged(outcome, restored_from(kube.get("incident", outcome.incident, job.NAMESPACE) or {}))
+    return judged(outcome, restored_from(kube.get("incidents", outcome.incident, job.NAMESPACE) or {}))
 
 
 def judged(outcome: Outcome, origin: str) -> Outcome:

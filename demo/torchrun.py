@@ -69,7 +69,7 @@ def steady(since: float) -> bool:
 
 def steps() -> list[tuple[float, int]]:
     """(seconds since 1970, step) of the lines that the script has printed so far."""
-    if kube.get("pod", POD, NAMESPACE)["status"]["phase"] == "Pending":
+    if kube.get("pods", POD, NAMESPACE)["status"]["phase"] == "Pending":
         return []
     found = map(_STEP.match, kube.kubectl("logs", POD, "-n", NAMESPACE, "--timestamps").splitlines())
     return sorted((datetime.fromisoformat(line[1]).timestamp(), int(line[2])) for line in found if line)

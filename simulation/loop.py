@@ -48,6 +48,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._order = itertools.count()
+        self._buried: list[asyncio.Task[Any]] = []  # of dead processes: a task that nobody holds would clean up
         self._running = False
         self._closed = False
 
@@ -103,7 +104,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         events._set_running_loop(self)
         try:
             while left:
-                _drop(left.pop())
+                _drop(self, left.pop())
+            self._buried.clear()
             gc.collect()
         finally:
             events._set_running_loop(running)
@@ -151,6 +153,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         owner = _owner.get() if context is None else context.get(_owner)
         if owner is not None:
             owner.tasks.add(task)
+        if self._closed or (owner is not None and owner.dead):
+            coro.close()  # it never begins, and Python would warn of a coroutine that nobody has awaited
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
         return task
 
     async def create_connection(  # type: ignore[override]
@@ -186,7 +191,6 @@ class Process:
         self.dead = False
         self.paused = False
         self.tasks: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
-        self._buried: list[asyncio.Task[Any]] = []  # kept, since a task that nobody holds would still clean up
         self._loop = loop
         self._context = contextvars.Context()
         self._context.run(_owner.set, self)
@@ -205,7 +209,7 @@ class Process:
         if self.dead:
             return
         self.dead = True
-        self._buried = list(self.tasks)
+        self._loop._buried.extend(self.tasks)
         self._behind.clear()  # only now: nothing else holds a task that was begun while the process stood still
         mourners, self._mourners = self._mourners, {}
         for callback in mourners:
@@ -263,14 +267,20 @@ def nobodys() -> contextvars.Context:
     return contextvars.Context()
 
 
-def _drop(task: asyncio.Task[Any]) -> None:
+def _drop(loop: VirtualLoop, task: asyncio.Task[Any]) -> None:
+    """End a coroutine as a cancellation ends it: `close` would not reach the asynchronous generator that it waits for,
+    and code that handles errors would take the generator's complaint for one of its own."""
     task._log_destroy_pending = False  # type: ignore[attr-defined]
-    for _ in range(LAST_WORDS):
-        try:
-            task.get_coro().close()
-            return
-        except BaseException:  # it waits in a `finally`: until there is none left
-            continue
+    coroutine = task.get_coro()
+    tasks._enter_task(loop, task)  # without a task there are no time-outs
+    try:
+        for _ in range(LAST_WORDS):  # it waits in a `finally`: until there is none left
+            coroutine.throw(asyncio.CancelledError())
+        coroutine.close()
+    except BaseException:  # it has ended, or has been closed before it began
+        return
+    finally:
+        tasks._leave_task(loop, task)
 
 
 def _say_nothing(_: object) -> None:

@@ -61,34 +61,43 @@ class Outcome:
         return tuple(dict.fromkeys(violation.rule for violation in self.violations))
 
 
-def run(schedule: Schedule, *, story: bool = False, patience: float = math.inf, to_the_end: bool = True) -> Outcome:
+def run(
+    schedule: Schedule,
+    *,
+    story: bool = False,
+    patience: float = math.inf,
+    to_the_end: bool = True,
+    seconds: float = SECONDS,
+    grace: float = PATIENCE_SECONDS,
+) -> Outcome:
     """The same schedule has the same outcome, but for the real seconds. `story`: keep its lines; `patience`: seconds
-    for which a job that can train may stand still; `to_the_end`: even if something was broken already."""
+    for which a job that can train may stand still; `to_the_end`: even if something was broken already; `seconds`: of
+    virtual time, at least; `grace`: so many more at most, where the judges are not content yet."""
     _forget_imports()
     gc.collect()
     gc.disable()
     began, busy = time.perf_counter(), time.process_time()
     world = World(schedule.seed, schedule.world)
-    performance = _Performance(world, schedule, patience, to_the_end)
-    try:
-        with coverage.counting() as reached, _logging(world, story):
+    performance = _Performance(world, schedule, patience, to_the_end, (seconds, seconds + grace))
+    with coverage.counting() as reached, _logging(world, story):
+        try:
             violations = performance.play(busy)
-    finally:
-        world.loop.close()
-        forget_applications()
-        gc.enable()
-    return Outcome(
-        seed=schedule.seed,
-        digest=world.story.digest(),
-        violations=violations,
-        virtual_seconds=world.now(),
-        real_seconds=time.perf_counter() - began,
-        requests=performance.requests,
-        writes=performance.writes,
-        restarts=performance.judge.restarts,
-        coverage=frozenset(reached | performance.chronicle.reached),
-        story=tuple(map(str, world.story.lines)) if story else (),
-    )
+            return Outcome(
+                seed=schedule.seed,
+                digest=world.story.digest(),
+                violations=violations,
+                virtual_seconds=world.now(),
+                real_seconds=time.perf_counter() - began,
+                requests=performance.requests,
+                writes=performance.writes,
+                restarts=performance.judge.restarts,
+                coverage=frozenset(reached | performance.chronicle.reached),
+                story=tuple(map(str, world.story.lines)) if story else (),
+            )
+        finally:  # what its tasks do while they are dropped is no part of the run
+            world.loop.close()
+            forget_applications()
+            gc.enable()
 
 
 @cache
@@ -132,9 +141,12 @@ class _Log(logging.Handler):
 class _Performance:
     """A schedule's, in a world."""
 
-    def __init__(self, world: World, schedule: Schedule, patience: float, to_the_end: bool) -> None:
+    def __init__(
+        self, world: World, schedule: Schedule, patience: float, to_the_end: bool, ends: tuple[float, float]
+    ) -> None:
         self.world = world
         self.to_the_end = to_the_end
+        self.ends = ends
         self.schedule = schedule
         self.scene = Scene(world, schedule)
         self.chronicle = Chronicle(world)
@@ -166,7 +178,7 @@ class _Performance:
         for place, stroke in enumerate(self.schedule.strokes):
             stroke.when.arm(self.scene, self._striker(place, stroke))
         self.world.after(HEALED_AFTER, self._heal_all)
-        content = 0
+        content, (least, most) = 0, self.ends
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if time.process_time() - began > REAL_SECONDS:
@@ -178,10 +190,10 @@ class _Performance:
                 continue
             complaints = self.judge.at_end()
             content = 0 if complaints else content + 1
-            if now >= SECONDS and content >= CONTENT_LOOKS:
+            if now >= least and content >= CONTENT_LOOKS:
                 await self._delete_all()
                 return
-            if now >= SECONDS + PATIENCE_SECONDS:
+            if now >= most:
                 self._ends = tuple(Violation(now, "the end", words) for words in complaints)
                 return
 

@@ -7,7 +7,7 @@ import sys
 
 import yaml
 
-from testcluster import cluster, fabric, faults
+from testcluster import cluster, fabric, faults, programs
 from testcluster.settings import KUBECONFIG
 from testcluster.shell import ClusterError
 
@@ -24,6 +24,8 @@ def main() -> int:
 
 def _perform(arguments: argparse.Namespace) -> None:
     match arguments.verb:
+        case "programs":
+            programs.ensure_all()
         case "up":
             cluster.up(arguments.nodes, arguments.fabric, arguments.gangs)
             print(f"export KUBECONFIG={KUBECONFIG}")
@@ -67,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m testcluster", description="A real Kubernetes on this machine.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
+    verbs.add_parser("programs", help="build and install all programs that the cluster and its tests need")
     up = verbs.add_parser("up", help="bring the cluster up, or repair it; prints the KUBECONFIG")
     up.add_argument("--nodes", type=int, help="worker nodes (6)")
     up.add_argument(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from testcluster import credentials
-from testcluster.settings import API_URL, Node
+from testcluster.settings import API_PORT, API_URL, HOST_ADDRESS, Node
 from testcluster.shell import ClusterError
 
 
@@ -20,14 +21,53 @@ class Unavailable(ClusterError):
     """The API server does not answer, or has no such object."""
 
 
+class Missing(Unavailable):
+    """It has no such object."""
+
+
 def get(path: str, timeout: float = 5) -> Any:
     """The answer to GET `path` (`/api/v1/nodes`): parsed if it is JSON, else its text."""
+    deadline = time.monotonic() + timeout
+    while True:
+        status, kind, text = _ask(path, timeout)
+        # An API server that has just begun is ready before its storage of custom resources is: "try again".
+        if status != http.HTTPStatus.TOO_MANY_REQUESTS or time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    if status != http.HTTPStatus.OK:
+        missing = status == http.HTTPStatus.NOT_FOUND
+        raise (Missing if missing else Unavailable)(f"GET {path}: {status} {text}")
+    return json.loads(text) if "json" in kind else text
+
+
+def _ask(path: str, timeout: float) -> tuple[int, str, str]:
+    """Status, content type and text. Each thread keeps its connection: a new one costs more than most answers."""
+    if kept := _kept.__dict__.pop("connection", None):
+        with suppress(OSError, http.client.HTTPException):  # it is no good after a restart of the server
+            return _exchange(kept, path, timeout)
     try:
-        with _open(path, timeout) as answer:
-            text = answer.read().decode()
-            return json.loads(text) if "json" in answer.headers.get("Content-Type", "") else text
-    except OSError as error:  # URLError, a time-out, a broken connection
+        return _exchange(_connect(timeout), path, timeout)
+    except (OSError, http.client.HTTPException) as error:
         raise Unavailable(f"GET {path}: {error}") from error
+
+
+def _exchange(connection: http.client.HTTPSConnection, path: str, timeout: float) -> tuple[int, str, str]:
+    connection.sock.settimeout(timeout)
+    connection.request("GET", path, headers={"Authorization": f"Bearer {credentials.admin_token()}"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    _kept.connection = connection
+    return answer.status, answer.headers.get("Content-Type", ""), text
+
+
+def _connect(timeout: float) -> http.client.HTTPSConnection:
+    context = ssl.create_default_context(cafile=str(credentials.CA))
+    connection = http.client.HTTPSConnection(HOST_ADDRESS, API_PORT, timeout=timeout, context=context)
+    connection.connect()
+    return connection
+
+
+_kept = threading.local()
 
 
 def watch(path: str, version: str, seconds: int = 60) -> Iterator[Any]:
@@ -50,16 +90,8 @@ def watch(path: str, version: str, seconds: int = 60) -> Iterator[Any]:
 def _open(path: str, timeout: float) -> http.client.HTTPResponse:
     request = urllib.request.Request(API_URL + path, headers={"Authorization": f"Bearer {credentials.admin_token()}"})
     context = ssl.create_default_context(cafile=str(credentials.CA))
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout, context=context)
-            return answer
-        except urllib.error.HTTPError as error:
-            # An API server that has just begun is ready before its storage of custom resources is: "try again".
-            if error.code != http.HTTPStatus.TOO_MANY_REQUESTS or time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
+    answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout, context=context)
+    return answer
 
 
 def is_ready() -> bool:

@@ -1,7 +1,8 @@
 """Control groups, version 1 (one tree per controller) or 2 (one tree). A `path` is relative: `pacekeeper/node-1`.
 
-Everything that the cluster starts lives below `pacekeeper`. The kernel thus remembers for us what is ours: no process
-is missed when we were killed before we could write its id down, and no stranger is taken for ours when ids are reused.
+Everything that the cluster starts lives below `pacekeeper` (`pacekeeper-NAME` for a named one). The kernel thus
+remembers for us what is ours: no process is missed when we were killed before we could write its id down, and no
+stranger is taken for ours when ids are reused.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import time
 from functools import cache
 from pathlib import Path
 
+from testcluster.settings import CGROUP
 from testcluster.shell import ClusterError
 
-OURS = "pacekeeper"
+OURS = CGROUP
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -51,14 +53,25 @@ def create(path: str) -> None:
                     file.write_text((folder.parent / name).read_text())
 
 
+def favor(path: str, times: int) -> None:
+    """Where processors are short, give cgroup `path` as much as so many processes outside all cgroups get."""
+    file, usual = ("cpu.weight", 100) if is_v2() else ("cpu.shares", 1024)
+    (controller("cpu", path) / file).write_text(str(usual * times))
+
+
 def _enable_controllers(folder: Path) -> None:
     available = (folder / "cgroup.controllers").read_text().split()
     (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in available))
 
 
-def entering(path: str, command: tuple[str, ...]) -> tuple[str, ...]:
-    """The command that enters cgroup `path` and then becomes `command`, so that it never runs outside."""
-    return ("sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(controller("pids", path)), *command)
+def launching(path: str, command: tuple[str, ...]) -> tuple[str, ...]:
+    """The command that enters cgroup `path`, leaves `command` behind there, and ends: nobody has to wait for that.
+
+    With version 1 it enters the tree that counts processor time, too, and none that would limit it.
+    """
+    folders = dict.fromkeys(str(controller(name, path)) for name in ("pids", "cpuacct"))
+    script = 'until [ "$1" = -- ]; do echo $$ > "$1"/cgroup.procs || exit; shift; done; shift; "$@" &'
+    return ("sh", "-c", script, "sh", *folders, "--", *command)
 
 
 def pids(path: str, recursive: bool = False) -> list[int]:

@@ -44,6 +44,8 @@ from testcluster.shell import ClusterError, run, say, step, wait_for, write
 
 _COUNT = STATE / "node-count"
 _GOING_DOWN = STATE / "going-down"  # there while `down` is at work, so that one that was killed is finished first
+_WORTH = 4
+"""So many processes of the machine all pods together are worth: there are many of them."""
 _PARALLEL = max(2, os.cpu_count() or 2)
 
 
@@ -62,6 +64,8 @@ def up(count: int | None = None, ports: int | None = None, gangs: bool | None = 
             control_plane.choose_gangs(gangs)
         credentials.ensure()
         network.ensure_host()
+        cgroups.create(cgroups.OURS)
+        cgroups.favor(cgroups.OURS, _WORTH)
         archive, spec = images.archive(programs.pause), images.runtime_spec(programs)
         with ThreadPoolExecutor(_PARALLEL) as pool:
             with step("API server"):

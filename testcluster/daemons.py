@@ -33,15 +33,14 @@ class Daemon:
         cgroups.create(self.cgroup)
         LOGS.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                cgroups.entering(self.cgroup, self._command_in_namespace),
+            subprocess.run(
+                cgroups.launching(self.cgroup, self._command_in_namespace),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C in our terminal is not meant for it
+                check=True,
             )
-        while not self.is_running() and process.poll() is None:
-            time.sleep(0.001)  # until it has entered its cgroup
 
     def stop(self) -> None:
         cgroups.kill(self.cgroup)

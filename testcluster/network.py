@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
 from testcluster.cables import Cable, End
-from testcluster.settings import BRIDGE, HOST_ADDRESS, SERVICE_SUBNET, STATE, Node
+from testcluster.settings import BRIDGE, HOST_ADDRESS, NAME, SERVICE_SUBNET, STATE, Node
 from testcluster.shell import ClusterError, run, succeeds, write
 
 # What six nodes need of the machine, and what kubelets set by themselves (they are put back by `down`).
@@ -91,7 +92,8 @@ def _forward_rules() -> list[list[str]]:
 
 
 def _link_exists(name: str) -> bool:
-    return Path("/sys/class/net", name).exists()
+    """In the network namespace of this process; /sys shows that in which it was mounted."""
+    return name in {link for _, link in socket.if_nameindex()}
 
 
 def _sysctl_file(name: str) -> Path:
@@ -116,6 +118,6 @@ def _ensure_bridge_filter() -> None:
 
 
 def _restore_sysctls() -> None:
-    if _SAVED_SYSCTLS.exists():
+    if _SAVED_SYSCTLS.exists() and not NAME:  # other clusters may still need what is the whole machine's
         for name, value in json.loads(_SAVED_SYSCTLS.read_text()).items():
             _sysctl_file(name).write_text(value)

@@ -87,6 +87,16 @@ class Programs:
         return str(path)
 
 
+def ensure_all() -> None:
+    """Build and install what the cluster and all its tests need: a named cluster does not reach the network."""
+    Programs()
+    helm_3()
+    promtool()
+    alertmanager()
+    buildah()
+    python_base()
+
+
 def kubectl() -> Path:
     return _build_clients() / "kubectl"
 

@@ -28,8 +28,12 @@ PROMETHEUS_URL = f"http://{HOST_ADDRESS}:{PROMETHEUS_PORT}"
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("PACEKEEPER_CACHE", Path.home() / ".cache/pacekeeper")).absolute()
-STATE = Path(os.environ.get("PACEKEEPER_CLUSTER_DIR", "/var/lib/pacekeeper-cluster")).absolute()
-RUN = Path("/run/pacekeeper-cluster")  # sockets and container bundles: must vanish when the machine restarts
+NAME = os.environ.get("PACEKEEPER_CLUSTER", "")
+"""Of a cluster that lives next to others (`apart.py`); "": the machine's own."""
+_SUFFIX = f"-{NAME}" if NAME else ""
+STATE = Path(os.environ.get("PACEKEEPER_CLUSTER_DIR", f"/var/lib/pacekeeper-cluster{_SUFFIX}")).absolute()
+RUN = Path(f"/run/pacekeeper-cluster{_SUFFIX}")  # sockets and container bundles: must vanish when the machine restarts
+CGROUP = f"pacekeeper{_SUFFIX}"  # every process of the cluster is below it
 LOGS = STATE / "logs"
 KUBECONFIG = STATE / "kubeconfig"
 VOLUMES = STATE / "volumes"
@@ -68,7 +72,7 @@ class Node:
 
     @property
     def cgroup(self) -> str:
-        return f"pacekeeper/{self.name}"
+        return f"{CGROUP}/{self.name}"
 
     @property
     def folder(self) -> Path:

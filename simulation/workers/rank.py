@@ -25,7 +25,8 @@ SIGKILL = -9
 LEFT = 143
 """Exit codes."""
 LOST_PEER = "RuntimeError: Connection closed by peer"
-_FIELDS = STATE.names or ()
+_UNSET = dict.fromkeys(STATE.names or (), 0)
+"""Every field of a state, in the order of the record."""
 _GROUP = 1
 _LOAD_NS = 50_000_000
 
@@ -226,5 +227,5 @@ class Rank:
             "share_grain": 1,
             **run.stamps,
         }
-        state: np.void = np.array([tuple(told.get(name, 0) for name in _FIELDS)], STATE)[0]
+        state: np.void = np.array([tuple((_UNSET | told).values())], STATE)[0]
         return state

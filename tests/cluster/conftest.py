@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.cluster import cluster, namespace
+from tests.support.cluster import apart, cluster, namespace
 from tests.support.operator_process import operator_process
 from tests.support.operator_release import operator
 from tests.support.resources import resources
 
-__all__ = ["cluster", "namespace", "operator", "operator_process", "resources"]
+__all__ = ["apart", "cluster", "namespace", "operator", "operator_process", "resources"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_stage)
-    for item in items:
-        if _on_the_cluster(item):
-            # Six nodes and a training job share the machine's cores: one that a neighbour takes for a while is no bug.
-            # The one further try is shown as RERUN in the summary, with what it was needed for.
-            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 def _stage(item: pytest.Item) -> tuple[bool, bool, bool]:

@@ -94,7 +94,12 @@ def tenant(cluster: Cluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG00
         ):
             cluster.apply(body, namespace)
         wait_for(lambda: cluster.get("serviceaccount", "default", namespace), timeout=30, what="service account")
+        wait_for(lambda: is_suspended(cluster, namespace), timeout=30, what="the operator has suspended the job")
         yield found
+
+
+def is_suspended(cluster: Cluster, namespace: str) -> bool:
+    return bool(cluster.get("tj", "gpt", namespace).get("status", {}).get("phase") == "Suspended")
 
 
 JOB: dict[str, Any] = {
@@ -124,7 +129,7 @@ def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_o
     levels = 9_900
     body = JOB | {"metadata": {"name": "deep"}, "spec": {"template": JOB["spec"]["template"] | {"x": "deep"}}}
     text = json.dumps(body).replace('"x": "deep"', f'"x": {"[" * levels}{"]" * levels}')
-    before = release.leader()
+    before = wait_for(release.leading_pod, 30, "an operator leads, and is there to stay")["metadata"]["name"]
     tenant.cluster.kubectl("create", "-f", "-", "-n", tenant.namespace, stdin=text)
     where = ("get", "tj", "deep", "-n", tenant.namespace, "-o")
     invalid = 'jsonpath={.status.conditions[?(@.type=="InvalidTemplate")].message}'

@@ -1,4 +1,4 @@
-"""The main job, as a user sees it: every fault of the demo is healed and the job completes."""
+"""The main job, as a user sees it: faults of the demo are healed and the job completes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ NOT_IN_THIS_STORY = {
 """Series, and why the demo has none of them."""
 
 
-def test_every_fault_is_healed_and_the_job_completes(tmp_path: Path) -> None:
+STORY = ("rank crash", "slow link", "GPU error")
+"""A crash, a slow link and its end, a node that is taken away. Each other fault has a test of its own."""
+
+
+def test_the_faults_of_a_short_story_are_healed_and_the_job_completes(tmp_path: Path) -> None:
     began = time.time()
-    report = run(tmp_path)
+    report = run(tmp_path, STORY)
     unhealed = [outcome for outcome in report.outcomes if not outcome.healed]
     assert not unhealed
     assert report.phase == "Complete"
@@ -30,10 +34,9 @@ def test_every_fault_is_healed_and_the_job_completes(tmp_path: Path) -> None:
     assert report.loss_after is not None
     assert report.loss_after < report.loss_before - 1.0, "the training must have gone on through all of it"
     outcomes = {outcome.fault: outcome for outcome in report.outcomes}
-    assert outcomes["straggler"].steps_lost == outcomes["slow link"].steps_lost == 0, "nobody was restarted for these"
+    assert outcomes["slow link"].steps_lost == 0, "nobody was restarted for it"
     before, after = (float(number) for number in outcomes["slow link"].gain.removeprefix("slowdown ").split(" → "))
     assert after < before
-    assert outcomes["room again"].reason.startswith("3 → 4 of 4 workers")
     assert outcomes["link well again"].reason.startswith("AsyncEDiT → Sync")
     assert unanswered(began, time.time()) == []
 

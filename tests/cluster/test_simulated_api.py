@@ -12,6 +12,7 @@ from urllib.parse import urlencode, urlsplit
 
 import pytest
 
+from testcluster import faults
 from tests.support.api_probes import PROBES, Probe
 from tests.support.cluster import Cluster, scratch_namespace, wait_for
 from tests.support.simulated_api import SimulatedServer
@@ -60,6 +61,8 @@ def _url(path: str, query: Mapping[str, str]) -> str:
 def real(cluster: Cluster) -> Iterator[RealServer]:
     address = urlsplit(cluster.reader.url)
     assert address.hostname is not None
+    if cluster.is_testcluster:
+        faults.restart_api_server()  # from here on it knows nothing of long ago, as each that has run for a while
     connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
     with scratch_namespace(cluster) as namespace:
         wait_for(lambda: cluster.get("serviceaccount", "default", namespace), 20, "pods can be made")

@@ -234,7 +234,7 @@ def test_a_rank_that_dies_inside_costs_its_own_answer_only(tmp_path: Path) -> No
     runtime = Runtime(tmp_path).make()
     write_plan(runtime.plan, WorkerPlan(version=7, role=Role.MEMBER, profile=replace(WINDOW, steps=18)))
     with pytest.raises(AssertionError, match="rank 1"):
-        run_ranks(script(210, at_step=die), RANKS, tmp_path, patience=30)
+        run_ranks(script(210, at_step=die), RANKS, tmp_path)
     answers = {rank: runtime.pattern(WINDOW.name, rank).read_bytes() for rank in (0, 2)}
     found = localise(answers.items(), RANKS)
     assert (found.heard, found.remarks[0]) == (2, "2 of 3 ranks have answered")

@@ -16,8 +16,6 @@ from pacekeeper_analysis.plan import Plan, Stop, SyncMode
 from pacekeeper_analysis.reports import LauncherState
 from tests.support.launchers import Team, team
 
-pytestmark = pytest.mark.oldest_torch
-
 TRAIN_SCRIPT = Path(__file__).parents[1] / "support/scripts/train.py"
 UNTIL = 14
 SHARES = (9, 6, 5, 4)
@@ -82,6 +80,7 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return request.param, folder
 
 
+@pytest.mark.oldest_torch
 def test_a_killed_rank_costs_at_most_the_steps_since_the_snapshot(
     uninterrupted: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -97,7 +96,10 @@ def test_a_killed_rank_costs_at_most_the_steps_since_the_snapshot(
 
 def kept_steps(folder: Path, rank: int) -> list[int]:
     """Of the copies of a rank's shard in a worker's memory, oldest first; -1 for one that is not whole."""
-    headers = [path.read_bytes()[:16].ljust(16, b"\0") for path in folder.glob(f"snapshots/shard-{rank}-of-4.*")]
+    headers = []
+    for path in folder.glob(f"snapshots/shard-{rank}-of-4.*"):
+        with path.open("rb") as file:
+            headers.append(file.read(16).ljust(16, b"\0"))
     return sorted(step if magic else -1 for magic, step in map(struct.Struct("<Qq").unpack, headers))
 
 
@@ -158,6 +160,7 @@ def test_a_worker_that_is_lost_while_copies_are_under_way_costs_the_steps_since_
     assert history(folder) == history(tmp_path / "whole")
 
 
+@pytest.mark.oldest_torch
 def test_a_suspended_job_resumes_from_the_volume(uninterrupted: tuple[str, Path], tmp_path: Path) -> None:
     shard, reference = uninterrupted
     folder = tmp_path / "run"

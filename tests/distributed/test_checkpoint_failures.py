@@ -252,7 +252,7 @@ def test_what_one_rank_could_not_wait_for_counts_as_lost_on_all_and_nobody_tries
             checkpoints.CheckpointFolder.discard = hang  # type: ignore[method-assign,assignment]
         return train(tmp_path / "volume", every=1000, until=4)
 
-    assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime", patience=30.0) == [(4, 0)] * RANKS
+    assert run_ranks(rank_main, RANKS, runtime=tmp_path / "runtime") == [(4, 0)] * RANKS
     log = capfd.readouterr().err
     assert log.count("rank 1: the training waits no longer for the last checkpoint") == 1
     assert log.count("the state after step 4, the last one, is NOT kept on the volume") == RANKS

@@ -34,7 +34,8 @@ from tests.support.mounts import leave_the_others_mounts, may_mount, mount_memor
 from tests.support.ranks import run_ranks
 
 Values = npt.NDArray[np.float32]
-MODEL_BYTES = 12 * (256 * 256 + 256) * 4
+WIDTH = 128
+MODEL_BYTES = 12 * (WIDTH * WIDTH + WIDTH) * 4
 """With its moments three times as much."""
 
 
@@ -50,7 +51,7 @@ class Rank:
 
     def train(self, steps: int = 1) -> None:
         for number in range(steps):
-            self.model(torch.full((2, 256), float(number + 1))).sum().backward()
+            self.model(torch.full((2, WIDTH), float(number + 1))).sum().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -72,7 +73,7 @@ def a_rank(rank: int, root: Path, shard: int = 1, seed: int = 0) -> Rank:
     ranks = dist.get_world_size()
     replication = Replication(rank, {"sync": ranks // shard, "shard": shard}, torch.device("cpu"))
     torch.manual_seed(seed)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
     if shard > 1:
         fully_shard(model, mesh=replication.mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)

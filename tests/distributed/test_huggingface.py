@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,18 @@ from numpy.typing import NDArray
 
 from pacekeeper_analysis.records import Kind, Phase
 from tests.support.frameworks import EXAMPLES, RANKS, Trained, assert_same_weights, train
+from tests.support.ranks import import_before_forks
 
-pytest.importorskip("transformers.trainer")  # imported here, it is in all ranks: they are forked from this process
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 TRAINER = "huggingface_trainer.py"
 STEPS = 48
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """So that none of the ranks has to: they are forked from this process."""
+    import_before_forks(["transformers.trainer"])
 
 
 @pytest.fixture(scope="module")

@@ -82,11 +82,11 @@ def test_a_rank_whose_kernel_never_ends_is_named_although_its_processor_spins(
 
 
 def test_long_phases_of_one_rank_accuse_nobody(tmp_path: Path) -> None:
-    """Each five times the deadline: the peers stall and say so, and no verdict follows from it."""
-    phases = {8: "COMPILE", 11: "EVALUATE", 14: "CHECKPOINT", 17: "DATA"}
-    fault = {"rank": 2, "round": 1, "kind": "phase", "seconds": 2.0}
+    """Each three times the deadline: the peers stall and say so, and no verdict follows from it."""
+    phases = {8: "COMPILE", 11: "CHECKPOINT"}
+    fault = {"rank": 2, "round": 1, "kind": "phase", "seconds": 3.0}
     faults = [{**fault, "step": step, "phase": phase} for step, phase in phases.items()]
-    with team(tmp_path, steps=20, faults=faults, hang=0.4) as one:
+    with team(tmp_path, steps=14, faults=faults, hang=1.0) as one:
         two(one)
         assert [worker.wait() for worker in one.workers.values()] == [0, 0], one.logs()
         stalled = {state.step for fault in one.workers["a"].faults(FaultKind.STALLED) for state in fault.ranks}

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
 from pacekeeper.launcher import local
@@ -79,7 +78,6 @@ def diary(folder: Path, rank: int) -> list[str]:
     return [line.split(maxsplit=2)[2] for line in (folder / f"diary-{rank}").read_text().splitlines()]
 
 
-@pytest.mark.oldest_torch
 def test_a_crashed_rank_starts_again_and_the_run_says_so(tmp_path: Path) -> None:
     with local_run(tmp_path, faults=[{"rank": 1, "round": 1, "step": 4, "kind": "sigkill"}]) as pid:
         assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
@@ -92,7 +90,6 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.oldest_torch
 def test_a_warm_process_that_dies_is_made_anew_and_the_run_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with local_run(tmp_path, steps=20, step_seconds=0.05) as pid:
@@ -127,7 +124,6 @@ def is_python(pid: int, other_than: int) -> bool:
         return False
 
 
-@pytest.mark.oldest_torch
 def test_a_hanging_rank_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     faults = [{"rank": 1, "round": 1, "step": 8, "kind": "stop"}]
     with local_run(tmp_path, faults, step_seconds=0.05) as pid:
@@ -220,7 +216,6 @@ def test_sequences_are_balanced_by_what_they_cost_once_that_has_shown(tmp_path: 
     assert uneven()[-100:].mean() < 1.02
 
 
-@pytest.mark.flaky(reruns=1)  # its ranks' paces are the machine's: a core that a neighbour takes for a while is no bug
 def test_ranks_that_are_slow_by_turns_train_apart_until_they_no_longer_are(tmp_path: Path) -> None:
     hurried = {"JUDGE_EVERY": 0.5, "HOLD_SECONDS": 1.0, "SLOWDOWN": 1.3}
     erratic = STEPS_SCRIPT.with_name("erratic.py")

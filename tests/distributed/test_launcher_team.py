@@ -31,9 +31,8 @@ def assert_finished(one: Team, *names: str) -> None:
     assert [one.workers[name].wait() for name in names] == [0] * len(names), one.logs()
 
 
-@pytest.mark.parametrize("kind", ["sigkill", "raise"])
-def test_all_start_the_next_round_when_one_rank_fails_and_only_its_worker_is_named(tmp_path: Path, kind: str) -> None:
-    with team(tmp_path, steps=6, faults=[{"rank": 1, "round": 1, "step": 3, "kind": kind}]) as one:
+def test_all_start_the_next_round_when_one_rank_fails_and_only_its_worker_is_named(tmp_path: Path) -> None:
+    with team(tmp_path, steps=6, faults=[{"rank": 1, "round": 1, "step": 3, "kind": "sigkill"}]) as one:
         three(one)
         assert_finished(one, "a", "b", "c")
         assert [len(one.workers[name].faults()) for name in "abc"] == [0, 1, 0], one.logs()
@@ -222,11 +221,11 @@ def test_without_operator_and_peers_the_ranks_end(tmp_path: Path) -> None:
 
 
 def test_while_the_operator_answers_a_silent_peer_ends_nothing(tmp_path: Path) -> None:
-    with team(tmp_path, steps=10_000, contact_timeout=1.0) as one:
+    with team(tmp_path, steps=10_000, contact_timeout=3.0) as one:
         three(one)
         one.wait_for_step(3)
         one.workers["a"].kill(signal.SIGSTOP)
-        for _ in range(40):
+        for _ in range(80):
             one.workers["c"].runtime.contact.touch()
             one.workers["b"].runtime.contact.touch()
             one.workers["c"].wait_a_moment()

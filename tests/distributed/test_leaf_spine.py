@@ -65,7 +65,7 @@ def listening(host: FabricHost) -> Iterator[None]:
     assert server.stdout is not None
     assert server.stdout.readline(), server.communicate()[1]
     yield
-    server.communicate("\n", timeout=20)
+    server.communicate("\n", timeout=300)
 
 
 def connected(host: FabricHost, peer: FabricHost) -> int:

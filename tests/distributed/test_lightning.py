@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from pacekeeper_analysis.records import Kind, Phase
 from tests.support.frameworks import EXAMPLES, RANKS, Trained, assert_same_weights, train
+from tests.support.ranks import import_before_forks
 
-pytest.importorskip("pytorch_lightning")  # imported here, it is in all ranks: they are forked from this process
+pytestmark = pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="Lightning is not installed")
 
 TRAINER = "lightning_trainer.py"
 STEPS, EPOCH = 64, 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """So that none of the ranks has to: they are forked from this process."""
+    import_before_forks(["pytorch_lightning"])
 
 
 @pytest.fixture(scope="module")

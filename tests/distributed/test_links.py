@@ -18,7 +18,10 @@ from pacekeeper_analysis.diagnose.links import Links, SpotKind
 from pacekeeper_analysis.reports import BlockedConnection, Evidence, LinkProbe
 from tests.support.namespaces import Network, network
 
+ATTEMPTS = 10
 SLOW = "80mbit"
+USUAL = "400mbit"
+"""Far less than a busy machine's processors carry."""
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ class TestConnections:
             yield ranks
         finally:
             for rank in ranks:
-                rank.communicate("\n", timeout=20)
+                rank.communicate("\n", timeout=300)
 
     def shown(self, made: Network, folder: Path, shape: str) -> tuple[Links, list[Evidence]]:
         with self.hosts(made, folder, shape) as ranks:
@@ -77,13 +80,16 @@ class TestConnections:
             for rank in ranks:
                 _line(rank)
             four.lose(four.hosts[0], four.hosts[1])
-            for rank in ranks:
-                _ask(rank, "blocked")
-            blocked = [[BlockedConnection(**end) for end in json.loads(_line(rank))] for rank in ranks]
+            for _ in range(ATTEMPTS):  # until both ends have waited for long enough
+                for rank in ranks:
+                    _ask(rank, "blocked")
+                blocked = [[BlockedConnection(**end) for end in json.loads(_line(rank))] for rank in ranks]
+                if blocked[0] and blocked[1]:
+                    break
         assert [[end.remote.rpartition(":")[0] for end in of] for of in blocked[2:]] == [[], []]
         (there,) = blocked[0]
         assert (there.rank, there.remote) == (0, f"{four.hosts[1].address}:5000")
-        assert 1.5 <= there.seconds <= 3.5
+        assert there.seconds >= 1.5
         assert {end.remote.rpartition(":")[0] for end in blocked[1]} == {four.hosts[0].address}, "nobody says: received"
 
     @pytest.mark.parametrize("way", ["egress", "ingress"])
@@ -147,7 +153,7 @@ class TestProbe:
                 for i, (host, port) in enumerate(zip(made.hosts, ports, strict=True))
             ]
 
-            def ask(others: Sequence[Party], name: str) -> link_probe.Judgement:
+            def measure(others: Sequence[Party], name: str) -> dict[str, list[LinkProbe]]:
                 asked = link_probe.layout(name, parties[0], parties[1], others)
                 for party, one in zip(parties, running, strict=True):
                     targets = dict(zip(asked.sources, asked.targets, strict=True)).get(party.worker, ())
@@ -161,15 +167,25 @@ class TestProbe:
                         assert one.stdout is not None
                         found = json.loads(one.stdout.readline())["probes"]
                         answers[party.worker] = [LinkProbe(**probe) for probe in found]
+                return answers
+
+            def ask(others: Sequence[Party], name: str) -> link_probe.Judgement:
+                """Measure again where a host was too busy for what a probe may take: no way here is cut."""
+                for attempt in range(ATTEMPTS):
+                    answers = measure(others, f"{name}-{attempt}")
+                    if not any(probe.failed for probes in answers.values() for probe in probes):
+                        break
                 return link_probe.judge(answers, "w0", "w1")
 
             yield Launchers(parties, ask)
         finally:
             for one in running:
-                one.communicate(timeout=20)
+                one.communicate(timeout=300)
 
     def test_link_sender_receiver_and_nothing_are_told_apart(self, four: Network, tmp_path: Path) -> None:
         s, d, *_ = four.hosts
+        for host in four.hosts:
+            four.slow_ingress(host, USUAL)
         with self.launchers(four, tmp_path) as made:
             assert made.ask("well").verdict is Verdict.NOTHING
             four.slow_pair(s, d, SLOW)
@@ -187,6 +203,8 @@ class TestProbe:
             assert told.verdict is Verdict.RECEIVER, told.words
 
     def test_three_launchers_are_enough(self, four: Network, tmp_path: Path) -> None:
+        for host in four.hosts:
+            four.slow_ingress(host, USUAL)
         with self.launchers(four, tmp_path) as made:
             four.slow_egress(four.hosts[0], SLOW)
             assert made.ask("egress", others=1).verdict is Verdict.SENDER

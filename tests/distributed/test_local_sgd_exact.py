@@ -112,18 +112,19 @@ def test_sharded_equals_unsharded() -> None:
 @pytest.mark.parametrize(("replicas", "shards"), MESHES, ids=str)
 def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
     """Overlap, activation checkpointing, torch.compile, CPU off-load, an evaluation that leaves parameters gathered."""
-    plain = Run(OuterSGD(prefetch=0), eager=True)
+    plain = Run(OuterSGD(prefetch=0), eager=True, steps=(2,))
+    beside = replace(plain, settings=OuterSGD(), eager=False)
     runs = {
         "eager": plain,
         "eager, many at once": replace(plain, settings=OuterSGD(prefetch=9)),
         "no overlap": replace(plain, eager=False),
-        "overlap of one": Run(OuterSGD(prefetch=1)),
-        "overlap of all": Run(OuterSGD(prefetch=9)),
-        "activation checkpointing": Run(checkpointing=True),
-        "compiled": Run(compiled="whole"),
-        "compiled, block by block": Run(compiled="blocks"),
-        "off-load": Run(OuterSGD(offload=True)),
-        "evaluation": Run(evaluate=True),
+        "overlap of one": replace(beside, settings=OuterSGD(prefetch=1)),
+        "overlap of all": replace(beside, settings=OuterSGD(prefetch=9)),
+        "activation checkpointing": replace(beside, checkpointing=True),
+        "compiled": replace(beside, compiled="whole"),
+        "compiled, block by block": replace(beside, compiled="blocks"),
+        "off-load": replace(beside, settings=OuterSGD(offload=True)),
+        "evaluation": replace(beside, evaluate=True),
     }
 
     def rank_main(_rank: int) -> dict[str, list[str]]:
@@ -132,7 +133,7 @@ def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
         digests = {}
         for name, run in runs.items():
             training = Training(mesh, run)
-            for synchronisation in training.synchronisations(4):
+            for synchronisation in training.synchronisations(3):
                 overlaps = not (run.eager or (run.compiled == "whole" and shards == 1))  # FSDP2 breaks the graph
                 assert training.replicas.pending is overlaps, name
                 assert (synchronisation.ended_ns == 0) is overlaps, name
@@ -140,7 +141,7 @@ def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
         return digests
 
     for digests in run_ranks(rank_main, 4):
-        assert len(set(digests["eager"])) == 4
+        assert len(set(digests["eager"])) == 3
         assert all(found == digests["eager"] for found in digests.values()), digests
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo.backends.debugging  # here, since it takes seconds: the ranks are forked from this process
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -24,12 +23,29 @@ from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
 from tests.support.mode_jobs import mode_steps
-from tests.support.ranks import run_ranks
+from tests.support.ranks import import_before_forks, run_ranks
 
 BATCH, SIZE, STEPS, RATE = 8, 64, 16, 0.002
+BLOCKS = 4
+MOST_COMPILED = BLOCKS - 1
+"""How often dynamo compiles one piece of code, here: fewer than there are blocks that share one."""
 PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, sync_every=1, sync_seconds=1e-6)
 SWITCHES = {4: SyncMode.EDIT, 7: SyncMode.ASYNC_EDIT, 11: SyncMode.SYNC}
 MODES = (SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT, SyncMode.SYNC)
+
+
+COMPILER = (
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.debug",
+    "torch._inductor.lowering",
+    "torch._inductor.quantized_lowerings",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    """What the ranks would import, each by itself, when they compile their first piece of code."""
+    import_before_forks(COMPILER)
 
 
 class Points(torch.utils.data.Dataset[tuple[int, Tensor]]):
@@ -58,7 +74,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(7)
         self.embed = nn.Linear(4, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(10))  # more than dynamo compiles of one piece of code
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(8, 1)
         self.checkpointing = checkpointing
         if unused:
@@ -109,11 +125,14 @@ def run_case(case: Case, runtime: Path) -> list[Seen]:
     def rank_main(rank: int) -> Seen:
         if rank == 0:
             write_json(Runtime(runtime).plan, PLAN.to_json())
+        torch._dynamo.config.recompile_limit = MOST_COMPILED
         graphs: list[Any] = []
 
         def backend(graph: Any, inputs: Any) -> Any:
+            from torch._dynamo.backends.debugging import aot_eager
+
             graphs.append(graph)
-            return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
+            return aot_eager(graph, inputs)
 
         job = pk.init(mesh={"sync": -1, "shard": case.shard}, snapshot_every=0)
         net: Any = Net(case.checkpointing, case.unused).to(case.dtype)

@@ -28,7 +28,7 @@ def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path:
         if rank == 0:
             write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": mode, "sync_seconds": 0.02})
         job = pk.init(mesh={"sync": 2, "shard": 2})
-        net = job.fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Tanh(), nn.Linear(4, 1)))
+        net = job.fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Tanh(), nn.Linear(4, 1)))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
         due, parameters = [], {}
         for step in job.steps(job.dataloader(Numbers(), BATCH, max_microbatch=8), until=24):
@@ -43,7 +43,7 @@ def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path:
             parameters[job.step] = digest(net.parameters())
         return due, parameters
 
-    (due, parameters), *others = run_ranks(rank_main, 4, runtime=tmp_path, patience=30)
+    (due, parameters), *others = run_ranks(rank_main, 4, runtime=tmp_path)
     assert [asked for asked, _ in others] == [[]] * 3
     assert due[-1] == 24
     if mode is EDIT:
@@ -76,7 +76,7 @@ def test_ranks_without_a_step_and_ranks_that_call_one_model_alone_hold_nobody_up
             own.append(step.samples)
         return own, job.samples, digest(parameters)
 
-    (zero, used, parameters), (one, used_too, parameters_too) = run_ranks(rank_main, 2, patience=30)
+    (zero, used, parameters), (one, used_too, parameters_too) = run_ranks(rank_main, 2)
     assert sum(zero) + sum(one) == used == used_too == 6 * BATCH
     assert len(one) >= 3
     assert parameters == parameters_too
@@ -105,7 +105,7 @@ def test_ranks_ask_different_things_and_each_event_comes_once(tmp_path: Path) ->
                 due["print"].append(job.step)
         return due
 
-    zero, one = run_ranks(rank_main, 2, runtime=tmp_path, patience=30)
+    zero, one = run_ranks(rank_main, 2, runtime=tmp_path)
     assert one == {"sparse": [12, 20], "late": [16, 20, 24], "print": []}  # 12: told at 16; 18 and 24
     assert zero == {"sparse": [], "late": [], "print": [4, 8, 12, 16, 20, 24, 28]}
 
@@ -131,7 +131,7 @@ def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None
                 found.append(digest(net.parameters()))
         return found
 
-    zero, one = run_ranks(rank_main, 2, runtime=tmp_path, patience=30)
+    zero, one = run_ranks(rank_main, 2, runtime=tmp_path)
     assert zero == one
     assert len(set(zero)) == 3
 
@@ -158,5 +158,5 @@ def test_who_asks_before_the_optimizers_step_is_told_so(mode: SyncMode, before_t
                 return str(error)
         return "nothing was said"
 
-    (said,) = run_ranks(rank_main, 1, patience=30)
+    (said,) = run_ranks(rank_main, 1)
     assert said == "step 1: step.due was asked before optimizer.step(); ask behind it"

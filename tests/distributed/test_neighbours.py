@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import struct
 import threading
 from collections.abc import Callable, Collection
@@ -142,27 +143,42 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_what_is_lost_comes_back_from_the_neighbour_bit_for_bit(loss: Loss, tmp_path: Path) -> None:
-    """There is no volume: nothing can be read from it."""
+@pytest.fixture(scope="module")
+def restored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int | None, bool]]]:
+    """By loss: the step that each rank goes on from, and whether its shards are those of that step to the bit.
 
-    def rank_main(rank: int) -> tuple[int | None, bool]:
+    There is no volume: nothing can be read from it.
+    """
+    folder = tmp_path_factory.mktemp("losses")
+
+    def rank_main(rank: int) -> dict[str, tuple[int | None, bool]]:
         dist.init_process_group("gloo")
-        writer = Rank(rank, tmp_path)
+        writer = Rank(rank, folder / "written")
         assert writer.store.restore() is None
         kept = {step: writer.step(step) for step in (1, 2, 3, 4)}
-        dist.barrier()
-        if rank == 0:
-            loss.happens(tmp_path)
-        dist.barrier()
-        later = Rank(rank, tmp_path, loss.workers)
-        found = later.store.restore()
-        if found is None:
-            return None, True
-        assert found.samples == found.step
-        return found.step, all(map(torch.equal, later.shards(), kept[found.step]))
+        results: dict[str, tuple[int | None, bool]] = {}
+        for name, loss in LOSSES.items():
+            dist.barrier()
+            if rank == 0:
+                shutil.copytree(folder / "written", folder / name)
+                loss.happens(folder / name)
+            dist.barrier()
+            later = Rank(rank, folder / name, loss.workers)
+            found = later.store.restore()
+            assert found is None or found.samples == found.step
+            step = None if found is None else found.step
+            results[name] = step, step is None or all(map(torch.equal, later.shards(), kept[step]))
+        return results
 
-    assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [(loss.restored, True)] * RANKS
+    of_ranks = run_ranks(rank_main, RANKS, runtime=folder)
+    return {name: [results[name] for results in of_ranks] for name in LOSSES}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_lost_comes_back_from_the_neighbour_bit_for_bit(
+    name: str, restored: dict[str, list[tuple[int | None, bool]]]
+) -> None:
+    assert restored[name] == [(LOSSES[name].restored, True)] * RANKS
 
 
 def test_what_changes_on_its_way_back_is_not_taken_and_not_asked_for_for_ever(

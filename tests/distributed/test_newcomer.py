@@ -61,9 +61,9 @@ def told(run: str, clone: Path, **environment: str) -> dict[int, float]:
             ["bash", "-ec", f"exec {run}"], cwd=clone, env=clean() | environment, stdout=output, stderr=output
         )
     try:
-        eventually(lambda: "step 50: loss" in log.read_text(), "steps", seconds=120.0)
+        eventually(lambda: "step 50: loss" in log.read_text(), "steps", seconds=600.0)
         os.kill(max(ranks(running.pid)), signal.SIGKILL)
-        assert running.wait(timeout=120) == 0, log.read_text()
+        assert running.wait(timeout=600) == 0, log.read_text()
     finally:
         running.kill()
         running.wait()
@@ -74,7 +74,7 @@ def told(run: str, clone: Path, **environment: str) -> dict[int, float]:
 
 def bash(command: str, folder: Path) -> None:
     done = subprocess.run(
-        ["bash", "-ec", command], cwd=folder, env=clean(), capture_output=True, text=True, timeout=300
+        ["bash", "-ec", command], cwd=folder, env=clean(), capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

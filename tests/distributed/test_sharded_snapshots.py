@@ -27,7 +27,7 @@ from pacekeeper.runtime import Runtime
 from tests.support.ranks import run_ranks
 
 RANKS = 2
-PATIENCE = 30.0
+PATIENCE = 300.0
 
 
 class Beside(HostCopies):

@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,8 @@ from tests.support.network import free_port
 from tests.support.tls import Authority
 
 TOKEN = "a-token"
+LONG_POLL_SECONDS = 600.0
+"""Nothing comes by its end: what comes, comes beside it."""
 PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, ranks=(0,), world_size=1, workers=1)
 
 
@@ -136,7 +137,7 @@ async def sidecar(
         if not worker.told_to_end:
             assert process.returncode is None, "the sidecar must still run"
             process.terminate()
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), 300) == 0
     finally:
         if process.returncode is None:
             process.kill()
@@ -144,7 +145,7 @@ async def sidecar(
         await runner.cleanup()
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], what: str, seconds: float = 300) -> None:
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, what
@@ -153,17 +154,17 @@ async def until(condition: Callable[[], bool], what: str, seconds: float = 10) -
 
 async def test_plans_come_down_and_heartbeats_go_up(tmp_path: Path) -> None:
     operator = Operator()
-    async with sidecar(tmp_path, operator) as worker:
+    async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         await until(lambda: read_json(worker.runtime.plan) == PLAN.to_json(), "the first plan")
         assert worker.runtime.contact.exists()
         operator.plan = replace(PLAN, version=2, checkpoint_request=7)
         await until(lambda: (read_json(worker.runtime.plan) or {}).get("version") == 2, "a changed plan")
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3).to_json())
-        await until(lambda: any(beat.round == 3 for beat in operator.heartbeats), "a changed heartbeat, at once", 2)
+        await until(lambda: any(beat.round == 3 for beat in operator.heartbeats), "a changed heartbeat, at once")
         warned = GpuHealth("GPU-1", ("RowsPending",), temperature=60)
         beat = Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=3, gpus=(warned,))
         write_json(worker.runtime.heartbeat, beat.to_json())
-        await until(lambda: any(beat.gpus == (warned,) for beat in operator.heartbeats), "a GPU's sign, at once", 2)
+        await until(lambda: any(beat.gpus == (warned,) for beat in operator.heartbeats), "a GPU's sign, at once")
 
 
 async def test_faults_are_sent_until_they_are_acknowledged(tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ async def test_evidence_is_answered_once_from_the_rings(tmp_path: Path) -> None:
 
 async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_slow(tmp_path: Path) -> None:
     operator = Operator(plan=replace(PLAN, figures_band=0.05))
-    async with sidecar(tmp_path, operator, poll_seconds=30.0) as worker:
+    async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         create_ring(worker.runtime.ring(0), rank=5, round_=1, capacity=64)
         ring = RingWriter(worker.runtime.ring(0))
         clock = 0
@@ -247,7 +248,7 @@ async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
 
         train(0.06)
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
-        await until(lambda: any(beat.figures for beat in operator.heartbeats), "the first figures", 5)
+        await until(lambda: any(beat.figures for beat in operator.heartbeats), "the first figures")
         await until(lambda: operator.heartbeats[-1].round == 1, "the launcher runs")
         await asyncio.sleep(1.5)
         told = len(operator.heartbeats)
@@ -255,7 +256,7 @@ async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
         await asyncio.sleep(1.5)
         assert len(operator.heartbeats) == told, "nothing has changed"
         train(0.12)
-        await until(lambda: len(operator.heartbeats) > told, "a slow rank is told of beside the long poll", 3)
+        await until(lambda: len(operator.heartbeats) > told, "a slow rank is told of beside the long poll")
         (figures,) = operator.heartbeats[-1].figures
         assert (figures.rank, figures.steps) == (5, 4)
         assert figures.compute_seconds == pytest.approx(0.12)
@@ -265,11 +266,11 @@ async def test_figures_go_with_each_heartbeat_and_at_once_when_a_rank_becomes_sl
 
 async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_poll(tmp_path: Path) -> None:
     operator = Operator()
-    async with sidecar(tmp_path, operator, poll_seconds=30.0) as worker:
+    async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         write_json(worker.runtime.heartbeat, Heartbeat("gpt-w0-0", LauncherState.RUNNING, round=1).to_json())
         worker.runtime.alive.touch()
         await until(lambda: any(beat.round == 1 for beat in operator.heartbeats), "the launcher runs")
-        await until(lambda: operator.heartbeats[-1].launcher_silent_seconds >= 8, "eight seconds of silence", 25)
+        await until(lambda: operator.heartbeats[-1].launcher_silent_seconds >= 8, "eight seconds of silence")
         assert operator.heartbeats[-1].state is LauncherState.RUNNING
         worker.runtime.alive.touch()
         await until(lambda: operator.heartbeats[-1].launcher_silent_seconds < 1, "it is back")
@@ -277,21 +278,22 @@ async def test_a_launcher_that_falls_silent_is_told_of_at_once_beside_a_long_pol
 
 async def test_a_launcher_without_peers_has_the_operator_answer_beside_a_long_poll(tmp_path: Path) -> None:
     operator = Operator()
-    async with sidecar(tmp_path, operator, poll_seconds=30.0) as worker:
+    async with sidecar(tmp_path, operator, poll_seconds=LONG_POLL_SECONDS) as worker:
         await until(lambda: len(operator.heartbeats) > 2, "the first answer, a heartbeat beside it, and a poll is held")
         told = len(operator.heartbeats)
         await asyncio.sleep(2.5)
         assert len(operator.heartbeats) == told, "nobody asks"
+        contact = worker.runtime.contact.stat().st_mtime_ns
         worker.runtime.alone.touch()
-        await until(lambda: len(operator.heartbeats) > told, "the operator is asked at once", 2)
-        await until(lambda: time.time() - worker.runtime.contact.stat().st_mtime < 2, "its answer has come", 2)
+        await until(lambda: len(operator.heartbeats) > told, "the operator is asked at once")
+        await until(lambda: worker.runtime.contact.stat().st_mtime_ns > contact, "its answer has come")
 
 
 async def test_a_poll_may_be_held_for_twice_as_long_as_the_one_before(tmp_path: Path) -> None:
     """So an operator that stands still is given up after some seconds where it holds polls for some."""
     operator = Operator(longest=0.5)
     async with sidecar(tmp_path, operator, poll_seconds=0.1):
-        await until(lambda: operator.holds[-1:] >= [1.0], "the longest that this operator wants", 10)
+        await until(lambda: operator.holds[-1:] >= [1.0], "the longest that this operator wants")
         count = len(operator.holds)
         operator.plan = replace(PLAN, version=2)
         await until(lambda: len(operator.holds) > count + 2, "more polls, the first after a new plan")

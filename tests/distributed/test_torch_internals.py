@@ -470,6 +470,7 @@ def test_device_activities() -> None:
     assert all(event.duration_ns() >= 0 for event in events)
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available:UserWarning")
 def test_start_kernel_profile() -> None:
     """Here, where there is no GPU, it says so."""
     with pytest.raises(RuntimeError, match="activities"):

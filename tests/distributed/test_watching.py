@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ from pacekeeper_analysis.records import SYMMETRIC, Collective, Kind, Phase
 from tests.support.fake_clock import FakeClock, install
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.oldest_torch, pytest.mark.usefixtures("native")]
+pytestmark = pytest.mark.oldest_torch
 
 RANKS = 4
 SLOW_RANK = 2
@@ -111,33 +112,47 @@ def milliseconds(found: NDArray[np.void], kind: Kind) -> float:
     return float(median(((chosen["end_ns"] - chosen["start_ns"]) / 1e6).tolist()))
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-@pytest.mark.parametrize("script", [watched_script, steered_script])
+Script = Callable[[bool, Path], Callable[[int], None]]
+SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+SCRIPTS = pytest.mark.parametrize("script", [watched_script, steered_script])
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script, bool, str], Path]:
+    """The runtime folder of a run of the script, with `PACEKEEPER_NATIVE` as it says; each is run once."""
+
+    @cache
+    def folder_of(script: Script, sharded: bool, native: str) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        run_ranks(script(sharded, folder), RANKS, runtime=folder, environment={"PACEKEEPER_NATIVE": native})
+        return folder
+
+    return folder_of
+
+
+FolderOf = Callable[[Script, bool, str], Path]
+
+
+@SHARDED
+@SCRIPTS
 def test_a_slow_rank_shows_as_slow_and_its_peers_do_not(
-    script: Callable[[bool, Path], Callable[[int], None]], sharded: bool, tmp_path: Path
+    script: Script, sharded: bool, native: str, folder_of: FolderOf
 ) -> None:
-    run_ranks(script(sharded, tmp_path), RANKS, runtime=tmp_path)
+    folder = folder_of(script, sharded, native)
     own = [1000 * SHARE * seconds for seconds in SECONDS_A_SAMPLE]
     for rank in range(RANKS):
-        found = records(tmp_path, rank)
+        found = records(folder, rank)
         assert milliseconds(found, Kind.STEP) == pytest.approx(own[SLOW_RANK])  # all are as slow as the slowest
         assert milliseconds(found, Kind.COMPUTE) == pytest.approx(own[rank])
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-@pytest.mark.parametrize("script", [watched_script, steered_script])
-def test_in_c_is_recorded_what_is_recorded_in_python(
-    script: Callable[[bool, Path], Callable[[int], None]],
-    sharded: bool,
-    tmp_path: Path,
-) -> None:
+@SHARDED
+@SCRIPTS
+def test_in_c_is_recorded_what_is_recorded_in_python(script: Script, sharded: bool, folder_of: FolderOf) -> None:
     """Field by field; but for the ends of collectives that may be noticed late, which is a race with gloo."""
-    found = []
-    for way in ("0", "1"):
-        (folder := tmp_path / way).mkdir()
-        run_ranks(script(sharded, folder), RANKS, runtime=folder, environment={"PACEKEEPER_NATIVE": way})
-        found.append([records(folder, rank) for rank in range(RANKS)])
-    for in_python, in_c in zip(*found, strict=True):
+    folders = [folder_of(script, sharded, native) for native in ("0", "1")]
+    for rank in range(RANKS):
+        in_python, in_c = (records(folder, rank) for folder in folders)
         for given in (in_python, in_c):
             raced = given["kind"] == Kind.COLLECTIVE
             for name in ("end_ns", "value", "flags"):
@@ -147,13 +162,13 @@ def test_in_c_is_recorded_what_is_recorded_in_python(
         assert len(in_c) > 4 * STEPS
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
-def test_the_last_to_enter_waits_least(sharded: bool, tmp_path: Path) -> None:
+@SHARDED
+def test_the_last_to_enter_waits_least(sharded: bool, native: str, folder_of: FolderOf) -> None:
     """Lateness: the longest wait of a collective's group less one's own."""
-    run_ranks(watched_script(sharded, tmp_path), RANKS, runtime=tmp_path)
+    folder = folder_of(watched_script, sharded, native)
     waits: dict[tuple[int, ...], dict[int, float]] = {}
     for rank in range(RANKS):
-        found = records(tmp_path, rank)
+        found = records(folder, rank)
         collectives = found[(found["kind"] == Kind.COLLECTIVE) & (found["phase"] == Phase.TRAIN)]
         for record in collectives[np.isin(collectives["collective"], list(SYMMETRIC))]:
             key = (int(record["group"]), int(record["sequence"]), int(record["collective"]), int(record["bytes"]))
@@ -168,6 +183,7 @@ def test_the_last_to_enter_waits_least(sharded: bool, tmp_path: Path) -> None:
     assert lateness[SLOW_RANK] >= 1e9 * later * SHARE * (STEPS - 1)
 
 
+@pytest.mark.usefixtures("native")
 def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         import pacekeeper.auto  # noqa: F401
@@ -216,6 +232,7 @@ def test_every_collective_of_a_script_is_recorded(tmp_path: Path) -> None:
     assert state["collectives_entered"] == len(kinds(0))
 
 
+@pytest.mark.usefixtures("native")
 def test_the_state_says_who_never_came(tmp_path: Path) -> None:
     """What a hang is judged by: the peers are inside a collective that the culprit has not entered."""
 
@@ -241,6 +258,7 @@ def test_the_state_says_who_never_came(tmp_path: Path) -> None:
     assert seen[1][1] < seen[0][1] == seen[2][1]
 
 
+@pytest.mark.usefixtures("native")
 def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path: Path) -> None:
     class SlowData(torch.utils.data.Dataset[Tensor]):
         def __len__(self) -> int:
@@ -290,6 +308,7 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
     assert duration[found["kind"] == Kind.GARBAGE].tolist() == pytest.approx([0.05])
 
 
+@pytest.mark.usefixtures("native")
 def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Path) -> None:
     def rank_main(_: int) -> None:
         import pacekeeper.auto  # noqa: F401
@@ -308,6 +327,7 @@ def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Pat
     assert found[found["kind"] == Kind.STEP]["phase"].tolist() == [Phase.START, *[Phase.TRAIN] * 3]
 
 
+@pytest.mark.usefixtures("native")
 def test_a_script_may_train_one_model_after_the_other(tmp_path: Path) -> None:
     def rank_main(_: int) -> None:
         import pacekeeper.auto  # noqa: F401
@@ -327,6 +347,7 @@ def test_a_script_may_train_one_model_after_the_other(tmp_path: Path) -> None:
     assert found[found["kind"] == Kind.STEP]["step"].tolist() == list(range(1, 7))
 
 
+@pytest.mark.usefixtures("native")
 def test_a_steered_script_may_import_auto_too(tmp_path: Path) -> None:
     def rank_main(rank: int) -> None:
         import pacekeeper.auto  # noqa: F401

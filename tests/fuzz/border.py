@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -107,7 +108,7 @@ def unsound(found: object, path: str = "") -> str:
     if isinstance(found, float) and not math.isfinite(found):
         return f"{path or 'the figure'} is {found}"
     if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        hints = typing.get_type_hints(type(found), include_extras=True)
+        hints = _hints(type(found))
         for each in dataclasses.fields(found):
             value, where = getattr(found, each.name, None), f"{path}.{each.name}"
             if wrong := _beyond(value, hints[each.name], where) or unsound(value, where):
@@ -117,6 +118,12 @@ def unsound(found: object, path: str = "") -> str:
             if wrong := unsound(item, f"{path}[{i}]"):
                 return wrong
     return ""
+
+
+@cache
+def _hints(record: type) -> dict[str, Any]:
+    """Return the types of a record's fields; resolving them costs more than checking a value."""
+    return typing.get_type_hints(record, include_extras=True)
 
 
 def _beyond(value: object, hint: Any, path: str) -> str:

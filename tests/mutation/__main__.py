@@ -6,6 +6,7 @@ Exit status: 1 where one survives that `argued.toml` does not argue.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import re
@@ -72,6 +73,7 @@ class Run:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         options = self.options
+        gc.unfreeze()  # what tests/unit/conftest.py keeps from the collector, functions and caches among it
         met = [*checks.of_pytest(session), *checks.of_simulation(options.seeds)]
         try:
             reached = survey(met, files())
@@ -90,11 +92,16 @@ class Run:
 
 def sample(only: str, most: int, seed: int) -> list[Mutant]:
     """At most so many of those whose file's path holds `only`, in the order of files and lines; 0: all."""
-    found = [mutant for path in files() if only in path.as_posix() for mutant in mutants(path)]
+    found = [mutant for path in files() if only in path.as_posix() for mutant in _mutants_of(path)]
     if 0 < most < len(found):
         chosen = sorted(random.Random(seed).sample(range(len(found)), most))
         found = [found[index] for index in chosen]
     return found
+
+
+@cache
+def _mutants_of(path: Path) -> Sequence[Mutant]:
+    return tuple(mutants(path))
 
 
 def told(fates: Mapping[Mutant, Fate]) -> str:

@@ -131,7 +131,7 @@ def _functions() -> Functions:
     """All that exist, closures and what decorators hide included."""
     found: dict[Place, list[FunctionType]] = defaultdict(list)
     for thing in gc.get_objects():
-        if isinstance(thing, FunctionType):
+        if type(thing) is FunctionType:  # `isinstance` asks the thing itself, and some of torch warn when asked
             code = thing.__code__
             found[code.co_filename, code.co_qualname, code.co_firstlineno].append(thing)
     return found
@@ -144,7 +144,7 @@ def _forget(caches: Sequence[functools._lru_cache_wrapper[object]]) -> None:
 
 
 def _caches() -> Sequence[functools._lru_cache_wrapper[object]]:
-    found = (thing for thing in gc.get_objects() if isinstance(thing, functools._lru_cache_wrapper))
+    found = (thing for thing in gc.get_objects() if type(thing) is functools._lru_cache_wrapper)
     return [cache for cache in found if str(cache.__module__).startswith("pacekeeper")]
 
 

@@ -15,7 +15,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,8 @@ import pytest
 
 import testcluster.cluster
 from testcluster import fabric, programs
-from testcluster.settings import KUBECONFIG
+from testcluster.apart import move_apart
+from testcluster.settings import KUBECONFIG, NAME, STATE
 from testcluster.shell import say
 from tests.support.api_reader import ApiReader, api_reader
 
@@ -87,7 +88,14 @@ def wait_for(
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def apart() -> None:
+    """Tests of a named cluster live in its namespaces."""
+    if NAME:
+        move_apart()
+
+
+@pytest.fixture(scope="session")
+def cluster(apart: None) -> Iterator[Cluster]:  # noqa: ARG001  # the cluster is brought up there
     with running_cluster() as found:
         yield found
 
@@ -96,10 +104,9 @@ def cluster() -> Iterator[Cluster]:
 def running_cluster() -> Iterator[Cluster]:
     """It is nobody else's for as long as it is held open."""
     is_testcluster = not os.environ.get("PACEKEEPER_USE_KUBECONFIG")
-    if is_testcluster:
-        testcluster.cluster.up()
     kubeconfig = KUBECONFIG if is_testcluster else Path(os.environ["KUBECONFIG"])
-    with _alone(), api_reader(_kubectl(kubeconfig)) as reader:
+    running = _running_testcluster() if is_testcluster else nullcontext()
+    with _alone(), running, api_reader(_kubectl(kubeconfig)) as reader:
         if is_testcluster and fabric.rate():  # tests that were ended half-way leave the fabric's links slow
             fabric.shape("")
         found = Cluster(kubeconfig, is_testcluster, reader)
@@ -107,6 +114,17 @@ def running_cluster() -> Iterator[Cluster]:
         # A namespace that stays has something in it whose finalizer nobody serves.
         selector = f"--selector={_SCRATCH}"
         found.kubectl("wait", "namespace", selector, "--for=delete", "--timeout=60s", timeout=70)
+
+
+@contextmanager
+def _running_testcluster() -> Iterator[None]:
+    """A named one goes with its namespaces; the machine's own is left up."""
+    testcluster.cluster.up()
+    try:
+        yield
+    finally:
+        if NAME:
+            testcluster.cluster.down()
 
 
 def _run(command: list[str], stdin: str | None, timeout: float, environment: Mapping[str, str] | None = None) -> str:
@@ -127,7 +145,7 @@ def _kubectl(kubeconfig: Path) -> list[str]:
 @contextmanager
 def _alone() -> Iterator[None]:
     """One session of tests at a time: there is one operator, and each session takes it away from the others."""
-    with (Path(tempfile.gettempdir()) / "pacekeeper-cluster-tests.lock").open("w") as lock:
+    with (Path(tempfile.gettempdir()) / f"{STATE.name}-tests.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

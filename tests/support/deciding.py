@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -86,7 +87,7 @@ class Deciding:
             if waited > seconds:
                 said = [f"{incident.name}: {incident.message}" for incident in self.incidents]
                 raise AssertionError(f"not within {seconds:g} s: {what}; {said}; {self.observation.metrics}")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
         return time.monotonic() - began
 
     async def begin(self) -> None:
@@ -143,6 +144,10 @@ class Line:
             self._caller, Evidence.from_json(json.loads(json.dumps(evidence.to_json())))
         )
 
+    async def pattern(self, window: str, rank: int, answer: bytes) -> None:
+        if self._operator.sidecars.awaits_pattern(self._caller, window, rank):
+            self._operator.sidecars.take_pattern(self._caller, window, rank, answer)
+
 
 @asynccontextmanager
 async def deciding(team: Team, job: Job | None = None) -> AsyncIterator[Deciding]:
@@ -155,7 +160,7 @@ async def deciding(team: Team, job: Job | None = None) -> AsyncIterator[Deciding
     try:
         yield operator
         for task in tasks:
-            assert not task.done(), task.exception()
+            assert not task.done(), "".join(traceback.format_exception(task.exception()))
     finally:
         for task in tasks:
             task.cancel()

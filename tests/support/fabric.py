@@ -46,7 +46,7 @@ class FabricHost:
     def run(self, *command: str, user: int | None = None, environment: dict[str, str] | None = None) -> str:
         """The same to its end; what it prints. Raises AssertionError with its last words where it fails."""
         process = self.start(*command, user=user, environment=environment)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, f"{command[0]} ends with {process.returncode}: {errors[-4000:]}"
         return output
 

@@ -54,7 +54,9 @@ class Images:
         variables = [f"--env={variable}={value}" for variable, value in environment.items()]
         try:
             arguments = ["run", "--isolation=chroot", *variables, container, "--", *command]
-            return subprocess.run([*self._command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+            return subprocess.run(
+                [*self._command, *arguments], capture_output=True, text=True, timeout=300, check=False
+            )
         finally:
             self._do("rm", container)
 

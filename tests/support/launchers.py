@@ -25,7 +25,8 @@ from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState
 
 STEPS_SCRIPT = Path(__file__).parent / "scripts" / "steps.py"
-PATIENCE = 40.0
+PATIENCE = 300.0
+"""It only bounds a failure."""
 
 Value = TypeVar("Value")
 

@@ -83,7 +83,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def meet() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
 
 
 def make_mesh(replicas: int, shards: int) -> DeviceMesh:

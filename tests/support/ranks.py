@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -11,7 +12,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -21,7 +22,8 @@ from pacekeeper.runtime import Runtime
 
 Result = TypeVar("Result")
 
-PATIENCE = 60.0
+PATIENCE = 300.0
+"""It only bounds a failure."""
 _rounds = itertools.count(1)
 
 
@@ -57,6 +59,16 @@ def run_ranks(
     failures = [f"rank {rank}: {answer[1]}" for rank, answer in enumerate(answers) if not answer[0]]
     assert not failures, "\n".join(failures)
     return [answer[1] for answer in answers]
+
+
+def import_before_forks(names: Sequence[str]) -> None:
+    """Import these modules, where there are such, into this process, so that none of its forks has to.
+
+    What is there then is exempt from garbage collection. A collection in a fork would otherwise write to each page that
+    it shares with this process, and copy it: that takes longer than most ranks live.
+    """
+    preimport(names)
+    gc.freeze()
 
 
 def unpickle_nothing() -> None:

@@ -1,4 +1,4 @@
-"""A steered job in each of whose steps a rank drawn at random takes five times as long as the others, by sleeping.
+"""A steered job in each of whose steps a rank drawn at random takes five times as long as the others, by a fake clock.
 
 Environment: FOLDER, where a file `calm` ends that; UNTIL: the last step.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import pacekeeper as pk
+from tests.support.fake_clock import install
 
 SECONDS = 0.02
 GLOBAL_BATCH = 8
@@ -29,6 +29,7 @@ class Zeros(Dataset[Tensor]):
 
 
 folder = Path(os.environ["FOLDER"])
+clock = install(folder, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 job = pk.init()
 net = job.replicate(nn.Linear(4, 4))
 optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01))
@@ -38,7 +39,7 @@ job.restore()
 for number, step in enumerate(job.steps(loader, until=int(os.environ["UNTIL"]))):
     slow = random.Random(number).randrange(job.world_size) == job.rank and not (folder / "calm").exists()
     for batch in step.microbatches():
-        time.sleep(SECONDS * (5 if slow else 1))
+        clock.work(SECONDS * (5 if slow else 1))
         loss = net(batch).square().sum()
         (loss / step.total_weight).backward()
     optimizer.step()

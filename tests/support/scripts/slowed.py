@@ -2,7 +2,8 @@
 whatever rank is there; they are read in each step.
 
 Environment: FOLDER, where each rank writes when its steps ended, their rounds, numbers and samples; SECONDS_A_SAMPLE
-where a rank has no such file; PARAMETERS: of the model, about.
+where a rank has no such file; PARAMETERS: of the model, about; FAKE_CLOCK: the seconds that a step really takes, where
+those of its samples pass by a fake clock instead.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +43,16 @@ def seconds_a_sample(rank: int) -> float:
     return USUAL
 
 
+def working() -> Callable[[float], None]:
+    """What takes the given seconds."""
+    if "FAKE_CLOCK" not in os.environ:
+        return time.sleep
+    from tests.support.fake_clock import install
+
+    return install(FOLDER, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).work
+
+
+work, pause = working(), float(os.environ.get("FAKE_CLOCK", "0"))
 job = pk.init()
 net = job.replicate(nn.Linear(WIDTH, int(os.environ.get("PARAMETERS", "4096")) // WIDTH))
 optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=1e-6), warmup_steps=0)
@@ -52,8 +64,9 @@ with (FOLDER / f"steps-{job.rank}").open("a", buffering=1) as diary:
         samples = 0
         for batch in step.microbatches():
             samples += len(batch)
-            time.sleep(len(batch) * seconds_a_sample(job.rank))
+            work(len(batch) * seconds_a_sample(job.rank))
             (net(batch).square().sum() / step.total_weight).backward()
+        time.sleep(pause)
         optimizer.step()
         optimizer.zero_grad()
         diary.write(f"{time.time()} {ROUND} {step.number} {samples}\n")

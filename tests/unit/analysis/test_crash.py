@@ -37,6 +37,6 @@ def test_a_lost_peer_is_known_by_the_words_and_the_exit_code(exit_code: int, err
 
 
 def test_a_line_without_an_end_is_searched_in_a_moment() -> None:
-    began = time.monotonic()
+    began = time.process_time()
     assert not lost_a_peer(1, "connection" * 20_000)
-    assert time.monotonic() - began < 3.0, "it takes 0.05 s; by the square of the length, 15 s"
+    assert time.process_time() - began < 3.0, "it takes 0.05 s; by the square of the length, 15 s"

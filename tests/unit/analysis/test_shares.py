@@ -417,8 +417,8 @@ def test_numbers_beyond_reason_are_shared_out_in_a_moment(fixed: float) -> None:
     or 10¹⁵ times as much as on another rank."""
     cost = np.full((8, 3), 1e-14)
     cost[:, 2] *= 1e15
-    began = time.monotonic()
+    began = time.process_time()
     found = balance(cost, (2**31, 2**31, 2**31), fixed=np.full(3, fixed))
     assert sum(found.shares) == 3 * 2**31
     assert min(found.shares) >= 1
-    assert time.monotonic() - began < 5.0, "it takes 0.1 s; sample by sample, hours"
+    assert time.process_time() - began < 5.0, "it takes 0.1 s; sample by sample, hours"

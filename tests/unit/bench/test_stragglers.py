@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -164,7 +165,10 @@ def test_the_whole_interval_of_the_loss_must_be_within_a_percent() -> None:
 
 def test_a_host_that_ends_is_a_failure_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a side; the next run has a host again."""
-    monkeypatch.setitem(hosts.PREIMPORTS, "pacekeeper", ("no_such_module",))
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no_such_module >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
     started = hosts.Hosts(tmp_path)
     run = Run("ddp", Scenario.NONE, seed=1, steps=1, unit_seconds=0.0, sync_every=1)
     with pytest.raises(hosts.RunFailedError, match="no_such_module"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -76,10 +77,12 @@ class Runner:
                 return news
 
 
-@pytest.fixture
-def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runner]:
-    monkeypatch.chdir(tmp_path)
-    one = Runner(tmp_path)
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """One warm process for all tests: each script runs in a rank forked from it, and leaves it as it was."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with contextlib.chdir(folder):
+        one = Runner(folder)
     yield one
     one.warm.connection.close()
     assert os.waitstatus_to_exitcode(os.waitpid(one.warm.pid, 0)[1]) == 0, "the warm process ends with its launcher"

@@ -29,7 +29,7 @@ print(found + 1)
 @pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="the depth of its JSON parser cannot be changed")
 def test_it_is_read_by_kopfs_parser_and_by_ours() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", READS, str(LEVELS)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", READS, str(LEVELS)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.stdout.strip() == str(LEVELS), done.stderr
 

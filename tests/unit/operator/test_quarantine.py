@@ -399,7 +399,7 @@ class TestProbeProgram:
         with probe.Host("s3cret", 1, port=0) as host:
             began = time.monotonic()
             host.serve(0.1)
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 60
 
     def test_gpus(self) -> None:
         probe.check_gpus(2, "GPU-a, 0\nGPU-b, [N/A]\n")

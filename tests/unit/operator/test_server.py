@@ -11,6 +11,7 @@ import json
 import logging
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -1093,7 +1094,7 @@ class TestConnections:
                     await until(lambda: held.total == 1)
                     writer.close()
                     await until(lambda: held.total == 0)
-            assert not [each for each in gc.get_objects() if isinstance(each, asyncio.sslproto.SSLProtocol)]
+            assert not [each for each in gc.get_objects() if type(each) is asyncio.sslproto.SSLProtocol]
         finally:
             gc.enable()
 
@@ -1224,9 +1225,11 @@ class TestConnections:
             await until(lambda: held.total == 0)
 
     async def test_thousands_at_once_are_all_served_in_turn(self, served: Sidecars, clock: Clock) -> None:
+        context = trusting()  # one for all: it reads the machine's list of authorities
+
         async def call(port: int, number: int) -> bytes:
             reader, writer = await asyncio.open_connection(
-                "127.0.0.1", port, ssl=trusting(), local_addr=(f"127.0.1.{1 + number % 50}", 0)
+                "127.0.0.1", port, ssl=context, local_addr=(f"127.0.1.{1 + number % 50}", 0)
             )
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             status = await reader.readline()
@@ -1240,7 +1243,7 @@ class TestConnections:
 
     async def test_the_kernel_asks_after_the_other_side(self, served: Sidecars, clock: Clock) -> None:
         """So a machine that is gone does not hold its poll for longer than a short one would last."""
-        held = Connections()
+        held, began = Connections(), time.monotonic() - 0.1  # the kernel counts in ticks
         async with serve(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             await until(lambda: held.total == 1)
@@ -1249,11 +1252,11 @@ class TestConnections:
                 assert connection.getsockopt(socket.IPPROTO_TCP, option)
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             await asyncio.sleep(0.2)
-            assert 0.2 <= connection.unheard_seconds < 2
+            assert 0.2 <= connection.unheard_seconds <= time.monotonic() - began
             writer.close()
             await until(lambda: held.total == 0)
             at_the_end = connection.unheard_seconds
-            assert at_the_end < 2
+            assert at_the_end <= time.monotonic() - began
             await asyncio.sleep(0.1)
             assert connection.unheard_seconds == at_the_end
 

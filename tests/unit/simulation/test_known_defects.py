@@ -33,9 +33,12 @@ from pacekeeper_operator.services import bookkeeping, errands, incidents, leader
 from simulation.judges import Violation
 from simulation.run import run
 from simulation.scenarios.known_defects import SCENARIOS, Scenario
+from simulation.schedule import HEALED_AFTER
 from simulation.world import EPOCH
 
 Patch = pytest.MonkeyPatch
+GRACE_SECONDS = 150.0
+"""Virtual seconds after the last fault within which all is well again."""
 UNDONE: dict[str, Callable[[Patch], None]] = {}
 
 
@@ -296,7 +299,12 @@ def _(patch: Patch) -> None:
 
 
 def play(scenario: Scenario) -> tuple[Violation, ...]:
-    outcome = run(scenario.schedule, patience=scenario.patience, to_the_end=False)
+    """Return what a run violates that ends as soon as its faults are over and the judges are content.
+
+    Each defect shows within that time: `test_without_its_mend_it_does` plays the same."""
+    outcome = run(
+        scenario.schedule, patience=scenario.patience, to_the_end=False, seconds=HEALED_AFTER, grace=GRACE_SECONDS
+    )
     if outcome.restarts <= scenario.restarts:
         return outcome.violations
     words = f"{outcome.restarts} have counted, and {scenario.restarts:g} may"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 import pytest
 
@@ -155,3 +158,54 @@ def test_a_connection_goes_where_the_world_says(loop: VirtualLoop) -> None:
             await asyncio.open_connection("192.0.2.1", 1)
 
     loop.run(main())
+
+
+def test_what_is_left_at_the_end_is_cancelled_and_neither_errors_nor_warnings_come_of_it(
+    loop: VirtualLoop, recwarn: pytest.WarningsRecorder
+) -> None:
+    ends: list[str] = []
+    unraisable: list[object] = []
+
+    async def numbers() -> AsyncGenerator[int]:
+        try:
+            while True:
+                yield 1
+                await asyncio.sleep(60)
+        finally:
+            ends.append("generator")
+
+    async def follow() -> None:
+        while True:
+            try:
+                async with aclosing(numbers()) as found:
+                    async for _ in found:
+                        pass
+            except Exception as error:
+                ends.append(repr(error))
+
+    async def last_words() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            async with asyncio.timeout(1):
+                await asyncio.create_task(asyncio.sleep(5))
+
+    async def main() -> None:
+        dead = Process(loop, "p")
+        dead.spawn(follow(), "killed")
+        loop.create_task(follow())
+        loop.create_task(last_words())
+        await asyncio.sleep(1)
+        dead.kill()
+        dead.spawn(follow(), "too late")
+        loop.create_task(follow())
+
+    loop.run(main())
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable.append
+    try:
+        loop.close()
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+    assert ends == 3 * ["generator"], "of all but the one that never begins"
+    assert ([str(warning.message) for warning in recwarn], unraisable, loop.errors) == ([], [], [])

@@ -25,14 +25,14 @@ SANITIZER = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 def build(folder: Path, *options: str) -> Path:
     library = folder / "recording.so"
     headers = f"-I{sysconfig.get_path('include')}"
-    subprocess.run(["cc", *OPTIONS, *options, headers, "-o", library, SOURCE], check=True, timeout=60)
+    subprocess.run(["cc", *OPTIONS, *options, headers, "-o", library, SOURCE], check=True, timeout=600)
     return library
 
 
 def stress(library: Path, rounds: int, seed: int, **environment: str) -> tuple[int, int]:
     """Objects and bytes that are left of the second half."""
     command = [sys.executable, str(STRESS), str(library), str(rounds), str(seed)]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     objects, size = done.stdout.split()
     return int(objects), int(size)

@@ -222,7 +222,7 @@ int cuThreadExchangeStreamCaptureMode(int *mode) { int before = now; now = *mode
 def test_a_thread_keeps_its_questions_out_of_what_others_capture(tmp_path: Path) -> None:
     (tmp_path / "driver.c").write_text(DRIVER)
     library = tmp_path / "libcuda.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=60)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=600)
     driver = ctypes.CDLL(str(library))
     leave_captures_alone(str(library))
     mode = ctypes.c_int(0)

@@ -143,7 +143,7 @@ def test_a_full_volume_is_no_crash(driver: Driver) -> None:
     command = [driver.folder / "nccl_driver", driver.plugin, "6", "inert"]
     limited = ["sh", "-c", 'trap "" XFSZ; ulimit -f 100; exec "$@"', "sh", *map(str, command)]
     environment = {**os.environ, "PACEKEEPER_TRANSPORT": str(driver.folder / "full.transport")}
-    done = subprocess.run(limited, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(limited, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert not list(driver.folder.glob("full.transport*"))
 

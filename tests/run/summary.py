@@ -1,0 +1,100 @@
+"""What is told at the end of a run: failures, the table of costs, the verdict, and one closing line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from .lanes import Result, format_minutes, prefix_lines
+from .parts import BUDGET_LIMIT
+
+_LINES_OF_OTHERS = 60
+"""A failed part that is not pytest's is shown again by this many last lines."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.passed + other.passed, self.failed + other.failed, self.skipped + other.skipped)
+
+
+def summarize_run(results: Sequence[Result], wall_seconds: float, folder: Path) -> str:
+    """Return what a person or CI reads last. Its last line counts the tests of all parts."""
+    failures = [_repeat_failures(result.part.name, folder) for result in results if result.status]
+    over = [result.part.name for result in results if result.processor_seconds > result.part.budget_seconds]
+    verdict = [f"Over their budget: {', '.join(over)}."] if over else []
+    if exceeds_budget(results):
+        verdict.append(
+            f"FAILED: the run used more than {BUDGET_LIMIT:g} times its budget of processor time."
+            ' CONTRIBUTING.md ("What a test may cost") says what to do.'
+        )
+    total = sum((count_tests(result, folder) for result in results), Counts())
+    return "\n".join([*failures, format_table(results, wall_seconds), *verdict, format_closing_line(total)])
+
+
+def exceeds_budget(results: Sequence[Result]) -> bool:
+    """Return whether the parts together used too much: judged by processor time, which load changes little."""
+    used, budget = _sum_up(results)
+    return used > BUDGET_LIMIT * budget
+
+
+def count_tests(result: Result, folder: Path) -> Counts:
+    """Return the counts of a part's junit file. A part that failed without a failed test counts as one failure."""
+    counts = Counts()
+    path = folder / f"{result.part.name}.xml"
+    if path.exists():
+        for suite in ElementTree.parse(path).iter("testsuite"):
+            failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+            skipped = int(suite.get("skipped", 0))
+            counts += Counts(int(suite.get("tests", 0)) - failed - skipped, failed, skipped)
+    return counts + Counts(failed=1) if result.status and not counts.failed else counts
+
+
+def format_closing_line(counts: Counts) -> str:
+    skipped = f", {counts.skipped} skipped" if counts.skipped else ""
+    return f"{counts.passed} passed, {counts.failed} failed{skipped}"
+
+
+def format_table(results: Sequence[Result], wall_seconds: float) -> str:
+    """Return one row a part, and the total. Wall times are minutes and seconds."""
+    used, budget = _sum_up(results)
+    rows: list[tuple[str, ...]] = [("part", "wall", "processor", "budget", "share", "result")]
+    for result in results:
+        part, outcome = result.part, "failed" if result.status else "passed"
+        rows.append(_format_row(part.name, result.wall_seconds, result.processor_seconds, part.budget_seconds, outcome))
+    outcome = "failed" if any(result.status for result in results) else "passed"
+    rows.append(_format_row("total", wall_seconds, used, budget, outcome))
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *(row[column].rjust(widths[column]) for column in range(1, 6))])
+        for row in rows
+    )
+
+
+def _format_row(name: str, wall: float, used: float, budget: float, outcome: str) -> tuple[str, ...]:
+    share = f"{used / budget:.0%}" if budget else "-"
+    return name, format_minutes(wall), f"{used:.0f} s", f"{budget:.0f} s", share, outcome
+
+
+def _sum_up(results: Sequence[Result]) -> tuple[float, float]:
+    """Return the used and the allowed processor seconds."""
+    return sum(result.processor_seconds for result in results), sum(result.part.budget_seconds for result in results)
+
+
+def extract_failures(log: str) -> str:
+    """Return the part of pytest's output that says why it failed, or else the last lines."""
+    if found := re.search(r"^=+ (?:ERRORS|FAILURES) =+$", log, re.MULTILINE):
+        return log[found.start() :]
+    return "\n".join(log.splitlines()[-_LINES_OF_OTHERS:])
+
+
+def _repeat_failures(name: str, folder: Path) -> str:
+    log = (folder / f"{name}.log").read_text(errors="replace")
+    return f"{name} failed:\n{prefix_lines(name, extract_failures(log))}\n"

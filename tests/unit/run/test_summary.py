@@ -1,0 +1,70 @@
+"""Costs and verdicts, from made-up readings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.run.clusters import Usage
+from tests.run.lanes import Result
+from tests.run.parts import Part
+from tests.run.summary import Counts, count_tests, exceeds_budget, extract_failures, format_table, summarize_run
+
+
+def result(name: str, used: float, budget: float = 100, status: int = 0) -> Result:
+    return Result(Part(name, "lane", budget, "true"), status, wall_seconds=61, processor_seconds=used)
+
+
+@pytest.mark.parametrize(
+    ("readings", "total"),
+    [
+        ([{"a": 10}, {"a": 12}, {"a": 15}], 5),  # what it had used before the run does not count
+        ([{}, {"a": 3}, {"a": 4}], 4),  # one that comes begins at zero
+        ([{"a": 10}, {}, {"a": 2}], 2),  # taken down, and brought up again
+        ([{"a": 10}, {"a": 2}], 2),  # the same between two readings
+        ([{"a": 1, "b": 1}, {"a": 2, "b": 4}], 4),
+        ([{"a": 10}, {}], 0),
+    ],
+)
+def test_usage_of_clusters(readings: list[dict[str, float]], total: float) -> None:
+    usage = Usage(readings[0])
+    for reading in readings[1:]:
+        usage.add(reading)
+    assert usage.total == total
+
+
+def test_a_run_fails_by_the_budget_of_the_whole_alone() -> None:
+    assert not exceeds_budget([result("a", 190), result("b", 110)])
+    assert exceeds_budget([result("a", 190), result("b", 111)])
+
+
+def test_the_table() -> None:
+    table = format_table([result("unit", 50), result("distributed", 120, status=1)], wall_seconds=70)
+    assert [line.split() for line in table.splitlines()] == [
+        ["part", "wall", "processor", "budget", "share", "result"],
+        ["unit", "1:01", "50", "s", "100", "s", "50%", "passed"],
+        ["distributed", "1:01", "120", "s", "100", "s", "120%", "failed"],
+        ["total", "1:10", "170", "s", "200", "s", "85%", "failed"],
+    ]
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_who_is_over_its_budget_is_named_and_why_a_part_failed_is_repeated(tmp_path: Path) -> None:
+    (tmp_path / "b.log").write_text("long\n=== FAILURES ===\nwhy\n=== 1 failed in 2s ===\n")
+    lines = summarize_run([result("a", 101), result("b", 7, status=1)], 70, tmp_path).splitlines()
+    assert lines[:4] == ["b failed:", "b | === FAILURES ===", "b | why", "b | === 1 failed in 2s ==="]
+    assert lines[-2:] == ["Over their budget: a.", "0 passed, 1 failed"]
+
+
+def test_a_part_that_fails_without_a_failed_test_counts_as_one(tmp_path: Path) -> None:
+    assert count_tests(result("a", 1, status=2), tmp_path) == Counts(failed=1)
+    (tmp_path / "a.xml").write_text(
+        '<testsuites><testsuite tests="3" failures="0" errors="0" skipped="1"/></testsuites>'
+    )
+    assert count_tests(result("a", 1, status=2), tmp_path) == Counts(passed=2, failed=1, skipped=1)
+    assert count_tests(result("a", 1), tmp_path) == Counts(passed=2, skipped=1)
+
+
+def test_failures_of_what_is_not_pytest_are_its_last_lines() -> None:
+    assert extract_failures("\n".join(map(str, range(100)))).splitlines() == [str(line) for line in range(40, 100)]
