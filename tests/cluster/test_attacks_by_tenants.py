@@ -84,6 +84,8 @@ def tenant(cluster: Cluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG00
     with scratch_namespace(cluster) as namespace:
         found = Tenant(cluster, namespace)
         cluster.apply(JOB, namespace)
+        # Before there is anything of an older operator, which would keep this one from it.
+        wait_for(lambda: is_suspended(cluster, namespace), timeout=60, what="the operator has suspended the job")
         uid = cluster.get("tj", "gpt", namespace)["metadata"]["uid"]
         for body in (
             STATE,
@@ -94,7 +96,6 @@ def tenant(cluster: Cluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG00
         ):
             cluster.apply(body, namespace)
         wait_for(lambda: cluster.get("serviceaccount", "default", namespace), timeout=30, what="service account")
-        wait_for(lambda: is_suspended(cluster, namespace), timeout=30, what="the operator has suspended the job")
         yield found
 
 

@@ -97,7 +97,7 @@ class Runner:
                 process = subprocess.Popen(
                     command,
                     cwd=ROOT,
-                    env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                    env=_environment(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -185,6 +185,12 @@ def prefix_lines(name: str, text: str) -> str:
 
 def format_minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _environment() -> dict[str, str]:
+    """Byte code is kept whatever the caller prefers: each of hundreds of processes would compile it again."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONUNBUFFERED": "1"}
 
 
 def _prepare_child(idle: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
+dist.barrier()  # a rank that leaves before its peer has connected to it holds the peer up for minutes
 promised = [
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
