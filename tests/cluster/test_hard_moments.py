@@ -39,6 +39,7 @@ class TestLong:
 
     def test_the_api_server_restarts(self, calm: Job) -> None:
         known, membership, lives = calm.incident_names(), calm.plan()["membership"], operator_lives()
+        led = wait_for(release.leading_pod, 30, "an operator leads")["metadata"]["uid"]
 
         faults.restart_api_server()
         calm.until_trained_on(20)
@@ -50,7 +51,12 @@ class TestLong:
         calm.until_over("worker-lost", known)
         calm.until_trained_on()
         assert len(calm.incident_names() - known) == 2, "one each"
-        assert operator_lives() == lives, "the operator waits for the API server, and does not die of it"
+        # Whose Lease has run out meanwhile, and who finds another's then, ends and stands by.
+        may_end = {led} if wait_for(release.leading_pod, 30, "one leads")["metadata"]["uid"] != led else set()
+        after = operator_lives()
+        assert after.keys() == lives.keys()
+        restarted = {uid for uid in lives if after[uid] != lives[uid]}
+        assert restarted <= may_end, "operators wait for the API server, and do not die of it"
 
     def test_prometheus_is_away(self, cluster: Cluster, calm: Job) -> None:
         known = calm.incident_names()

@@ -318,7 +318,7 @@ class Job:
     def until_gone(self, timeout: float) -> None:
         """No object, no pod, no plan."""
         self.until(lambda: not self.exists(), timeout, f"{self.name} is deleted")
-        assert not self.pods()
+        self.until(lambda: not self.pods(), 20, "its pods are gone, too")
         self.until(lambda: not self.plan(), 20, "the plan is collected as garbage")
 
     def _list(self, group: str, plural: str, query: str = "") -> list[dict[str, Any]]:
