@@ -55,16 +55,16 @@ _STYLE = "sh -c '.venv/bin/ruff check . && .venv/bin/ruff format --check .'"
 # nothing: it runs at idle priority in what they leave, in two lanes so that it still uses two processors once they are
 # done.
 PARTS = (
-    Part("cluster", "real", 1900, _CLUSTER),
-    Part("oldest-torch", "real", 100, _OLDEST),
-    Part("distributed", "real", 500, ".venv/bin/pytest -n 2 --dist loadfile tests/distributed"),
-    Part("image", "image", 100, ".venv/bin/pytest tests/image"),
+    Part("cluster", "real", 2100, _CLUSTER),
+    Part("oldest-torch", "real", 90, _OLDEST),
+    Part("distributed", "real", 450, ".venv/bin/pytest -n 2 --dist loadfile tests/distributed"),
+    Part("image", "image", 90, ".venv/bin/pytest tests/image"),
     Part("style", "unit", 5, _STYLE, idle=True),
-    Part("contracts", "unit", 10, ".venv/bin/lint-imports", idle=True),
-    Part("unit", "unit", 360, ".venv/bin/pytest tests/unit --ignore=tests/unit/simulation", idle=True),
+    Part("contracts", "unit", 5, ".venv/bin/lint-imports", idle=True),
+    Part("unit", "unit", 320, ".venv/bin/pytest tests/unit --ignore=tests/unit/simulation", idle=True),
     Part("types", "simulation", 125, ".venv/bin/mypy", idle=True),
     Part("unit-simulation", "simulation", 150, ".venv/bin/pytest tests/unit/simulation", idle=True),
-    Part("disasters", "simulation", 350, ".venv/bin/python -m simulation run 0-39 --fresh 20", idle=True),
+    Part("disasters", "simulation", 200, ".venv/bin/python -m simulation run 0-39 --fresh 20", idle=True),
 )
 
 
