@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import requests
+from prometheus_api_client import PrometheusConnect
 
 from pacekeeper_analysis.diagnose.gpu_health import Sign
 from pacekeeper_operator.observation import GpuValue
@@ -87,7 +88,7 @@ def exposition(now: float) -> str:
 
 
 class Exporter(BaseHTTPRequestHandler):
-    text = ""
+    text, moment = "", 0.0
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -102,7 +103,8 @@ class Exporter(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Of a Prometheus that has scraped it all."""
-    Exporter.text = exposition(time.time())
+    Exporter.moment = time.time()
+    Exporter.text = exposition(Exporter.moment)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Exporter)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     folder: Path = tmp_path_factory.mktemp("prometheus")
@@ -113,14 +115,21 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             answer: dict[str, Any] = requests.get(f"{address}/api/v1/query", params=query, timeout=5).json()
             return bool(answer["data"]["result"])
 
-        eventually(scraped, "all series are there", seconds=20)
+        eventually(scraped, "all series are there", seconds=240)  # it looks back for no more than 300
         yield address
     server.shutdown()
     server.server_close()
 
 
 @pytest.fixture
-async def signs(url: str) -> tuple[GpuValue, ...]:
+async def signs(url: str, monkeypatch: pytest.MonkeyPatch) -> tuple[GpuValue, ...]:
+    """As of the moment at which the ten minutes ended, however long ago that is."""
+    ask = PrometheusConnect.custom_query
+
+    def ask_as_of_then(self: PrometheusConnect, query: str, limit: dict[str, str], **more: Any) -> Any:
+        return ask(self, query, limit | {"time": f"{Exporter.moment + 1}"}, **more)
+
+    monkeypatch.setattr(PrometheusConnect, "custom_query", ask_as_of_then)
     sample = await Prometheus(url, "gpus", "Hostname").sample(time.time())
     assert not sample.unavailable
     return sample.of("ns", "j").gpu_signs
