@@ -27,7 +27,7 @@ def chosen(folder: Path, *arguments: str, **versions: str) -> subprocess.Complet
         path.chmod(0o755)
     command = [shutil.which("make") or "make", "--silent", "python", *arguments]
     environment = {"PATH": str(folder)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=30)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_whoever_waits_is_ended_and_nothing_is_left(number: signal.Signals) -> N
     with Waiting(STAYS) as waiting:
         waiting.process.send_signal(number)
         assert until(lambda: not any(map(runs, waiting.pids)))
-        assert waiting.process.wait(timeout=30) != 0
+        assert waiting.process.wait(timeout=300) != 0
 
 
 def test_what_a_command_leaves_behind_is_ended_with_it() -> None:
@@ -94,13 +94,13 @@ def test_what_a_command_leaves_behind_is_ended_with_it() -> None:
         assert waiting.process.stdin is not None
         waiting.process.stdin.write("\n")
         waiting.process.stdin.flush()
-        assert waiting.process.wait(timeout=30) == 0
+        assert waiting.process.wait(timeout=300) == 0
         assert not any(map(runs, waiting.pids))
 
 
 def test_a_command_that_takes_too_long_is_ended() -> None:
     with Waiting(STAYS, seconds=2.0) as waiting:
-        assert waiting.process.wait(timeout=30) == guard.TIMED_OUT
+        assert waiting.process.wait(timeout=300) == guard.TIMED_OUT
         assert not any(map(runs, waiting.pids))
 
 
@@ -119,7 +119,7 @@ finally:
     waiting = subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT, stderr=subprocess.DEVNULL)
     assert until(made.exists)
     waiting.terminate()
-    assert waiting.wait(timeout=30) != 0
+    assert waiting.wait(timeout=300) != 0
     assert not made.exists()
 
 

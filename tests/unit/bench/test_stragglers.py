@@ -172,7 +172,7 @@ def test_a_host_that_ends_is_a_failure_with_its_last_words(tmp_path: Path, monke
     started = hosts.Hosts(tmp_path)
     run = Run("ddp", Scenario.NONE, seed=1, steps=1, unit_seconds=0.0, sync_every=1)
     with pytest.raises(hosts.RunFailedError, match="no_such_module"):
-        started.perform(run, timeout=60)
+        started.perform(run, timeout=600)
     assert [(failure.side, failure.attempt) for failure in started.failures] == [("ddp", 1), ("ddp", 2)]
     started.close()
 

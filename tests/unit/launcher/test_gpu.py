@@ -79,7 +79,7 @@ class Watching:
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
         try:
-            eventually(lambda: self.has(holds), what, seconds=20)
+            eventually(lambda: self.has(holds), what, seconds=240)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.events}, {self.said}") from None
 
@@ -112,7 +112,7 @@ def watching(double: NvmlDouble, *without: str) -> Iterator[Watching]:
     finally:
         process.stdin.close()
         try:
-            process.wait(timeout=20)
+            process.wait(timeout=240)
         finally:
             process.kill()
             reader.join()

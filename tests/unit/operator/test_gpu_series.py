@@ -112,7 +112,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         query = {"query": f"count({{__name__=~'DCGM_.*'}}) == {len(SERIES)}"}
 
         def scraped() -> bool:
-            answer: dict[str, Any] = requests.get(f"{address}/api/v1/query", params=query, timeout=5).json()
+            answer: dict[str, Any] = requests.get(f"{address}/api/v1/query", params=query, timeout=60).json()
             return bool(answer["data"]["result"])
 
         eventually(scraped, "all series are there", seconds=240)  # it looks back for no more than 300

@@ -98,7 +98,7 @@ def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("prometheus")
     with prometheus(folder, "127.0.0.1:9", users={"pacekeeper": BCRYPT}) as url:
         ready = f"{url}/-/ready"
-        eventually(lambda: requests.get(ready, auth=("pacekeeper", PASSWORD), timeout=2).ok, "Prometheus is ready")
+        eventually(lambda: requests.get(ready, auth=("pacekeeper", PASSWORD), timeout=60).ok, "Prometheus is ready")
         yield url
 
 

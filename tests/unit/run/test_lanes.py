@@ -118,7 +118,7 @@ def test_a_signal_ends_the_grandchildren_of_all_parts(tmp_path: Path) -> None:
             assert select.select([reader], [], [], 60)[0]
             said += reader.read(100)
         runner.send_signal(signal.SIGTERM)
-        output, _ = runner.communicate(timeout=60)
+        output, _ = runner.communicate(timeout=300)
         assert select.select([reader], [], [], 60)[0]
         assert reader.read(100) == b""  # all who held the other end have gone
     assert runner.returncode == 128 + signal.SIGTERM

@@ -67,7 +67,7 @@ class Pair:
 
     def link(self) -> tuple[socket.socket, Link]:
         """As a courier has it."""
-        connection = socket.create_connection(self.address, timeout=10)
+        connection = socket.create_connection(self.address, timeout=120)
         return connection, Link.to_host(connection, CIRCLE.membership, CIRCLE.secret)
 
     def content(self, version: Version) -> memoryview:
@@ -199,7 +199,7 @@ def test_a_stranger_is_hung_up_on_and_keeps_nobody_out(
     spoken: bytes, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(neighbours, "PROOF_SECONDS", 0.2)
-    with socket.create_connection(pair.address, timeout=30) as stranger:
+    with socket.create_connection(pair.address, timeout=300) as stranger:
         stranger.sendall(spoken)
         pair.deliver(1)
         try:
@@ -394,7 +394,7 @@ def test_a_trickle_is_no_message(reads: bool, monkeypatch: pytest.MonkeyPatch) -
     """Each byte that comes through would be waited for anew, and with it the job's snapshots."""
     monkeypatch.setattr(neighbour_link, "PATIENCE_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        there = socket.create_connection(listener.getsockname(), timeout=30)
+        there = socket.create_connection(listener.getsockname(), timeout=300)
         here, _ = listener.accept()
     link, over = Link(here, (b"a" * 32, b"b" * 32)), threading.Event()
     neighbour_link._be_patient(here)
