@@ -104,7 +104,10 @@ test-simulation: venv ## Disasters: the real operator in simulated clusters, 40 
 test-distributed: $(VENV)/.frameworks native ## Real torch ranks over gloo
 	$(PARTS) distributed
 
-test-cluster: venv ## The real cluster
+programs: venv  # before tests: named clusters do not reach the package registries
+	@$(BIN)/python -m testcluster programs
+
+test-cluster: programs ## The real cluster
 	$(PARTS) cluster
 
 test-torch: native $(OLDEST)/.ready ## All of the trainer's with the oldest torch
@@ -113,8 +116,7 @@ test-torch: native $(OLDEST)/.ready ## All of the trainer's with the oldest torc
 test-changed: $(VENV)/.frameworks native ## What the working tree's changes can affect, for two minutes (BASE=main: since that commit; ALL=1: to the end, with ranks and cluster)
 	$(BIN)/python -m tests.run.changed $(if $(BASE),--base $(BASE)) $(if $(ALL),--all)
 
-test: $(VENV)/.frameworks native $(OLDEST)/.ready ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters
-	$(BIN)/python -m testcluster programs
+test: $(VENV)/.frameworks native $(OLDEST)/.ready programs ## Everything: lint, types, contracts, unit, distributed and cluster tests, disasters
 	$(BIN)/python -m tests.run
 
 SECONDS ?= 600
@@ -148,4 +150,4 @@ bench: venv native
 	$(BIN)/python -m bench $(NAME)
 endif
 
-.PHONY: help python venv lock compiler native cluster cluster-down lint format check test-unit test-changed test-simulation test-distributed test-cluster test-torch has-torch has-plugin test-gpu test fuzz demo bench
+.PHONY: help python venv lock compiler native cluster cluster-down lint format check test-unit test-changed test-simulation test-distributed programs test-cluster test-torch has-torch has-plugin test-gpu test fuzz demo bench

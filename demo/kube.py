@@ -12,13 +12,14 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, TypeVar
 
+from pacekeeper_operator.api import API_VERSION
 from testcluster import api, programs
 from testcluster.settings import KUBECONFIG, PROMETHEUS_URL
 
 Value = TypeVar("Value")
 
 
-_PACEKEEPER = "/apis/pacekeeper.dev/v1alpha1"
+_PACEKEEPER = f"/apis/{API_VERSION}"
 _GROUPS = {
     "events": "/apis/events.k8s.io/v1",
     "incidents": _PACEKEEPER,

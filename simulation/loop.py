@@ -48,7 +48,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._order = itertools.count()
-        self._buried: list[asyncio.Task[Any]] = []  # of dead processes: a task that nobody holds would clean up
+        self._buried: list[asyncio.Task[Any]] = []  # of dead processes: a task without a reference would clean up
         self._running = False
         self._closed = False
 
@@ -154,7 +154,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         if owner is not None:
             owner.tasks.add(task)
         if self._closed or (owner is not None and owner.dead):
-            coro.close()  # it never begins, and Python would warn of a coroutine that nobody has awaited
+            coro.close()  # it never begins, and Python would warn that the coroutine was never awaited
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         return task
 

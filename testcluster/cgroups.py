@@ -65,7 +65,7 @@ def _enable_controllers(folder: Path) -> None:
 
 
 def launching(path: str, command: tuple[str, ...]) -> tuple[str, ...]:
-    """The command that enters cgroup `path`, leaves `command` behind there, and ends: nobody has to wait for that.
+    """Return the command that enters cgroup `path`, starts `command` there in the background, and exits.
 
     With version 1 it enters the tree that counts processor time, too, and none that would limit it.
     """

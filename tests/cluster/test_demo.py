@@ -34,7 +34,7 @@ def test_the_faults_of_a_short_story_are_healed_and_the_job_completes(tmp_path: 
     assert report.loss_after is not None
     assert report.loss_after < report.loss_before - 1.0, "the training must have gone on through all of it"
     outcomes = {outcome.fault: outcome for outcome in report.outcomes}
-    assert outcomes["slow link"].steps_lost == 0, "nobody was restarted for it"
+    assert outcomes["slow link"].steps_lost == 0, "no rank restarts for a slow link"
     before, after = (float(number) for number in outcomes["slow link"].gain.removeprefix("slowdown ").split(" → "))
     assert after < before
     assert outcomes["link well again"].reason.startswith("AsyncEDiT → Sync")

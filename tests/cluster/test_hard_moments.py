@@ -51,7 +51,7 @@ class TestLong:
         calm.until_over("worker-lost", known)
         calm.until_trained_on()
         assert len(calm.incident_names() - known) == 2, "one each"
-        # Whose Lease has run out meanwhile, and who finds another's then, ends and stands by.
+        # A leader whose Lease expired during the outage exits once another operator holds it, and becomes the standby.
         may_end = {led} if wait_for(release.leading_pod, 30, "one leads")["metadata"]["uid"] != led else set()
         after = operator_lives()
         assert after.keys() == lives.keys()

@@ -34,7 +34,7 @@ def diagnosis(job: Job) -> dict[str, Any]:
 
 
 def test_a_slow_way_between_two_nodes_is_a_link(cluster: Cluster, namespace: str) -> None:
-    """A side of a node, sending or receiving, is told by the same probe in tests/distributed/test_links.py."""
+    """tests/distributed/test_links.py covers the sending and the receiving side of a node with the same probe."""
     body = paced(
         "links",
         1_000_000,

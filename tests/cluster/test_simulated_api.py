@@ -62,7 +62,7 @@ def real(cluster: Cluster) -> Iterator[RealServer]:
     address = urlsplit(cluster.reader.url)
     assert address.hostname is not None
     if cluster.is_testcluster:
-        faults.restart_api_server()  # from here on it knows nothing of long ago, as each that has run for a while
+        faults.restart_api_server()  # revision 1 is then older than its watch cache
     connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
     with scratch_namespace(cluster) as namespace:
         wait_for(lambda: cluster.get("serviceaccount", "default", namespace), 20, "pods can be made")

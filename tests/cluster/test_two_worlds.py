@@ -18,7 +18,7 @@ from tests.support.operator_process import OperatorProcess
 pytestmark = pytest.mark.usefixtures("resources")
 
 SEEDS = (13, 15)
-"""They disturb nobody: out of memory, deleted by force; stopped twice, crashed, finished."""
+"""They affect no other job: out of memory, deleted by force; stopped twice, crashed, finished."""
 
 
 def test_both_worlds_tell_the_same(cluster: Cluster, operator_process: OperatorProcess) -> None:

@@ -1,6 +1,6 @@
 """Real ranks that become slow, under real sidecars and the operator's real decisions, without Prometheus.
 
-What their samples take passes by a fake clock, so that a busy machine makes nobody slow.
+What their samples take passes by a fake clock, so that a busy machine makes no rank slow.
 """
 
 from __future__ import annotations

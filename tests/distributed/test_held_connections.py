@@ -19,7 +19,7 @@ def test_the_connection_of_a_machine_that_is_gone_ends_and_says_since_when() -> 
                     assert holder.stdout.readline() == "holds\n"
                     time.sleep(UNHEARD_SECONDS + 2)  # that it only says nothing ends nothing
                     between.lose(operator, worker)
-                    unheard = float(holder.stdout.readline())  # nobody but the kernel ends the connection
+                    unheard = float(holder.stdout.readline())  # only the kernel ends the connection
                     assert unheard > UNHEARD_SECONDS - 1
                 finally:
                     other.kill()

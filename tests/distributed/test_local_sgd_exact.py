@@ -113,18 +113,18 @@ def test_sharded_equals_unsharded() -> None:
 def test_ways_that_must_not_change_a_bit(replicas: int, shards: int) -> None:
     """Overlap, activation checkpointing, torch.compile, CPU off-load, an evaluation that leaves parameters gathered."""
     plain = Run(OuterSGD(prefetch=0), eager=True, steps=(2,))
-    beside = replace(plain, settings=OuterSGD(), eager=False)
+    overlapped = replace(plain, settings=OuterSGD(), eager=False)
     runs = {
         "eager": plain,
         "eager, many at once": replace(plain, settings=OuterSGD(prefetch=9)),
         "no overlap": replace(plain, eager=False),
-        "overlap of one": replace(beside, settings=OuterSGD(prefetch=1)),
-        "overlap of all": replace(beside, settings=OuterSGD(prefetch=9)),
-        "activation checkpointing": replace(beside, checkpointing=True),
-        "compiled": replace(beside, compiled="whole"),
-        "compiled, block by block": replace(beside, compiled="blocks"),
-        "off-load": replace(beside, settings=OuterSGD(offload=True)),
-        "evaluation": replace(beside, evaluate=True),
+        "overlap of one": replace(overlapped, settings=OuterSGD(prefetch=1)),
+        "overlap of all": replace(overlapped, settings=OuterSGD(prefetch=9)),
+        "activation checkpointing": replace(overlapped, checkpointing=True),
+        "compiled": replace(overlapped, compiled="whole"),
+        "compiled, block by block": replace(overlapped, compiled="blocks"),
+        "off-load": replace(overlapped, settings=OuterSGD(offload=True)),
+        "evaluation": replace(overlapped, evaluate=True),
     }
 
     def rank_main(_rank: int) -> dict[str, list[str]]:
