@@ -318,7 +318,8 @@ class Job:
     def until_gone(self, timeout: float) -> None:
         """No object, no pod, no plan."""
         self.until(lambda: not self.exists(), timeout, f"{self.name} is deleted")
-        self.until(lambda: not self.pods(), 20, "its pods are gone, too")
+        left = self.pods()
+        assert not left, f"the job went before its pods: {[(pod['metadata'], pod['status']) for pod in left]}"
         self.until(lambda: not self.plan(), 20, "the plan is collected as garbage")
 
     def _list(self, group: str, plural: str, query: str = "") -> list[dict[str, Any]]:
