@@ -14,6 +14,9 @@ from .parts import BUDGET_LIMIT
 _LINES_OF_OTHERS = 60
 """A failed part that is not pytest's is shown again by this many last lines."""
 
+_NAMED_FAILURES = 12
+_MESSAGE_LENGTH = 200
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -36,7 +39,10 @@ def summarize_run(results: Sequence[Result], wall_seconds: float, folder: Path) 
             ' CONTRIBUTING.md ("What a test may cost") says what to do.'
         )
     total = sum((count_tests(result, folder) for result in results), Counts())
-    return "\n".join([*failures, format_table(results, wall_seconds), *verdict, format_closing_line(total)])
+    named = [line for result in results if result.status for line in name_failures(result.part.name, folder)]
+    table = format_table(results, wall_seconds)
+    # Failures are named again below the table: CI keeps the last lines of a log.
+    return "\n".join([*failures, table, *verdict, *named[:_NAMED_FAILURES], format_closing_line(total)])
 
 
 def exceeds_budget(results: Sequence[Result]) -> bool:
@@ -48,13 +54,22 @@ def exceeds_budget(results: Sequence[Result]) -> bool:
 def count_tests(result: Result, folder: Path) -> Counts:
     """Return the counts of a part's junit file. A part that failed without a failed test counts as one failure."""
     counts = Counts()
-    path = folder / f"{result.part.name}.xml"
-    if path.exists():
-        for suite in ElementTree.parse(path).iter("testsuite"):
-            failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
-            skipped = int(suite.get("skipped", 0))
-            counts += Counts(int(suite.get("tests", 0)) - failed - skipped, failed, skipped)
+    for suite in _read_elements(result.part.name, folder, "testsuite"):
+        failed = int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skipped = int(suite.get("skipped", 0))
+        counts += Counts(int(suite.get("tests", 0)) - failed - skipped, failed, skipped)
     return counts + Counts(failed=1) if result.status and not counts.failed else counts
+
+
+def name_failures(name: str, folder: Path) -> list[str]:
+    """Return one line a failed test of a part: its file and name, and how its message begins."""
+    return [
+        f"{name} FAILED {case.get('classname', '')}::{case.get('name', '')}: "
+        + " ".join(outcome.get("message", "").split())[:_MESSAGE_LENGTH]
+        for case in _read_elements(name, folder, "testcase")
+        for outcome in case
+        if outcome.tag in ("failure", "error")
+    ]
 
 
 def format_closing_line(counts: Counts) -> str:
@@ -93,6 +108,12 @@ def extract_failures(log: str) -> str:
     if found := re.search(r"^=+ (?:ERRORS|FAILURES) =+$", log, re.MULTILINE):
         return log[found.start() :]
     return "\n".join(log.splitlines()[-_LINES_OF_OTHERS:])
+
+
+def _read_elements(name: str, folder: Path, tag: str) -> list[ElementTree.Element]:
+    """Return all elements of a kind in the part's junit file, none if it wrote no file."""
+    path = folder / f"{name}.xml"
+    return list(ElementTree.parse(path).iter(tag)) if path.exists() else []
 
 
 def _repeat_failures(name: str, folder: Path) -> str:

@@ -57,6 +57,22 @@ def test_who_is_over_its_budget_is_named_and_why_a_part_failed_is_repeated(tmp_p
     assert lines[-2:] == ["Over their budget: a.", "0 passed, 1 failed"]
 
 
+def test_failed_tests_are_named_below_the_table(tmp_path: Path) -> None:
+    (tmp_path / "b.log").write_text("=== FAILURES ===\n")
+    (tmp_path / "b.xml").write_text(
+        '<testsuites><testsuite tests="3" failures="1" errors="1">'
+        '<testcase classname="tests.m" name="good"/>'
+        '<testcase classname="tests.m" name="bad"><failure message="assert 1 == 2&#10; +  where"/></testcase>'
+        '<testcase classname="tests.m" name="worse"><error message="failed on setup"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert summarize_run([result("b", 7, status=1)], 70, tmp_path).splitlines()[-3:] == [
+        "b FAILED tests.m::bad: assert 1 == 2 + where",
+        "b FAILED tests.m::worse: failed on setup",
+        "1 passed, 2 failed",
+    ]
+
+
 def test_a_part_that_fails_without_a_failed_test_counts_as_one(tmp_path: Path) -> None:
     assert count_tests(result("a", 1, status=2), tmp_path) == Counts(failed=1)
     (tmp_path / "a.xml").write_text(
