@@ -12,6 +12,7 @@ from pacekeeper_analysis.errors import InputError
 
 from .. import metrics
 from ..api import GROUP, MANAGER, VERSION, Job
+from ..cluster import REQUEST_SECONDS
 from ..limits import Backoff
 from ..services.operator import Operator
 from ..services.reconcile import clean_up, close_incidents, desk_for, hide, reconcile
@@ -73,6 +74,9 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
     finally:
         hide(job)
         operator.passes((job.namespace, job.name))
+        if "deletionTimestamp" in body["metadata"]:
+            # A pod whose creation is cut off may appear after the list that finds none, and so outlive its job.
+            await desk.errands.drain(REQUEST_SECONDS)
         await desk.errands.close()
         await desk.status_writer.close()
 

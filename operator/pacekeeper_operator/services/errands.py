@@ -96,6 +96,12 @@ class Errands:
         while self._under_way:
             await asyncio.wait(set(self._under_way.values()))
 
+    async def drain(self, seconds: float) -> None:
+        """Return when all that was sent is answered, after `seconds` at the latest. What has not begun is dropped."""
+        self._wanted = {}
+        if self._under_way:
+            await asyncio.wait(set(self._under_way.values()), timeout=seconds)
+
     async def close(self) -> None:
         """Ends what is under way: the API server may have done it all the same."""
         for task in self._under_way.values():

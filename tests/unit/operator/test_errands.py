@@ -153,3 +153,25 @@ async def test_closing_ends_what_is_under_way(doing: Doing) -> None:
     await doing.errands.close()
     assert not doing.errands.busy
     assert not doing.runtime.failed.is_set()
+
+
+async def test_draining_waits_for_what_was_sent_and_begins_nothing_more(doing: Doing) -> None:
+    waiting = [CreatePod(Worker(f"j-w{number}-0", number, 0)) for number in range(AT_ONCE + 1)]
+    for effect in waiting:
+        doing.held[effect.key] = asyncio.Event()
+    await doing.errands.send(waiting)
+    draining = asyncio.create_task(doing.errands.drain(600))
+    for effect in waiting:
+        await asyncio.sleep(0)
+        assert not draining.done()
+        doing.held[effect.key].set()
+    await asyncio.wait_for(draining, 10)
+    assert doing.done == [effect.key for effect in waiting[:AT_ONCE]]
+
+
+async def test_draining_does_not_wait_for_ever(doing: Doing) -> None:
+    doing.held[A.key] = asyncio.Event()
+    await doing.errands.send([A])
+    await asyncio.wait_for(doing.errands.drain(0.01), 10)
+    assert doing.errands.busy
+    await doing.errands.close()

@@ -10,9 +10,11 @@ import kopf
 import pytest
 
 from pacekeeper_operator.api import ANNOTATION_PROFILE, Job
+from pacekeeper_operator.effects import CreatePod
 from pacekeeper_operator.handlers import trainingjobs
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.services.desk import Desk
+from pacekeeper_operator.state import Worker
 from tests.support.worlds import training
 from tests.unit.operator.test_desk import at
 
@@ -90,6 +92,36 @@ async def test_what_comes_while_its_pass_waits_for_its_turn_is_in_that_pass(monk
     stopped.set()
     await asyncio.wait_for(loop, 10)
     assert seen == [4]
+
+
+async def test_a_pod_under_creation_is_there_before_a_deleted_job_is_cleaned_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else it appears after the list that finds none, and outlives its job."""
+    place = await at(training())
+    operator, body, stopped = place.operator, manifest(), Stopped()
+    sent, answered, created = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def create(effect: Any) -> float:
+        sent.set()
+        await answered.wait()
+        created.append(effect.key)
+        return 0.0
+
+    async def reconcile(_: Any, desk: Desk) -> float:
+        desk.errands.carry_out = create
+        await desk.errands.send([CreatePod(Worker("j-w0-0", 0, 0))])
+        return 3600.0
+
+    monkeypatch.setattr(trainingjobs, "reconcile", reconcile)
+    loop = asyncio.create_task(trainingjobs._keep(operator, Job.parse(body), cast(Any, body), cast(Any, stopped)))
+    await asyncio.wait_for(sent.wait(), 10)
+    body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    stopped.set()
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not loop.done()
+    answered.set()
+    await asyncio.wait_for(loop, 10)
+    assert created
 
 
 async def test_what_another_controller_says_of_it_does() -> None:
