@@ -214,10 +214,16 @@ def test_a_rank_that_ends_well_after_sigterm_does_not_make_the_worker_look_finis
 
 def test_a_rank_that_leaves_unasked_is_no_failure(running: Machine) -> None:
     """The library's ranks leave together when one of them is told to."""
-    assert running.see(ranks=failed(0, 143)) == []
+    assert running.see(ranks=failed(0, 143, steered=True)) == []
     assert running.see(after=SETTINGS.settle) == [Kill()]
     assert notified(running.see(ranks=GONE, after=60)) == []
     assert running.state.ending is Ending.LEFT
+
+
+def test_the_same_code_of_a_script_that_is_only_watched_is_a_failure(running: Machine) -> None:
+    assert running.see(ranks=failed(0, 143)) == [Kill()]
+    (told,) = [command.fault for command in running.see(ranks=GONE, after=60) if isinstance(command, Notify)]
+    assert (told.kind, told.rank, told.exit_code) == (FaultKind.RANK_FAILED, 0, 143)
 
 
 def test_finished_ranks_wait_for_the_others_and_exit_with_them(running: Machine) -> None:

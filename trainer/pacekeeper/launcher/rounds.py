@@ -34,6 +34,8 @@ class RankSeen:
     step: int = -1
     error: str = ""  # last lines of its standard error
     lost_peer: bool = False  # it failed because a peer was gone (diagnose.crash)
+    ended_peer: int = -1  # rank that had exited with code 0 by then, where it failed for want of that
+    steered: bool = False  # the library leaves with LEFT_EXIT_CODE once the ranks have agreed to
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,7 @@ def _note_failure(turn: _Turn, rank: RankSeen) -> None:
         out_of_memory=rank.out_of_memory,
         completed_step=rank.completed_step,
         step=rank.step,
+        ended_peer=rank.ended_peer,
         error=rank.error,
     )
     turn.set(failure=fault, failed_at=turn.now)
@@ -241,7 +244,7 @@ def _note_failure(turn: _Turn, rank: RankSeen) -> None:
 
 def _ending_of(rank: RankSeen) -> Ending:
     assert rank.exit_code is not None
-    if rank.exit_code == LEFT_EXIT_CODE:
+    if rank.exit_code == LEFT_EXIT_CODE and rank.steered:
         return Ending.LEFT
     if rank.lost_peer:
         return Ending.CONNECTION
