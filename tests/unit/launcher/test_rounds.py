@@ -116,6 +116,24 @@ def test_a_failure_that_followed_from_a_peers_is_kept_quiet(running: Machine) ->
     assert notified(running.see(after=60)) == []
 
 
+@pytest.mark.parametrize(("lost_peer", "ended_peer"), [(True, 2), (False, -1)])
+def test_who_failed_for_want_of_ranks_that_had_ended_well_elsewhere_says_so(
+    running: Machine, lost_peer: bool, ended_peer: int
+) -> None:
+    running.see(ranks=failed(1, 1, lost_peer=lost_peer))
+    running.see(ranks=GONE, view=GATHERING)
+    told, _ = running.see(view=replace(ROUND_1, round=2, ended_by=SETTINGS.worker, finished_rank=2))
+    assert isinstance(told, Notify)
+    assert told.fault.ended_peer == ended_peer
+
+
+def test_finished_ranks_are_told_of_until_another_round_is_finished(running: Machine) -> None:
+    running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1)))
+    running.see(view=replace(GATHERING, round=1))
+    said = report(running.state, PLAN, SETTINGS)
+    assert (said.status, said.finished_round, said.first_rank) == (Status.READY, 1, 0)
+
+
 def test_a_failure_is_told_when_the_peers_say_nothing(running: Machine) -> None:
     running.see(ranks=failed(1, 1))
     assert notified(running.see(ranks=GONE)) == []

@@ -106,6 +106,7 @@ class RoundState:
     failure: Fault | None = None  # of `round`, held back until the peers have said whose failure came first
     failed_at: float = 0.0
     ran: bool = False  # a round of this membership
+    finished_round: int = 0  # the last one in which all ranks here have ended well
     restarts: int = 0
     barren: int = 0  # rounds in a row without a completed step
     gathering_since: float = 0.0
@@ -195,6 +196,8 @@ def report(state: RoundState, plan: WorkerPlan, settings: LauncherSettings) -> R
         workers=plan.workers,
         first_round=plan.round,
         restart_limit=plan.restarts,
+        first_rank=min(plan.ranks, default=-1),
+        finished_round=state.finished_round,
     )
 
 
@@ -212,7 +215,7 @@ def _look_at_ranks(turn: _Turn) -> None:
         elif failures:
             _note_failure(turn, min(failures, key=_ending_of))
         elif len(exits) == len(ranks):
-            turn.set(stage=LauncherState.FINISHED)
+            turn.set(stage=LauncherState.FINISHED, finished_round=state.running)
             _end_ranks(turn)
     elif all(rank.gone for rank in ranks):
         stays = state.stage in {LauncherState.FINISHED, LauncherState.LOST}
@@ -297,7 +300,8 @@ def _settle_failure(turn: _Turn) -> None:
         return
     if view is not None and view.membership == state.membership and _is_settled(view, state.failure.round):
         if view.ended_by in {"", turn.settings.worker}:
-            turn.do(Notify(state.failure))
+            followed = state.ending is Ending.CONNECTION and state.failure.ended_peer < 0
+            turn.do(Notify(replace(state.failure, ended_peer=view.finished_rank) if followed else state.failure))
         turn.set(failure=None)
     elif turn.now - state.failed_at >= turn.settings.settle:
         turn.do(Notify(state.failure))
