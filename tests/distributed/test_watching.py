@@ -339,6 +339,7 @@ def test_keeping_state_is_a_phase_of_its_own_and_leaving_the_group_ends_the_trai
             model(torch.ones(2)).sum().backward()
             optimizer.step()
             file = Told()
+            seen.clear()
             torch.save(model.state_dict(), file)
             file.seek(0)
             saved = set(seen)
