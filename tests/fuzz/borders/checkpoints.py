@@ -57,7 +57,7 @@ def volume() -> dict[str, Any]:
     group = cast(CpuGroup, SimpleNamespace(group=ALONE, all_agree=bool, gather=lambda mine: [mine]))
     with tempfile.TemporaryDirectory() as place:
         folder = CheckpointFolder(Path(place), round_=1)
-        folder.own()
+        folder.claim()
         with (
             patch.object(exchange, "collect", lambda mine, _: [mine]),
             patch.object(exchange, "scatter", lambda each, _: each[0]),
@@ -83,7 +83,7 @@ def on_a_volume() -> Iterator[Enter]:
             for name, data in files.items():
                 (Path(place) / name).write_bytes(written(data))
             folder = CheckpointFolder(Path(place), round_=2)
-            folder.own()
+            folder.claim()
             for manifest in folder.published():
                 empty = state(0.0)
                 try:
