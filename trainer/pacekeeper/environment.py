@@ -27,7 +27,7 @@ class JobIdentity:
     """`namespace/name` of a TrainingJob. Without an operator: the absolute path of the script, so that the same script
     started again is the same job. "": unknown, and nothing is checked."""
     uid: str = ""
-    """Of the TrainingJob, or of one `pacekeeper run --local`: a job that is applied again has a new one. "": unknown."""
+    """Of the TrainingJob, or of one `pacekeeper run --local`: applied again, a job has a new one. "": unknown."""
 
     @classmethod
     def read(cls, variables: Mapping[str, str]) -> JobIdentity:

@@ -107,7 +107,14 @@ class Claimant:
                 f"has no checkpoints, and spec.checkpoint.adopt says that those of {self.adopt} are there; set "
                 "spec.checkpoint.path and subPath to where they are, or remove spec.checkpoint.adopt"
             )
-        if owner is not None and owner.job == self.job.name and _is_another_run(owner, self.job):
+        if owner is None or owner.job != self.job.name:
+            return ""
+        if not _is_another_run(owner, self.job) and self.round == 0 < owner.round:
+            return (
+                "belongs to the ranks of this job, and this process is none of them. To evaluate its checkpoints, open "
+                "the folder with pk.Checkpoints(read_only=True)"
+            )
+        if _is_another_run(owner, self.job):
             if self.job.uid and self.job.uid in owner.superseded:
                 return (
                     f"belongs to a later run of this job by now, {owner.names()}; this one ({self.job.uid}) is over. "
