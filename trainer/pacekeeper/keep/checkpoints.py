@@ -360,5 +360,7 @@ def _check_writable(path: Path) -> None:
     except OSError as error:
         raise InputError(
             f"spec.checkpoint.path: {path} is not writable ({error.strerror}); mount a volume there that user "
-            f"{os.getuid()} may write to (spec.checkpoint.volumeClaimName, fsGroup), or choose another path"
+            f"{os.getuid()} may write to (spec.checkpoint.volumeClaimName, fsGroup), or choose another path (of a claim, "
+            'the kubelet makes the folder spec.checkpoint.subPath, with the mode of the claim and as root; subPath: "" '
+            "mounts the claim itself)"
         ) from error
