@@ -83,7 +83,7 @@ def test_a_job_that_is_not_the_owner_changes_nothing_and_one_that_loses_the_fold
     assert set(values) == {"weight", "bias"}
     assert content(volume) == before, "neither a job of another name, nor another model, nor an evaluation changed it"
 
-    def until_taken(rank: int) -> str:
+    def until_taken(_: int) -> str:
         def adopt(rank: int, number: int) -> None:
             if rank == 0 and number == 5:
                 CheckpointFolder(volume, 1, job=JobIdentity("team/other", "uid-3"), adopt="team/one").claim()

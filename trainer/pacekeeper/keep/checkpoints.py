@@ -78,6 +78,8 @@ class CheckpointFolder:
         self.round = round_
         self.job = job
         self.read_only = read_only
+        self.run_mark = job.mark
+        """In the names of what this run writes: all its ranks have rank 0's."""
         self.taken_by = ""
         """Who owns the folder now, in words, where that is no later round of this run; "": nobody has taken it."""
         self._keep = keep
@@ -141,7 +143,7 @@ class CheckpointFolder:
 
     def partial(self, step: int) -> Path:
         """Where this round writes the checkpoint of `step`."""
-        return self.path / f"step-{step:08d}.partial-r{self.round}-{self.job.mark}"
+        return self.path / f"step-{step:08d}.partial-r{self.round}-{self.run_mark}"
 
     def publish(self, manifest: Manifest) -> bool:
         """Makes what lies in `partial` the checkpoint of its step, then forgets the oldest ones.
@@ -159,7 +161,7 @@ class CheckpointFolder:
             shutil.rmtree(partial, ignore_errors=True)
             return False
         if final.exists():  # torn, or of another number of ranks: else the job would have gone on from it
-            fresh = self.path / f"{final.name}.new-r{self.round}-{self.job.mark}"
+            fresh = self.path / f"{final.name}.new-r{self.round}-{self.run_mark}"
             shutil.rmtree(fresh, ignore_errors=True)  # of an attempt that failed
             partial.rename(fresh)
             _sync_folder(self.path)
@@ -360,7 +362,7 @@ def _check_writable(path: Path) -> None:
     except OSError as error:
         raise InputError(
             f"spec.checkpoint.path: {path} is not writable ({error.strerror}); mount a volume there that user "
-            f"{os.getuid()} may write to (spec.checkpoint.volumeClaimName, fsGroup), or choose another path (of a claim, "
-            'the kubelet makes the folder spec.checkpoint.subPath, with the mode of the claim and as root; subPath: "" '
-            "mounts the claim itself)"
+            f"{os.getuid()} may write to (spec.checkpoint.volumeClaimName, fsGroup), or choose another path. The kubelet "
+            "makes the folder spec.checkpoint.subPath of a claim as root, with the mode of the claim itself, which "
+            'subPath: "" mounts'
         ) from error

@@ -141,7 +141,8 @@ class Store:
                 folder.claim()
             except InputError as error:
                 refusal = str(error)
-        if refusal := broadcast(refusal, self._peers.group):
+        refusal, folder.run_mark = broadcast((refusal, folder.run_mark), self._peers.group)
+        if refusal:
             raise InputError(refusal)
 
     def equalise_others(self, but: tuple[type, ...]) -> None:
