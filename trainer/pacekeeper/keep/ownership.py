@@ -78,10 +78,10 @@ class Claimant:
     """Name of the job whose checkpoints it takes over; "": of none."""
 
     def accepts(self, owner: FolderOwner | None) -> frozenset[str] | None:
-        """Names of the jobs whose checkpoints it may go on from, and delete in time; None: of all."""
+        """Names of the jobs whose checkpoints it may go on from; None: of all."""
         if not self.job.name:
             return None
-        adopted = owner.adopted if owner is not None and owner.job == self.job.name else ()
+        adopted = owner.adopted if owner is not None and owner.job in (self.job.name, self.adopt) else ()
         return frozenset({self.job.name, "", *adopted, *([self.adopt] if self.adopt else [])})
 
     def refusal(self, owner: FolderOwner | None, newest: str | None) -> str:
@@ -132,7 +132,7 @@ class Claimant:
         """The next owner of the folder. `newest`: as in `refusal`."""
         before = owner or FolderOwner("")
         job = before.job or newest or ""
-        adopted = [*(before.adopted if before.job == self.job.name else ()), job]
+        adopted = [*before.adopted, job]
         uids = [uid for uid in (*before.superseded, before.uid) if uid and uid != self.job.uid]
         return FolderOwner(
             f"r{self.round}-{secrets.token_hex(8)}",
