@@ -39,12 +39,12 @@ MAX_FAULT_BYTES = 2**20
 MAX_EVIDENCE_BYTES = 4 * 2**20
 """Evidence holds a window a rank."""
 MAX_HEARTBEAT_MARKS = 4_096
-MAX_FAULT_MARKS = 24_000
+MAX_FAULT_MARKS = 27_000
 MAX_EVIDENCE_MARKS = 200_000
 """Brackets that open and commas, outside of strings and in those that are lists themselves (a rank's `entered`). What
 JSON becomes in memory, and how long that takes, goes by them: a MiB of `{}` holds up the event loop for 0.1 s. The
-fullest heartbeat has 93, 11 a rank and 38 a GPU, the fullest fault of 1,024 ranks 21,700, of 128 ranks in 64 groups
-each 12,100.
+fullest heartbeat has 93, 11 a rank and 38 a GPU, the fullest fault of 1,024 ranks 24,800, of 128 ranks in 64 groups
+each 12,500.
 """
 MAX_LEVELS = 32
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"{[]}")

@@ -54,6 +54,7 @@ TRUSTED = {
         "trainer/pacekeeper/observe/behaviour/watch.py:BehaviourWatch._kept_early",
         "trainer/pacekeeper/observe/behaviour/watch.py:_PlanFile.profile",
     ),
+    "the script's own call, passed on": ("trainer/pacekeeper/observe/watching.py:_watch_files",),
     "only whether it can be read counts": ("trainer/pacekeeper/integrations/huggingface.py:_has_state",),
     "another probe pod, which knows the secret; bounded, and a traceback ends the probe alone": (
         "operator/pacekeeper_operator/probe.py:_receive_block",

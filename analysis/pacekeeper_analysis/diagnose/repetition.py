@@ -32,8 +32,8 @@ class Repetition:
 
     def after_hang(self, verdict: HangVerdict, stalls: Sequence[Fault]) -> Repetition:
         """The same by a hang, of which `stalls` tell. A process that was stopped, and a link, do not count."""
-        newest = max(stalls, key=lambda fault: fault.round)
-        steps = [rank.step for fault in stalls for rank in fault.ranks if rank.rank in verdict.ranks]
+        newest, culprits = max(stalls, key=lambda fault: fault.round), frozenset(verdict.ranks)
+        steps = [rank.step for fault in stalls for rank in fault.ranks if rank.rank in culprits]
         return self._at(min(steps), newest) if steps and verdict.kind in _HANGS_OF_SCRIPTS else self
 
     def __str__(self) -> str:
