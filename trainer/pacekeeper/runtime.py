@@ -27,7 +27,7 @@ class Runtime:
 
     def make(self) -> Runtime:
         """Makes the folder and its parts where they are missing."""
-        told = (self.faults, self.links, self.patterns, self.stacks)
+        told = (self.faults, self.links, self.patterns, self.stacks, self.errors)
         for folder in (self.root, *told, self.rings, self.communicators, self.paths, self.snapshots):
             folder.mkdir(parents=True, exist_ok=True)
         return self
@@ -104,6 +104,11 @@ class Runtime:
     @property
     def stacks(self) -> Path:
         return self.root / "stacks"
+
+    @property
+    def errors(self) -> Path:
+        """Where torch's @record writes a rank's exception, by local rank, unless there are log files."""
+        return self.root / "errors"
 
     @property
     def patterns(self) -> Path:

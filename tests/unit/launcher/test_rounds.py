@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -185,7 +186,7 @@ def test_a_new_version_of_the_same_membership_changes_nothing(running: Machine) 
 
 
 def test_sigterm_is_passed_on_once_and_answered_with_143(running: Machine) -> None:
-    commands = running.see(told_to_end=True)
+    commands = running.see(told_to_end=signal.SIGTERM)
     assert notified(commands) == [FaultKind.TERMINATING]
     assert Terminate() in commands
     assert running.see(after=1) == []
@@ -197,14 +198,21 @@ def test_sigterm_is_passed_on_once_and_answered_with_143(running: Machine) -> No
     assert end.code == 143
 
 
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)])
+def test_the_exit_code_tells_which_signal_ended_the_run(running: Machine, signum: signal.Signals, code: int) -> None:
+    assert Terminate() in running.see(told_to_end=signum)
+    running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=-signum) for rank in (0, 1)))
+    assert running.see() == [Exit(code, f"told to end ({signum.name})")]
+
+
 def test_ranks_that_do_not_leave_are_killed_when_the_grace_period_ends(running: Machine) -> None:
-    running.see(told_to_end=True)
+    running.see(told_to_end=signal.SIGTERM)
     assert running.see(after=SETTINGS.grace - 1) == []
     assert running.see(after=1) == [Kill()]
 
 
 def test_a_rank_that_ends_well_after_sigterm_does_not_make_the_worker_look_finished(running: Machine) -> None:
-    running.see(told_to_end=True)
+    running.see(told_to_end=signal.SIGTERM)
     ended = tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1))
     running.see(ranks=ended)
     (end,) = running.see()
@@ -241,7 +249,7 @@ def test_a_finished_launcher_is_ready_again_when_a_peer_fails(running: Machine) 
 def test_a_finished_launcher_that_is_told_to_end_has_succeeded(running: Machine) -> None:
     running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1)))
     running.see()
-    assert Exit(0, "its ranks have finished") in running.see(told_to_end=True)
+    assert Exit(0, "its ranks have finished") in running.see(told_to_end=signal.SIGTERM)
 
 
 def test_what_a_finished_rank_has_left_running_is_killed(running: Machine) -> None:

@@ -10,9 +10,10 @@ import signal
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING
 
 from pacekeeper import cgroup
@@ -22,9 +23,11 @@ from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from . import processes
+from .end_signals import handled_signals
 from .gpu import GpuEvent, open_gpus
 from .heartbeat import HeartbeatFile, SignOfLife, next_beat
 from .inspection import Inspector
+from .log_files import ERROR_FILE, RankOutput, error_file
 from .meeting import Status
 from .nccl import crashed, has_gpus, plugin_after, plugin_environment, usable_plugin
 from .network import bind, interface_of
@@ -32,6 +35,7 @@ from .path_finder import PathFinder
 from .plans import PlanFile
 from .probe import ProbeHost, Prober
 from .rank import RankStart
+from .rank_options import RankOptions, rank_environment
 from .ranks import RankProcesses
 from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, is_alone, report
 from .settings import LauncherSettings
@@ -62,6 +66,8 @@ class Script:
     name: str  # path, or the name of a module
     is_module: bool
     arguments: tuple[str, ...]
+    is_program: bool = False  # not Python's: `name` is what is executed
+    options: RankOptions = field(default_factory=RankOptions)
 
 
 class Launcher:
@@ -80,7 +86,7 @@ class Launcher:
         self._settings = settings
         self._runtime = runtime
         self._warm = warm
-        self._ranks = RankProcesses(warm, runtime)
+        self._ranks = RankProcesses(warm, runtime, RankOutput(script.options))
         self._state = RoundState()
         self._plan = PlanFile(runtime.plan)
         self._heartbeat = heartbeat
@@ -103,14 +109,14 @@ class Launcher:
         self._gpus = open_gpus()
         self._gpus_at = 0.0
         self._gpu_faults: set[str] = set()
-        self._told_to_end = False
+        self._told_to_end: signal.Signals | None = None
         self._exit: Exit | None = None
 
     async def run(self) -> int:
         """The launcher's exit code."""
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._end)
+        for signum in handled_signals():
+            loop.add_signal_handler(signum, self._end, signum)
         loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
         self._listen_to_warm()
         await self._probe_host.serve(self._probe_listener)
@@ -129,6 +135,8 @@ class Launcher:
             self._probe_host.close()
             self._ranks.close()
             self._sign.end()
+        if self._exit.code:
+            self._ranks.pass_error_on(os.environ)
         log.info("ends with code %d: %s", self._exit.code, self._exit.why)
         await self._part_from_peers(self._exit.code)
         return self._exit.code
@@ -162,8 +170,8 @@ class Launcher:
                 words = f"the process that ranks are forked from has not started within {limit:g} s"
                 self._exit = Exit(1, f"{words}; mend the storage of the image, or raise PACEKEEPER_IMPORT_SECONDS")
 
-    def _end(self) -> None:
-        self._told_to_end = True
+    def _end(self, signum: signal.Signals) -> None:
+        self._told_to_end = self._told_to_end or signum
         self._wake.set()
 
     async def _turn(self) -> None:
@@ -220,7 +228,7 @@ class Launcher:
             plan=plan,
             view=self._client.view,
             ranks=self._ranks.seen(),
-            told_to_end=self._told_to_end,
+            told_to_end=self._told_to_end or 0,
             operator_age=self._operator_age(),
             peers_age=self._peers_age(plan),
         )
@@ -243,7 +251,7 @@ class Launcher:
             case Start():
                 self._start_round(command)
             case Terminate():
-                self._ranks.signal(signal.SIGTERM)
+                self._ranks.signal(self._told_to_end or signal.SIGTERM)
             case Kill():
                 self._inspector.stop()
                 self._ranks.signal(signal.SIGKILL)
@@ -379,14 +387,14 @@ def rank_starts(
         "LOCAL_WORLD_SIZE": str(len(plan.ranks)),
         "GROUP_RANK": str(plan.ranks[0] * plan.workers // plan.world_size),  # of the worker
         "GROUP_WORLD_SIZE": str(plan.workers),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": script.options.role,
         "ROLE_WORLD_SIZE": str(plan.world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(command.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(command.round - 1),  # scripts ask it whether this is their first start
         "TORCHELASTIC_MAX_RESTARTS": str(plan.restarts),
-        "TORCHELASTIC_RUN_ID": os.environ.get("PACEKEEPER_JOB", "local"),
+        "TORCHELASTIC_RUN_ID": script.options.run_id or os.environ.get("PACEKEEPER_JOB", "local"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "PACEKEEPER_ROUND": str(command.round),
         "PACEKEEPER_RUNTIME": str(runtime.root),
@@ -407,12 +415,13 @@ def rank_starts(
             round=command.round,
             script=script.name,
             is_module=script.is_module,
-            arguments=list(script.arguments),
+            arguments=[Template(text).safe_substitute(local_rank=local_rank) for text in script.arguments],
             environment={
                 **environment,
                 "RANK": str(rank),
-                "LOCAL_RANK": str(local_rank),
+                **rank_environment(script.options, local_rank, os.environ),
                 "ROLE_RANK": str(rank),
+                ERROR_FILE: str(error_file(script.options, command.round - 1, local_rank, runtime.errors)),
                 "PACEKEEPER_RING": str(runtime.ring(local_rank)),
                 "PACEKEEPER_PATHS": str(runtime.paths_of(local_rank)),
                 **plugin_environment(os.environ, profiler, runtime.transport(local_rank)),
@@ -420,6 +429,7 @@ def rank_starts(
             ring=str(runtime.ring(local_rank)),
             stack=str(runtime.stack(local_rank)),
             threads=threads,
+            is_program=script.is_program,
         )
         for local_rank, rank in enumerate(plan.ranks)
     ]

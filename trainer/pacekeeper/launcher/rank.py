@@ -19,7 +19,8 @@ import numpy as np
 
 from pacekeeper.observe.ring import create_ring
 
-from . import processes
+from . import end_signals, processes
+from .program import become_program
 
 STACK_SIGNAL = signal.SIGRTMIN + 10
 """On this signal a rank writes its Python stacks to its stack file, whatever it is doing."""
@@ -39,6 +40,7 @@ class RankStart:
     ring: str  # path of its ring of records
     stack: str  # path of its stack file
     threads: int  # of torch's operations; 0: torch's default
+    is_program: bool = False  # the script is any program, and the rank becomes it
 
 
 def run_rank(start: RankStart, parent: int, stdout: int, stderr: int) -> NoReturn:
@@ -49,6 +51,8 @@ def run_rank(start: RankStart, parent: int, stdout: int, stderr: int) -> NoRetur
     _connect_output(stdout, stderr)
     os.environ.update(start.environment)
     create_ring(Path(start.ring), start.rank, start.round)
+    if start.is_program:
+        become_program(start.script, start.arguments, STACK_SIGNAL)
     _write_stacks_on_signal(start.stack)
     np.random.seed()  # a forked generator would be the same in every rank; Python's own reseeds itself
     if start.threads:
@@ -114,7 +118,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _reset_signals() -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+    for signum in (*end_signals.handled_signals(), signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

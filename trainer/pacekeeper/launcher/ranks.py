@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,8 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.transport import running_in_words
 
 from . import processes
-from .output import OutputPipe
+from .end_signals import caught_signals, signal_for_rank
+from .log_files import ERROR_FILE, RankOutput, RankStream, explain, pass_error_on, recorded_error
 from .rank import RankStart
 from .rounds import RankSeen
 from .stacks import StackFile
@@ -39,13 +40,18 @@ log = logging.getLogger(__name__)
 @dataclass
 class _Rank:
     start: RankStart
-    stdout: OutputPipe
-    stderr: OutputPipe
+    stdout: RankStream
+    stderr: RankStream
     pid: int | None = None  # None: not forked yet
     exit_code: int | None = None
     epitaph: str = ""  # what else is known of its end
+    recorded: str = ""  # what torch's @record has written of it
     ring: RingReader | None = None
     transport: TransportReader | None = None
+
+    @property
+    def error_file(self) -> Path:
+        return Path(self.start.environment[ERROR_FILE])
 
     @property
     def gone(self) -> bool:
@@ -58,6 +64,7 @@ class RankProcesses:
 
     warm: Warm
     runtime: Runtime
+    output: RankOutput = field(default_factory=RankOutput)
     _ranks: list[_Rank] = field(default_factory=list)
     _oom_kills: int = 0  # at the round's start
 
@@ -69,28 +76,31 @@ class RankProcesses:
         self._ranks = []
         for local, start in enumerate(starts):
             self.runtime.transport(local).unlink(missing_ok=True)
-            prefix = f"[{start.rank}] ".encode() if len(starts) > 1 else b""
-            stdout, stderr = OutputPipe(sys.stdout.buffer, prefix), OutputPipe(sys.stderr.buffer, prefix)
+            stdout, stderr = self.output.open(start, local, several=len(starts) > 1)
             self.warm.fork(start, stdout.write_end, stderr.write_end)
             os.close(stdout.write_end)
             os.close(stderr.write_end)
             self._ranks.append(_Rank(start, stdout, stderr))
 
     def signal(self, signum: signal.Signals) -> None:
-        """SIGKILL goes to all that a rank has started, other signals to the rank itself."""
+        """Send SIGKILL to all that a rank has started, others to the rank itself, in the form that it handles.
+
+        A rank that is any program may be a shell, which passes nothing on: its whole group gets it, as under torchrun.
+        """
         for rank in self._ranks:
             if rank.pid is None:
                 continue
-            if signum is signal.SIGKILL:
+            if signum is signal.SIGKILL or (rank.start.is_program and rank.exit_code is None):
                 processes.kill_group(rank.pid, signum)
             elif rank.exit_code is None:
                 with suppress(ProcessLookupError):  # it has ended, and the warm process has not said so yet
-                    os.kill(rank.pid, signum)
+                    os.kill(rank.pid, signal_for_rank(signum, caught_signals(rank.pid)))
 
     def close(self) -> None:
         """Ends all that is left."""
         self.signal(signal.SIGKILL)
         self._close_output()
+        self.output.close()
 
     def _close_output(self) -> None:
         for rank in self._ranks:
@@ -109,6 +119,15 @@ class RankProcesses:
                 case Exited():
                     rank.exit_code = news.code
                     rank.stderr.pump()  # its last words
+                    if news.code:
+                        rank.recorded = recorded_error(rank.error_file)
+
+    def pass_error_on(self, environment: Mapping[str, str]) -> None:
+        """Copy what @record has written of the rank that explains the end best to the launcher's own error file."""
+        told = [rank for rank in self._ranks if rank.recorded and rank.exit_code]
+        told.sort(key=lambda rank: lost_a_peer(rank.exit_code or 0, rank.recorded))
+        for rank in told[:1]:
+            pass_error_on(rank.error_file, environment)
 
     def change_warm(self, warm: Warm, why: str) -> None:
         """The warm process has ended, and by the kernel's hand what it has forked. `why`: in words."""
@@ -177,11 +196,15 @@ class RankProcesses:
                 completed_step=local in states and int(states[local]["steps_in_round"]) > 0,
                 watched=local in states,
                 step=int(states[local]["step"]) if local in states else -1,
-                error="\n".join(filter(None, (tail := rank.stderr.tail(), rank.epitaph))) if rank.exit_code else "",
+                error="\n".join(filter(None, (tail := _last_words(rank), rank.epitaph))) if rank.exit_code else "",
                 lost_peer=rank.exit_code is not None and rank.exit_code != 0 and lost_a_peer(rank.exit_code, tail),
             )
             for local, rank in enumerate(self._ranks)
         ]
+
+
+def _last_words(rank: _Rank) -> str:
+    return explain(rank.stderr.tail(), rank.recorded)
 
 
 def _state(rank: _Rank, runtime: Runtime, local_rank: int) -> np.void | None:

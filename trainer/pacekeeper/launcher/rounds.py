@@ -6,6 +6,7 @@ the edge (`launcher.py`) carries out. It is level-triggered: it acts on what is 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +45,7 @@ class Seen:
     plan: WorkerPlan | None = None
     view: View | None = None  # the newest of the meeting that the launcher has joined
     ranks: Sequence[RankSeen] = ()
-    told_to_end: bool = False  # SIGTERM
+    told_to_end: int = 0  # number of the signal that said so; 0: none did
     operator_age: float = float("inf")  # seconds since the operator was heard
     peers_age: float = float("inf")  # seconds since a peer was heard in the meeting; 0 where there is none to hear
 
@@ -153,7 +154,8 @@ def decide(state: RoundState, seen: Seen, now: float, settings: LauncherSettings
     _settle_failure(turn)
     if seen.told_to_end:
         turn.notify_once(turn.fault(FaultKind.TERMINATING))
-        _leave_for_good(turn, code=LEFT_EXIT_CODE, why="told to end (SIGTERM)")
+        signum = signal.Signals(seen.told_to_end)
+        _leave_for_good(turn, code=128 + signum, why=f"told to end ({signum.name})")
     elif seen.plan is None:
         turn.set(stage=LauncherState.WARM)
     elif seen.plan.stop is Stop.FINISH and not turn.state.running:

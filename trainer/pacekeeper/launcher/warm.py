@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from . import processes
+from . import end_signals, processes
 from .rank import RankStart, run_rank
 
 PREIMPORTS = (
@@ -167,8 +167,8 @@ def _serve(connection: socket.socket) -> NoReturn:
     """The warm process's life: fork ranks, and say when they end."""
     gc.freeze()  # the collector then writes to no page that the forks share
     # A terminal's Ctrl-C reaches the whole group; the launcher decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for signum in end_signals.handled_signals():
+        signal.signal(signum, signal.SIG_IGN)
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, _do_nothing)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
