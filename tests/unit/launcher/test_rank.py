@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Runner:
         self.folder = folder
         self.warm = start()
 
-    def start(self, script: str, *arguments: str, module: str = "", **environment: str) -> int:
+    def start(self, script: str, *arguments: str, module: str = "", program: str = "", **environment: str) -> int:
         """The rank's process id."""
         path = self.folder / f"{module or 'script'}.py"
         path.write_text(script)
@@ -44,13 +45,14 @@ class Runner:
             key="1",
             rank=3,
             round=2,
-            script=module or str(path),
+            script=program or module or str(path),
             is_module=bool(module),
             arguments=list(arguments),
             environment=environment,
             ring=str(self.folder / "ring"),
             stack=str(self.folder / "stack"),
             threads=0,
+            is_program=bool(program),
         )
         outputs = [os.open(self.folder / name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC) for name in ("out", "err")]
         self.warm.fork(start, *outputs)
@@ -65,8 +67,8 @@ class Runner:
         assert isinstance(news, Exited)
         return Ended(pid, news.code, (self.folder / "out").read_text(), (self.folder / "err").read_text())
 
-    def run(self, script: str, *arguments: str, module: str = "", **environment: str) -> Ended:
-        return self.end(self.start(script, *arguments, module=module, **environment))
+    def run(self, script: str, *arguments: str, module: str = "", program: str = "", **environment: str) -> Ended:
+        return self.end(self.start(script, *arguments, module=module, program=program, **environment))
 
     def _next(self) -> Forked | Exited:
         # The warm process imports torch first, which on a machine that has never read it takes tens of seconds.
@@ -156,6 +158,38 @@ def test_arguments_environment_and_main_are_the_scripts(runner: Runner) -> None:
 
 def test_a_module_is_run_as_python_m_would(runner: Runner) -> None:
     assert runner.run("print(__name__, __spec__.name)", module="job").stdout == "__main__ job\n"
+
+
+PROGRAM = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from pacekeeper.observe.ring import RingWriter
+os.kill(os.getpid(), int(sys.argv[1]))
+death = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(death))
+RingWriter(Path(os.environ["RING"]))
+ignored = [each for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN]
+print(os.environ["RANK"], os.getpgid(0) == os.getpid(), death.value, sorted(ignored), sys.argv[2:])
+sys.exit(7)
+"""
+
+
+def test_a_rank_can_be_any_program(runner: Runner) -> None:
+    """It keeps the rank's place; a request for its Python stack does not end it; it has the ring, if it wants it."""
+    (runner.folder / "program.py").write_text(PROGRAM)
+    arguments = [str(runner.folder / "program.py"), str(int(STACK_SIGNAL)), "-x"]
+    ring = runner.folder / "ring"
+    ended = runner.run("", *arguments, program=sys.executable, RANK="3", RING=str(ring))
+    mine = sorted([signal.SIGPIPE, signal.SIGXFSZ, STACK_SIGNAL])  # the first two are this Python's own
+    assert (ended.code, ended.stdout) == (7, f"3 True {int(signal.SIGKILL)} {[*mine]} ['-x']\n"), ended.stderr
+    assert RingReader(ring).state()["pid"] == ended.pid
+    assert runner.run("", "-c", "exit 3", program="sh").code == 3
+    missing = runner.run("", program="/no/such")
+    assert (missing.code, missing.stderr) == (
+        127,
+        "pacekeeper run: /no/such cannot be run: No such file or directory\n",
+    )
+    assert runner.run("", program="/").code == 126
 
 
 def test_ranks_do_not_share_random_numbers(runner: Runner) -> None:

@@ -12,8 +12,10 @@ from torch.distributed.run import get_args_parser
 
 from pacekeeper.environment import Environment
 from pacekeeper.launcher import torchrun
-from pacekeeper.launcher.command import main, parse
+from pacekeeper.launcher.command import _local_settings, main, parse
+from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.rank_options import OutputOptions, RankOptions, Std, StreamSelection, rank_environment
+from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper_analysis.errors import InputError
 
 POD = {"PACEKEEPER_WORKER": "gpt-w0-1", "PACEKEEPER_NPROC": "8"}
@@ -203,12 +205,27 @@ def test_log_files_are_there_where_an_option_asks_for_them(line: str, wanted: bo
         ("-r 4", "--redirects 4: give 1"),
         ("--tee 0:1,1", "--tee 0:1,1: give 1"),
         ("--local-ranks-filter 0,x", "--local-ranks-filter 0,x: give local ranks"),
+        ("--master-port http", "--master-port http: give a number below"),
         ("--shutdown-timeout soon", "--shutdown-timeout soon: give whole seconds"),
     ],
 )
 def test_nonsense_is_refused_with_the_remedy(line: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         options(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "port"),
+    [("", 0), ("--master-port 29501", 29501), ("--standalone --master-port 1", 0), ("--rdzv-backend c10d", 0)],
+)
+def test_the_store_listens_where_torchrun_would_have_it(line: str, port: int) -> None:
+    assert options(line).master_port == port
+    assert options(line, ranks=None).master_port == 0, "in a pod"
+
+
+def test_ranks_have_so_long_to_leave_as_the_option_says() -> None:
+    assert _local_settings(Script("s.py", False, (), options=options("--shutdown-timeout 3"))).grace == 3.0
+    assert _local_settings(Script("s.py", False, ())).grace == LauncherSettings.grace
 
 
 def test_with_virtual_local_ranks_each_rank_sees_its_own_gpu() -> None:
@@ -231,10 +248,10 @@ def test_it_is_told_before_anything_is_started(tmp_path: Path, capsys: pytest.Ca
     script = tmp_path / "train.py"
     script.touch()
     with pytest.raises(InputError, match="--nnodes 2"):
-        main(["--nnodes", "2", "--master-port", "1", str(script)])
+        main(["--nnodes", "2", "--master-addr", "h", str(script)])
     with pytest.raises(InputError, match="PACEKEEPER_WORKER"):
-        main(["--master-port", "1", str(script)])
-    assert "--master-port passed over" in capsys.readouterr().err
+        main(["--master-addr", "h", str(script)])
+    assert "--master-addr passed over" in capsys.readouterr().err
     program = tmp_path / "no-program"
     with pytest.raises(InputError, match="no-program is no executable file here"):
         main(["--local", "1", "--no-python", str(program)])

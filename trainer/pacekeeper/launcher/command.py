@@ -112,9 +112,7 @@ def launch_locally(script: Script, ranks: int, restarts: int, mode: SyncMode | N
     mode: to train in; None: the controller decides.
     """
     with local_runtime() as runtime:
-        settings = local_settings(dict(os.environ))
-        if script.options.grace_seconds is not None:
-            settings = replace(settings, grace=script.options.grace_seconds)
+        settings = _local_settings(script)
         sign = SignOfLife(runtime.alive)
         heartbeat, warm = _prepare(settings, runtime, script)
 
@@ -129,6 +127,12 @@ def launch_locally(script: Script, ranks: int, restarts: int, mode: SyncMode | N
             return code
 
         return asyncio.run(run())
+
+
+def _local_settings(script: Script) -> LauncherSettings:
+    settings = local_settings(dict(os.environ))
+    grace = script.options.grace_seconds
+    return settings if grace is None else replace(settings, grace=grace)
 
 
 def _prepare(settings: LauncherSettings, runtime: Runtime, script: Script) -> tuple[HeartbeatFile, Warm]:

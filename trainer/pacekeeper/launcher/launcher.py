@@ -311,7 +311,8 @@ class Launcher:
         """A fresh store for the process group of a new round; the one before ends, its ranks are gone."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-        listener = socket.create_server((self._settings.address, 0), family=_family(self._settings.address))
+        self._store = None  # it frees the port that the user may have named
+        listener = self._store_listener()
         port: int = listener.getsockname()[1]
         self._store = TCPStore(
             self._settings.address,
@@ -322,6 +323,16 @@ class Launcher:
             master_listen_fd=listener.detach(),
         )
         return port
+
+    def _store_listener(self) -> socket.socket:
+        address, wanted = self._settings.address, self._script.options.master_port
+        try:
+            return socket.create_server((address, wanted), family=_family(address))
+        except OSError as error:
+            if not wanted:
+                raise
+            log.warning("--master-port %d: %s; the ranks meet at another port", wanted, error.strerror)
+            return socket.create_server((address, 0), family=_family(address))
 
     def _start_round(self, command: Start) -> None:
         log.info(

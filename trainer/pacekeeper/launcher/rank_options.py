@@ -117,6 +117,8 @@ class RankOptions:
     """Whether each rank sees its own GPU alone, as number 0."""
     grace_seconds: float | None = None
     """From the signal to leave until ranks are killed; None: as the launcher's settings say."""
+    master_port: int = 0
+    """Where the ranks' store listens, for scripts that name the port themselves; 0: at any free port."""
     output: OutputOptions = OutputOptions()
 
 

@@ -106,7 +106,7 @@ def restarts(asked: Namespace) -> int:
 def rank_options(asked: Namespace, environment: Mapping[str, str], ranks: int | None) -> RankOptions:
     """What the options say about the ranks; the folder of log files is not made yet.
 
-    ranks: on this machine; None: unknown. Raises InputError that names the option.
+    ranks: on this machine; None: the plan says it. Raises InputError that names the option.
     """
     if asked.no_python and asked.module:
         raise InputError("--no-python and --module contradict each other: a module is run by Python; drop one")
@@ -114,6 +114,7 @@ def rank_options(asked: Namespace, environment: Mapping[str, str], ranks: int | 
         role=asked.role or RankOptions.role,
         run_id=asked.rdzv_id or "",
         virtual_local_rank=asked.virtual_local_rank,
+        master_port=0 if ranks is None else _master_port(asked),
         grace_seconds=_grace(asked.shutdown_timeout, environment),
         output=OutputOptions(
             redirects=_streams("--redirects", asked.redirects),
@@ -219,7 +220,12 @@ OPTIONS = (
     TorchrunOption("--rdzv-endpoint", "", _MEETING, _HERE),
     TorchrunOption("--rdzv-conf", "", _MEETING, _HERE),
     TorchrunOption("--master-addr", "", _MEETING, _HERE),
-    TorchrunOption("--master-port", "", _MEETING, _HERE),
+    TorchrunOption(
+        "--master-port",
+        "is MASTER_PORT, where the ranks' store listens; with --standalone or --rdzv-backend=c10d any free port is",
+        _MEETING,
+        instead_locally="",
+    ),
     TorchrunOption("--local-addr", "", _MEETING, _HERE),
     TorchrunOption("--monitor-interval", "", _OWN_WATCH),
     TorchrunOption("--event-log-handler", "", "faults are told to the operator, and said in the log"),
@@ -338,6 +344,14 @@ def _local_ranks(text: str | None) -> frozenset[int] | None:
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
         raise InputError(f"--local-ranks-filter {text}: give local ranks with commas between, such as 0,1,2")
     return frozenset(int(number) for number in text.split(","))
+
+
+def _master_port(asked: Namespace) -> int:
+    """0: any, as where torchrun does not read it either. Raises InputError."""
+    text = asked.master_port or "0"
+    if not text.isdecimal() or int(text) >= 1 << 16:
+        raise InputError(f"--master-port {text}: give a number below 65536")
+    return 0 if asked.standalone or asked.rdzv_backend == "c10d" else int(text)
 
 
 def _grace(text: str | None, environment: Mapping[str, str]) -> float | None:
