@@ -14,7 +14,8 @@ from pacekeeper_analysis.errors import InputError
 
 VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 ALWAYS = (signal.SIGTERM, signal.SIGINT)
-DEFAULT = (*ALWAYS, signal.SIGHUP, signal.SIGQUIT)
+DEFAULT = (*ALWAYS, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""torchrun's, and those that batch systems send."""
 _NOT_TO_HANDLE = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
 
 
@@ -31,7 +32,7 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def default_signals() -> tuple[signal.Signals, ...]:
-    """Return torchrun's default, but without what this process was started to ignore: SIGHUP under nohup."""
+    """Return `DEFAULT` without what this process was started to ignore: SIGHUP under nohup."""
     return tuple(each for each in DEFAULT if each in ALWAYS or signal.getsignal(each) is not signal.SIG_IGN)
 
 
