@@ -240,6 +240,8 @@ def test_with_virtual_local_ranks_each_rank_sees_its_own_gpu() -> None:
     assert rank_environment(virtual, 1, amd) == {**mine, "HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "3"}
     with pytest.raises(InputError, match="local rank 1 has no GPU in CUDA_VISIBLE_DEVICES=7"):
         options("--virtual-local-rank", {"CUDA_VISIBLE_DEVICES": "7"}, ranks=2)
+    with pytest.raises(InputError, match="local rank 1 has no GPU"):
+        options("--virtual-local-rank", {"CUDA_VISIBLE_DEVICES": "7", "PACEKEEPER_NPROC": "2"}, ranks=None)
     library = Environment.read(rank_environment(virtual, 1, {}))
     assert (library.local_rank, library.device_index) == (1, 0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def passed_over(asked: Namespace, local: bool, environment: Mapping[str, str]) -
     if filters and _streams("--tee", asked.tee) == StreamSelection():
         words["they filter the streams that --tee names"] = filters
     for name, instead in VARIABLES_PASSED_OVER.items():
-        if environment.get(name):
+        if environment.get(name) not in (None, "", sys.executable):
             words.setdefault(instead, []).append(name)
     return "; ".join(f"{', '.join(names)} passed over: {instead}" for instead, names in words.items())
 
@@ -125,7 +126,7 @@ def rank_options(asked: Namespace, environment: Mapping[str, str], ranks: int | 
             stderr_filters=_words(asked.duplicate_stderr_filters),
         ),
     )
-    for local_rank in range(ranks or 0):
+    for local_rank in range(int(environment.get("PACEKEEPER_NPROC", 0)) if ranks is None else ranks):
         rank_environment(options, local_rank, environment)
     return options
 
@@ -260,8 +261,8 @@ OPTIONS = (
     ),
     TorchrunOption(
         "--signals-to-handle",
-        "ends the run on these signals, and always on SIGTERM and SIGINT. Each rank gets the same signal; one that handles "
-        "SIGTERM but not this one, as with pk.init, gets SIGTERM. The exit code is 128 and the signal's number",
+        "ends the run on these signals, and always on SIGTERM and SIGINT. Each rank gets the same signal; one that "
+        "handles SIGTERM but not this one, as with pk.init, gets SIGTERM. The exit code is 128 and the signal's number",
     ),
     TorchrunOption(
         "--shutdown-timeout",
