@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.utils import macros
+from torch.distributed.elastic.utils.api import macros
 
 from pacekeeper import cgroup, cli
 from pacekeeper.launcher import network

@@ -16,7 +16,7 @@ def test_the_environment_names_the_folder() -> None:
 
 def test_making_the_folder_twice_is_making_it_once(tmp_path: Path) -> None:
     runtime = Runtime(tmp_path / "deep" / "folder").make().make()
-    folders = ["communicators", "faults", "links", "paths", "patterns", "rings", "snapshots", "stacks"]
+    folders = ["communicators", "errors", "faults", "links", "paths", "patterns", "rings", "snapshots", "stacks"]
     assert sorted(path.name for path in runtime.root.iterdir()) == folders
 
 
