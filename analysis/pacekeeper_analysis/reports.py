@@ -225,6 +225,10 @@ class RankState:
     peer: Position = -1  # global rank that it sends to or receives from; -1: neither, or whoever comes
     entered: Annotated[str, Longest(2_000)] = ""
     """How far it has come in each of its groups (`communicators.format_entered`); "": its library does not say."""
+    ended: bool = False  # its process has exited with code 0
+    waits_for: Annotated[str, Cut(200)] = ""
+    """What its process waits for that no rank gives: a child process, a file, a clock. "": nothing of the kind."""
+    excused: bool = False  # it may wait for that still: `hangSeconds` have not passed
 
     def __post_init__(self) -> None:
         """Raises InputError where `entered` does not say it."""
@@ -256,6 +260,7 @@ class Fault:
     out_of_memory: bool = False  # the cgroup's oom_kill counter rose
     completed_step: bool = False  # whether the rank had completed a step in this round
     step: Position = -1
+    ended_peer: Position = -1  # rank that had exited with code 0 by then, so that this one waited for it in vain
     error: Annotated[str, Cut(8_000)] = ""  # the script's last lines
     ranks: Annotated[tuple[RankState, ...], Longest(MOST_RANKS)] = ()  # of a stall
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall

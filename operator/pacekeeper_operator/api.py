@@ -196,6 +196,7 @@ class Reason(StrEnum):
     # Complete, Failed
     TRAINED = "RanksFinished"
     SCRIPT_FAILED = "ScriptFailed"
+    NO_PROGRESS = "NoProgress"
     JOB_FAILED = "JobFailed"  # by the word of another version of the operator
     RESTART_BUDGET_SPENT = "RestartBudgetSpent"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
@@ -380,11 +381,21 @@ class DetectionSpec:
 
 
 @dataclass(frozen=True)
+class ExitCodesSpec:
+    """What the script's own exit codes ask for. Each from 1 to 255."""
+
+    do_not_retry: tuple[int, ...] = ()
+    replace_node: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class RemediationSpec:
     mode: Mode = Mode.ACT
     allow: tuple[Remedy, ...] = tuple(Remedy)
     max_restarts: int = 10  # within `restart_window`; disruptions and suspend never count
     restart_window: float = 3600.0  # seconds
+    max_rounds_without_progress: int = 3  # that may end at the same step; 0: without limit
+    exit_codes: ExitCodesSpec = field(default_factory=ExitCodesSpec)
 
 
 @dataclass(frozen=True)

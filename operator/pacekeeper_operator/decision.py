@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pacekeeper_analysis.adapt import Trouble, Way
 from pacekeeper_analysis.diagnose.finding import Finding
+from pacekeeper_analysis.diagnose.repetition import Repetition
 
 from .api import Cause, Class, Job, Reason, Remedy, RemedyPrice, Witness
 from .network import Pair
@@ -107,6 +108,7 @@ class Decision:
     finding: Finding | None = None  # the diagnosis; None: what happened says all
     error: str = ""  # the script's own words, which tell a repetition
     barren: bool = False  # the round had no completed step
+    repetition: Repetition | None = None  # how often rounds have ended at the same step by now
 
     @property
     def cause(self) -> Cause:

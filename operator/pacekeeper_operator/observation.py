@@ -15,7 +15,7 @@ from pacekeeper_analysis.fabric.order import Place
 from pacekeeper_analysis.plan import Member, Plan
 from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
 
-from .api import Cause, Job, Mode, Remedy, Verdict
+from .api import Cause, ExitCodesSpec, Job, Mode, Remedy, Verdict
 from .network import Network
 from .state import Case, Draft, Incidents, State, Worker
 
@@ -258,6 +258,8 @@ class Policy:
     allow: frozenset[Remedy]
     max_restarts: int
     restart_window: float
+    rounds_without_progress: int = 3  # that may end at the same step; 0: without limit
+    exit_codes: ExitCodesSpec = field(default_factory=ExitCodesSpec)
     paused: str = ""  # why remedies are paused in the whole cluster; "": they are not
     grace_after_start: float = 10.0
     guards_network: bool = True  # each job gets a NetworkPolicy

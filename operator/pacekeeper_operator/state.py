@@ -15,6 +15,7 @@ from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.diagnose.link_probe import Verdict as ProbeVerdict
 from pacekeeper_analysis.diagnose.links import SpotKind
+from pacekeeper_analysis.diagnose.repetition import Repetition
 from pacekeeper_analysis.plan import Plan, SyncMode
 from pacekeeper_analysis.price import Loss
 
@@ -117,6 +118,7 @@ class Budget:
     barren_round: int = 0  # last round that failed without a completed step; 0: a later one has completed some
     barren_error: str = ""
     barren_worker: str = ""  # on which it failed
+    repetition: Repetition = field(default_factory=Repetition)  # of ends at the same step
     lost_seconds: float = 0.0  # to incidents that are closed
     restart_seconds: float = 0.0  # that a round of this job takes from decision to first step, as measured last
     exchange_seconds: float = 0.0  # the same of a round with a spare

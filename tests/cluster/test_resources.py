@@ -245,6 +245,8 @@ def test_defaults(cluster: Cluster) -> None:
             ],
             "maxRestarts": 10,
             "restartWindow": "1h",
+            "maxRoundsWithoutProgress": 3,
+            "exitCodes": {},
         },
         "runPolicy": {"cleanPodPolicy": "Running"},
     }

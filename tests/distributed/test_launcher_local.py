@@ -30,15 +30,17 @@ def local_run(
     script: Path = STEPS_SCRIPT,
     controller: Mapping[str, float] | None = None,
     fake_clock: bool = False,
+    way: str = "",
 ) -> Iterator[int]:
     """The process id of a run with two ranks; its output is in `folder`/log. controller: other constants for it.
 
-    fake_clock: by which nothing takes time but what the script says (where it knows how to).
+    fake_clock: by which nothing takes time but what the script says (where it knows how to). way: of ordinary.py.
     """
     preimport()
     environment = {
         **({"FAKE_CLOCK": "yes"} if fake_clock else {}),
         "FOLDER": str(folder),
+        "WAY": way,
         "STEPS": str(steps),
         "UNTIL": str(steps),
         "STEP_SECONDS": str(step_seconds),
@@ -141,6 +143,37 @@ def test_a_script_that_always_fails_ends_the_run_with_its_last_lines(tmp_path: P
     assert [line for line in diary(tmp_path, 0) if "start" in line] == ["round 1 start", "round 2 start"]
     *_, last = (tmp_path / "log").read_text().strip().splitlines()
     assert "RuntimeError: scripted failure" in last
+
+
+ORDINARY = STEPS_SCRIPT.with_name("ordinary.py")
+
+
+def test_who_waits_for_others_or_has_finished_is_not_hung(tmp_path: Path) -> None:
+    """Child processes, idle and busy, and a FIFO; at the end, an export and an upload when the other rank has gone."""
+    with local_run(tmp_path, script=ORDINARY, way="waits") as pid:
+        assert exit_code(pid, tmp_path) == 0, (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert (tmp_path / "uploaded").exists()
+    assert log.count("no progress for") >= 2, "the waits were not long enough to be seen"
+    assert "hang" not in log
+    assert "round 2" not in log
+
+
+def test_uneven_batches_are_told_and_not_repeated_for_ever(tmp_path: Path) -> None:
+    with local_run(tmp_path, script=ORDINARY, way="uneven") as pid:
+        assert exit_code(pid, tmp_path) == 1
+    log = (tmp_path / "log").read_text()
+    *_, last = log.strip().splitlines()
+    assert "3 rounds have ended after step 60, and none has come further: rank 0 ended with code 1" in last
+    assert "waiting for rank 1, which had come to its end with code 0" in last
+    assert "round 4" not in log
+
+
+def test_a_rank_that_fails_without_a_word_ends_the_run(tmp_path: Path) -> None:
+    with local_run(tmp_path, restarts=0, script=ORDINARY, way="silent") as pid:
+        assert exit_code(pid, tmp_path) == 1
+    *_, last = (tmp_path / "log").read_text().strip().splitlines()
+    assert "rank 1 ended with code 3" in last
 
 
 def test_hangs_use_up_the_restarts(tmp_path: Path) -> None:

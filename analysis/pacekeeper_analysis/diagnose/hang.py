@@ -28,6 +28,9 @@ LOOK_SECONDS = 10.0
 """A rank that waits for longer without anybody having looked at its GPU is judged as if it had none."""
 
 
+REMEDY = "where training may wait so long, raise hangSeconds, or do it within job.phase(…)"
+
+
 class HangKind(StrEnum):
     """What kind of hang it is, which decides what may be done about it."""
 
@@ -54,19 +57,22 @@ def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1
 
     A stopped process is to blame whatever the others say: no phase excuses it. Otherwise None as long as nobody can be
     blamed: a rank has not reported (its worker has nothing to complain of, so the job is in a phase that may take long;
-    or it is lost, which is not for this function to say), is in a phase with a deadline of its own, or still moves. A
-    rank that stays in such a phase without moving for `ceiling_seconds`, or for longer than its launcher allows, is
-    blamed all the same.
+    or it is lost, which is not for this function to say), is in a phase with a deadline of its own, still moves, or
+    waits outside of collectives for something that no rank gives (`RankState.excused`). A rank that stays in such a
+    phase without moving for `ceiling_seconds`, or for longer than its launcher allows, is blamed all the same.
+
+    Once a rank has exited with code 0 or has finished training, only those ranks are in trouble that wait in a
+    collective which an exited rank never enters; all others may take as long as they like.
     """
     stalls, ranks = _latest(faults)
     if len(ranks) < world_size:
         return _blame(HangKind.STOPPED, [rank for rank in ranks if rank.process_state == "T"])
     newest = _newest(ranks)
-    waits = [rank.rank for rank in ranks if _waits(rank, newest)]
+    waits = [rank.rank for rank in ranks if not rank.ended and _waits(rank, newest)]
     graph = WaitGraph({rank.rank: rank for rank in ranks}, waits, stalls)
     blocked = frozenset(end.rank for end in blocked_ends(stalls))
     case = _Case(ranks, blocked, frozenset(waits), graph, ceiling_seconds)
-    for judge in (_stopped, _beyond_ceiling, _busy, _not_looked_at, _kernel, _holders):
+    for judge in (_stopped, _training_over, _beyond_ceiling, _busy, _not_looked_at, _kernel, _holders):
         found = judge(case)
         if found is not None:
             return found if found.evidence else None
@@ -110,7 +116,16 @@ _NO_VERDICT = HangVerdict(HangKind.COMMUNICATION, (), ())
 
 
 def _stopped(case: _Case) -> HangVerdict | None:
-    return case.blame(HangKind.STOPPED, [rank for rank in case.ranks if rank.process_state in ("T", "t", "Z", "X", "")])
+    gone = [rank for rank in case.ranks if rank.process_state in ("T", "t", "Z", "X", "") and not rank.ended]
+    return case.blame(HangKind.STOPPED, gone)
+
+
+def _training_over(case: _Case) -> HangVerdict | None:
+    ended = {rank.rank: rank for rank in case.ranks if rank.ended}
+    if not ended and all(rank.phase != Phase.FINISHED.name for rank in case.ranks):
+        return None
+    missed = [ended[rank] for rank in case.graph.sinks().outside if rank in ended]
+    return case.blame(HangKind.NEVER_ENTERED, missed) if missed and case.waits else _NO_VERDICT
 
 
 def _beyond_ceiling(case: _Case) -> HangVerdict | None:
@@ -120,8 +135,10 @@ def _beyond_ceiling(case: _Case) -> HangVerdict | None:
 
 
 def _busy(case: _Case) -> HangVerdict | None:
-    """A rank in a long phase, or one that works outside of collectives, keeps the others waiting rightly."""
-    busy = [rank for rank in case.ranks if _has_own_deadline(rank) or (rank.rank not in case.waits and rank.moving)]
+    """A rank in a long phase, or one that works or may wait outside of collectives, keeps others waiting rightly."""
+    busy = [
+        rank for rank in case.ranks if _has_own_deadline(rank) or (rank.rank not in case.waits and _may_go_on(rank))
+    ]
     return _NO_VERDICT if busy else None
 
 
@@ -152,14 +169,20 @@ def _holders(case: _Case) -> HangVerdict | None:
         return case.blame(HangKind.NEVER_ENTERED, [by_rank[rank] for rank in sinks.outside])
     elsewhere = [by_rank[rank] for meeting in sinks.meetings for rank in meeting.inside if _is_elsewhere(by_rank[rank])]
     if elsewhere:
-        moves = any(rank.moving for rank in elsewhere)
-        return _NO_VERDICT if moves else case.blame(HangKind.NEVER_ENTERED, elsewhere)
+        goes_on = any(map(_may_go_on, elsewhere))
+        return _NO_VERDICT if goes_on else case.blame(HangKind.NEVER_ENTERED, elsewhere)
     circle = {rank for found in sinks.circles for rank in found}
     everywhere = Counter(rank.collective for rank in case.ranks)
     odd = {rank for meeting in sinks.meetings for rank in _odd(meeting, everywhere)}
     if circle or odd:
         return case.blame(HangKind.MISMATCH, [by_rank[rank] for rank in sorted(circle | odd)])
     return _communication(case, sinks)
+
+
+def _may_go_on(rank: RankState) -> bool:
+    """What the library or torch.distributed waits for comes from other ranks, which are judged themselves."""
+    waits_for_ranks = any(part in _innermost(rank) for part in (_MEETS_IN, *_OWN))
+    return rank.moving or (rank.excused and not waits_for_ranks)
 
 
 def _is_elsewhere(rank: RankState) -> bool:
@@ -169,7 +192,8 @@ def _is_elsewhere(rank: RankState) -> bool:
     return told and not any(part in innermost for part in _WAITS_IN)
 
 
-_WAITS_IN = ("/torch/", "/torchinductor", "-packages/pacekeeper/", "/trainer/pacekeeper/")
+_OWN = ("-packages/pacekeeper/", "/trainer/pacekeeper/")
+_WAITS_IN = ("/torch/", "/torchinductor", *_OWN)
 """Parts of the paths of files, the innermost of a rank that waits for a collective: torch, what it compiles, and what
 stands around its waits, installed or in a checkout. A script may lie in a folder of any name."""
 _MEETS_IN = "/torch/distributed/"
@@ -208,9 +232,12 @@ def _blame(kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict | None:
 
 
 def _describe(rank: RankState) -> str:
+    if rank.ended:
+        return f"rank {rank.rank}: has exited with code 0 after step {rank.step}, and enters no collective any more"
+    said = f"; it waits for {rank.waits_for}: {REMEDY}" if rank.waits_for else ""
     return (
         f"rank {rank.rank}: step {rank.step}, {_where(rank)}, no progress for {rank.waiting_seconds:.1f} s, "
-        f"process state {rank.process_state or 'gone'}, {_innermost(rank) or 'no stack'}"
+        f"process state {rank.process_state or 'gone'}, {_innermost(rank) or 'no stack'}{said}"
     )
 
 

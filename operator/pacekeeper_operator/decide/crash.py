@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pacekeeper_analysis.diagnose.crash import lost_a_peer
+from pacekeeper_analysis.diagnose.crash import followed_from_peer
+from pacekeeper_analysis.diagnose.repetition import Repetition
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from ..api import Cause, Class, Reason, Remedy
@@ -24,7 +25,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     round_ = min(fault.round for fault in failed)
     of_round = tuple(fault for fault in failed if fault.round == round_)
-    first = min(of_round, key=lambda fault: (lost_a_peer(fault.exit_code, fault.error), fault.noticed_at))
+    first = min(of_round, key=lambda fault: (followed_from_peer(fault), fault.noticed_at))
     waits = observation.is_younger(first, SETTLE_SECONDS)
     if waits and observation.round <= round_ and not first.out_of_memory:
         return None
@@ -32,14 +33,15 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 
 
 def _judge(observation: Observation, policy: Policy, fault: Fault, of_round: Sequence[Fault]) -> Decision:
-    blame = _Blame.of(observation, fault, of_round)
+    repetition = observation.state.budget.repetition.after(fault)
+    blame = _Blame.of(observation, policy, fault, of_round, repetition)
     move = replace_option(observation, policy, refused=blame.why_not_move)
     stay = restart_option(observation, policy, helps=bool(move.refused))
     choice = choose_at_standstill((stay, move))
     chosen = choice.chosen
     moves = chosen is not None and chosen.option is move
     waits = not blame.why_not_move and _spare_comes(observation, policy)
-    end = _hopeless(observation, policy, fault, blame.repeats and not moves and not waits)
+    end = _hopeless(observation, policy, fault, blame, repetition, moves or waits)
     actions: tuple[Action, ...] = (CountRestart(),)
     if end is not None:
         actions = (end,)
@@ -61,6 +63,7 @@ def _judge(observation: Observation, policy: Policy, fault: Fault, of_round: Seq
         last_step=max(fault.step, observation.step),
         error=error_of(fault),
         barren=not fault.completed_step,
+        repetition=repetition,
     )
 
 
@@ -73,9 +76,18 @@ class _Blame:
     same_worker: bool  # on it, the round before has led nowhere either
     repeats: bool  # the round before has led nowhere by the same error
     elsewhere: bool  # that came on another worker, too
+    stuck: bool  # rounds end at this step again and again, and no other worker has been tried
+    asked: bool  # by its exit code the script asks for another node
 
     @classmethod
-    def of(cls, observation: Observation, fault: Fault, of_round: Sequence[Fault]) -> _Blame:
+    def of(
+        cls,
+        observation: Observation,
+        policy: Policy,
+        fault: Fault,
+        of_round: Sequence[Fault],
+        repetition: Repetition,
+    ) -> _Blame:
         budget, error = observation.state.budget, error_of(fault)
         again = not fault.completed_step and 0 < budget.barren_round < fault.round
         others = any(each.worker != fault.worker and error_of(each) == error for each in of_round)
@@ -85,6 +97,8 @@ class _Blame:
             same_worker=again and budget.barren_worker == fault.worker,
             repeats=again and bool(error) and budget.barren_error == error,
             elsewhere=others or budget.barren_worker != fault.worker,
+            stuck=0 < policy.rounds_without_progress == repetition.ends,
+            asked=fault.exit_code in policy.exit_codes.replace_node,
         )
 
     @property
@@ -94,11 +108,17 @@ class _Blame:
             return "it follows the rank"
         if self.repeats and self.elsewhere:
             return "the same error has come on another worker"
-        return "" if self.memory or self.same_worker else "the worker is not at fault"
+        return "" if self.why_move else "the worker is not at fault"
 
     @property
     def why_move(self) -> str:
-        return "it ran out of memory" if self.memory else "rounds end on it before their first step"
+        if self.asked:
+            return "its exit code asks for another node"
+        if self.memory:
+            return "it ran out of memory"
+        if self.same_worker:
+            return "rounds end on it before their first step"
+        return "rounds end on it at the same step" if self.stuck else ""
 
 
 def _follows_rank(observation: Observation, fault: Fault) -> bool:
@@ -115,9 +135,25 @@ def _spare_comes(observation: Observation, policy: Policy) -> bool:
     return (to_be_made or coming) and not policy.refusal(Remedy.REPLACE_WORKER)
 
 
-def _hopeless(observation: Observation, policy: Policy, fault: Fault, repeats: bool) -> FailJob | None:
-    """The same error twice before a step, and no other worker that is worth a try; or no restarts left."""
-    if repeats:
+def _hopeless(
+    observation: Observation, policy: Policy, fault: Fault, blame: _Blame, repetition: Repetition, elsewhere: bool
+) -> FailJob | None:
+    """The script says so, the same end twice before a step or too often at the same one, or no restarts left.
+
+    elsewhere: there is another worker that is worth a try.
+    """
+    if fault.exit_code in policy.exit_codes.do_not_retry:
+        return FailJob(
+            Reason.SCRIPT_FAILED,
+            f"rank {fault.rank} {_ending(fault)}, which spec.remediation.exitCodes.doNotRetry names:\n{fault.error}",
+        )
+    if 0 < policy.rounds_without_progress <= repetition.ends and not elsewhere:
+        return FailJob(
+            Reason.NO_PROGRESS,
+            f"{repetition} (spec.remediation.maxRoundsWithoutProgress); the last: "
+            f"rank {fault.rank} {_ending(fault)}:\n{fault.error}",
+        )
+    if blame.repeats and not elsewhere:
         return FailJob(
             Reason.SCRIPT_FAILED,
             f"rank {fault.rank} {_ending(fault)} in two rounds in a row before it had completed a step:\n{fault.error}",
@@ -142,6 +178,11 @@ def error_of(fault: Fault) -> str:
 
 
 def _progress(fault: Fault) -> str:
+    if fault.ended_peer >= 0:
+        return (
+            f"after step {fault.step}: rank {fault.ended_peer} had come to its end with code 0, and this rank waited "
+            "for it (do all ranks get as many batches?)"
+        )
     return f"after step {fault.step}" if fault.step >= 0 else "before its first step"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pacekeeper_analysis.diagnose import hang
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
 from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict
+from pacekeeper_analysis.diagnose.repetition import is_too_early
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.records import Phase
 from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
@@ -28,6 +29,9 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     verdict = hang.verdict(stalls, observation.plan.world_size) if stalls else None
     if verdict is None:
         return None
+    repetition = observation.state.budget.repetition.after_hang(verdict, stalls)
+    if repetition.round == observation.round and is_too_early(verdict, stalls, repetition.ends):
+        return None
     said = _say(verdict, observation.plan.world_size)
     rank = verdict.ranks[0] if verdict.ranks else None
     worker = None if rank is None else observation.worker_of_rank(rank)
@@ -35,13 +39,18 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     node = None if view is None or view.pod is None else view.pod.node
     past = _Past.of(observation, policy, rank, worker, node)
 
-    move = replace_option(observation, policy, refused="" if worker and past.stays else past.why_not_move)
-    stay = restart_option(observation, policy, helps=not (past.stays and not move.refused))
+    elsewhere = past.stays or 0 < policy.rounds_without_progress == repetition.ends  # before the job fails, once
+    move = replace_option(observation, policy, refused="" if worker and elsewhere else past.why_not_move)
+    stay = restart_option(observation, policy, helps=not (elsewhere and not move.refused))
     choice = choose_at_standstill((stay, move))
     chosen = choice.chosen
     actions: tuple[Action, ...] = ()
     if observation.budget_is_spent(policy):
         actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"no restart is left, and {said}"),)
+        chosen = None
+    elif 0 < policy.rounds_without_progress <= repetition.ends and (chosen is None or chosen.option is not move):
+        why = f"{repetition} (spec.remediation.maxRoundsWithoutProgress); the last: {said}"
+        actions = (FailJob(Reason.NO_PROGRESS, why),)
         chosen = None
     elif chosen is not None and chosen.option is move and worker is not None:
         actions = (ReplaceWorker(worker, "it hung again", dead=True),)
@@ -72,6 +81,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         node=node,
         settles=tuple(fault.name for fault in stalls),
         last_step=observation.step,
+        repetition=repetition,
         finding=_finding(observation.plan, verdict, stalls, past),
     )
 

@@ -55,7 +55,9 @@ def _settle(draft: Draft, decision: Decision) -> Draft:
 
 
 def _remember(draft: Draft, decision: Decision) -> Draft:
-    """A round that led nowhere: the next one that does is judged by it."""
+    """A round that led nowhere, or no further than others: the next one that does is judged by it."""
+    if decision.repetition is not None:
+        draft = draft.with_budget(repetition=decision.repetition)
     if not decision.barren:
         return draft
     return draft.with_budget(

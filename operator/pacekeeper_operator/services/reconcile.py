@@ -110,6 +110,8 @@ def policy(operator: Operator, job: Job) -> Policy:
         allow=frozenset(wish.allow),
         max_restarts=wish.max_restarts,
         restart_window=wish.restart_window,
+        rounds_without_progress=wish.max_rounds_without_progress,
+        exit_codes=wish.exit_codes,
         paused=operator.paused,
         grace_after_start=settings.grace_after_start,
         guards_network=settings.network_policies,

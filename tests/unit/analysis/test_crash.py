@@ -13,6 +13,7 @@ ABORTED = -signal.SIGABRT
 # Written by hand, in the words of torch's ProcessGroupNCCL.cpp.
 TERMINATED = "[rank1]:[E1122 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog "
 TERMINATED += "thread terminated with exception: "
+LOADER = "RuntimeError: DataLoader worker (pid 812)"
 TRACE = "\nException raised from checkTimeout\nframe #0: c10::Error::Error()\n"
 
 
@@ -29,6 +30,12 @@ TRACE = "\nException raised from checkTimeout\nframe #0: c10::Error::Error()\n"
         (ABORTED, "[F1122] Terminating the process, due to ProcessGroupNCCL watchdog hang.", True),
         (ABORTED, TERMINATED + "CUDA error: an illegal memory access was encountered" + TRACE, False),
         (ABORTED, "free(): invalid pointer", False),
+        (1, f"{LOADER} is killed by signal: Killed.\nConnectionResetError: Connection reset by peer", False),
+        (
+            1,
+            f"{LOADER.replace('pid', 'pid(s)')} exited unexpectedly\nConnectionResetError: Connection reset by peer",
+            False,
+        ),
         (1, TERMINATED + "CUDA error: an illegal memory access was encountered", False),
     ],
 )

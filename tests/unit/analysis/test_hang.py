@@ -87,6 +87,61 @@ def test_a_rank_that_still_works_outside_of_collectives_is_slow_not_hung() -> No
     assert verdict(stalls(WAITING, replace(OUTSIDE, moving=True), WAITING), world_size=3) is None
 
 
+@pytest.mark.parametrize("elsewhere", [OUTSIDE, replace(WAITING, stack='File "/w/train.py", line 9 in upload')])
+def test_a_rank_that_waits_for_what_no_rank_gives_has_its_time_and_is_told_how_to_get_more(
+    elsewhere: RankState,
+) -> None:
+    waits = replace(elsewhere, waits_for="a child process (7 ffmpeg)", excused=True)
+    assert verdict(stalls(WAITING, waits, WAITING), world_size=3) is None
+    assert verdict(stalls(waits), world_size=1) is None
+    found = verdict(stalls(WAITING, replace(waits, excused=False), WAITING), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,))
+    for part in ("a child process (7 ffmpeg)", "hangSeconds", "job.phase"):
+        assert part in found.evidence[0]
+
+
+def test_who_waits_in_the_library_waits_for_ranks_which_are_judged_themselves() -> None:
+    """Over sockets, for the ranks' agreement say: no wait for anything else."""
+    asking = replace(
+        OUTSIDE, excused=True, waits_for="a socket", stack='File "/x-packages/pacekeeper/exchange.py", line 5'
+    )
+    found = verdict(stalls(asking, asking), world_size=2)
+    assert found is not None
+
+
+ENDED = replace(OUTSIDE, ended=True, process_state="", stack="", step=60)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        OUTSIDE,
+        replace(OUTSIDE, phase="FINISHED", phase_seconds=90_000.0, overdue=True),
+        replace(OUTSIDE, process_state="D", waiting_seconds=9_000.0),
+    ],
+)
+def test_once_a_rank_has_exited_well_those_outside_of_collectives_take_as_long_as_they_like(last: RankState) -> None:
+    """Exports, uploads, threads at the end."""
+    assert verdict(stalls(last, ENDED, ENDED), world_size=3) is None
+
+
+def test_nobody_is_judged_who_has_finished_training() -> None:
+    finished = replace(OUTSIDE, phase="FINISHED", phase_seconds=90_000.0, overdue=True)
+    assert verdict(stalls(finished, finished), world_size=2) is None
+    assert verdict(stalls(finished, OUTSIDE), world_size=2) is None
+    found = verdict(stalls(replace(finished, process_state="T"), OUTSIDE), world_size=2)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.STOPPED, (0,))
+
+
+def test_who_waits_in_a_collective_for_one_that_has_exited_waits_for_ever() -> None:
+    found = verdict(stalls(replace(WAITING, step=60), ENDED, OUTSIDE), world_size=3)
+    assert found is not None
+    assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,))
+    assert "has exited with code 0 after step 60" in found.evidence[0]
+
+
 def test_another_collective_than_the_peers_is_a_mismatch() -> None:
     found = verdict(stalls(WAITING, WAITING, replace(WAITING, collective="BROADCAST")), world_size=3)
     assert found is not None

@@ -23,6 +23,7 @@ from pacekeeper.launcher.local import (
 )
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
+from pacekeeper_analysis.diagnose.repetition import Repetition
 from pacekeeper_analysis.plan import Member, Plan, SyncMode
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
 
@@ -61,7 +62,55 @@ def test_a_hang_without_a_restart_left_ends_the_run() -> None:
 def test_a_failed_launcher_ends_the_run_with_the_scripts_words() -> None:
     fault = Fault("f", FaultKind.RANK_FAILED, WORKER, 2, 0.0, rank=1, exit_code=1, error="Traceback\nValueError: no\n")
     outcome = judge_faults(PLAN, [fault], [], replace(BEAT, state=LauncherState.FAILED))
-    assert outcome.give_up == "Traceback\nValueError: no"
+    assert outcome.give_up == "rank 1 ended with code 1 in round 2 before its first step: ValueError: no"
+
+
+def test_a_failed_launcher_ends_the_run_even_where_the_script_has_said_nothing() -> None:
+    for faults in ([], [Fault("f", FaultKind.RANK_FAILED, WORKER, 2, 0.0, rank=1, exit_code=3)]):
+        assert judge_faults(PLAN, faults, [], replace(BEAT, state=LauncherState.FAILED)).give_up
+
+
+def test_ends_at_the_same_step_end_the_run_by_the_limit() -> None:
+    """One fault a round, each told by itself."""
+    faults: list[Fault] = []
+    words, repetition = [], Repetition()
+    for number in (1, 2, 3):
+        faults.append(
+            Fault(
+                f"f{number}",
+                FaultKind.RANK_FAILED,
+                WORKER,
+                number,
+                0.0,
+                rank=1,
+                exit_code=3,
+                step=59,
+                completed_step=True,
+            )
+        )
+        beat = replace(BEAT, round=number + 1)
+        outcome = judge_faults(PLAN, faults, faults[-1:], beat, repetition, without_progress=3)
+        repetition = outcome.repetition
+        words.append(outcome.give_up)
+        assert not judge_faults(PLAN, faults, faults[-1:], beat, repetition, without_progress=0).give_up
+    assert words[:2] == ["", ""]
+    assert "3 rounds have ended after step 59" in words[2]
+    assert "rank 1 ended with code 3" in words[2]
+
+
+def test_the_third_hang_at_a_step_has_more_time_and_is_the_last() -> None:
+    """Of a rank that stands still outside of collectives, which is the script's."""
+    repetition, given_up = Repetition(), ""
+    for number, seconds in ((1, 3.0), (2, 3.0), (3, 3.0), (3, 400.0)):
+        told = stall(round_=number)
+        outside = replace(told.ranks[2], collective="NONE", waiting_seconds=seconds)
+        told = replace(told, completed_step=True, ranks=(*told.ranks[:2], outside, told.ranks[3]))
+        outcome = judge_faults(PLAN, [told], [told], replace(BEAT, round=number), repetition, without_progress=3)
+        repetition, given_up = outcome.repetition, outcome.give_up
+        assert (outcome.plan is PLAN) is (number == 3)
+        assert bool(given_up) is (seconds > 300)
+    assert "3 rounds have ended after step 7" in given_up
+    assert "rank 2" in given_up
 
 
 def windows(*seconds_per_sample: float, shares: tuple[int, ...] = (8, 8, 8, 8)) -> list[RankWindow]:

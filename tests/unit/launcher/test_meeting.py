@@ -49,6 +49,18 @@ def test_who_is_not_ready_again_is_named_to_those_that_are() -> None:
     assert (meeting.phase, meeting.view("a", "first").missing) == (MeetingStage.RUNNING, ())
 
 
+def test_whose_ranks_had_ended_well_when_a_round_ended_is_told_until_the_next_one_ends() -> None:
+    """Uneven batches: b's ranks fail for want of a's. Whichever of the two is heard first."""
+    finished, failed = report("a", Status.FINISHED, 4, first_rank=2, finished_round=4), report("b", Status.ENDING, 4)
+    gathering = advance(running(), by_worker(failed))
+    for meeting in (advance(gathering, by_worker(finished, failed)), advance(running(), by_worker(finished, failed))):
+        again = [replace(finished, status=Status.READY), replace(failed, status=Status.READY)]
+        following = advance(meeting, by_worker(*again))
+        assert (following.round, following.view("b", "first").finished_rank) == (5, 2)
+        over = advance(following, by_worker(replace(finished, round=5), replace(failed, round=5)))
+        assert over.view("b", "first").finished_rank == -1
+
+
 def test_only_a_few_of_those_that_have_not_come_are_named() -> None:
     participants = {f"w{number:03}": "first" for number in range(500)}
     meeting = advance(

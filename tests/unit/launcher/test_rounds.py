@@ -117,6 +117,24 @@ def test_a_failure_that_followed_from_a_peers_is_kept_quiet(running: Machine) ->
     assert notified(running.see(after=60)) == []
 
 
+@pytest.mark.parametrize(("lost_peer", "ended_peer"), [(True, 2), (False, -1)])
+def test_who_failed_for_want_of_ranks_that_had_ended_well_elsewhere_says_so(
+    running: Machine, lost_peer: bool, ended_peer: int
+) -> None:
+    running.see(ranks=failed(1, 1, lost_peer=lost_peer))
+    running.see(ranks=GONE, view=GATHERING)
+    told, _ = running.see(view=replace(ROUND_1, round=2, ended_by=SETTINGS.worker, finished_rank=2))
+    assert isinstance(told, Notify)
+    assert told.fault.ended_peer == ended_peer
+
+
+def test_finished_ranks_are_told_of_until_another_round_is_finished(running: Machine) -> None:
+    running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1)))
+    running.see(view=replace(GATHERING, round=1))
+    said = report(running.state, PLAN, SETTINGS)
+    assert (said.status, said.finished_round, said.first_rank) == (Status.READY, 1, 0)
+
+
 def test_a_failure_is_told_when_the_peers_say_nothing(running: Machine) -> None:
     running.see(ranks=failed(1, 1))
     assert notified(running.see(ranks=GONE)) == []
@@ -222,10 +240,16 @@ def test_a_rank_that_ends_well_after_sigterm_does_not_make_the_worker_look_finis
 
 def test_a_rank_that_leaves_unasked_is_no_failure(running: Machine) -> None:
     """The library's ranks leave together when one of them is told to."""
-    assert running.see(ranks=failed(0, 143)) == []
+    assert running.see(ranks=failed(0, 143, steered=True)) == []
     assert running.see(after=SETTINGS.settle) == [Kill()]
     assert notified(running.see(ranks=GONE, after=60)) == []
     assert running.state.ending is Ending.LEFT
+
+
+def test_the_same_code_of_a_script_that_is_only_watched_is_a_failure(running: Machine) -> None:
+    assert running.see(ranks=failed(0, 143)) == [Kill()]
+    (told,) = [command.fault for command in running.see(ranks=GONE, after=60) if isinstance(command, Notify)]
+    assert (told.kind, told.rank, told.exit_code) == (FaultKind.RANK_FAILED, 0, 143)
 
 
 def test_finished_ranks_wait_for_the_others_and_exit_with_them(running: Machine) -> None:

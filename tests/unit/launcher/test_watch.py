@@ -212,7 +212,16 @@ def test_the_next_round_knows_how_long_a_step_takes(bench: Bench) -> None:
     assert bench.watch.step_seconds({0: bench.reader.state()}) == pytest.approx(0.7)
 
 
-@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.TRAIN])
+def test_who_has_finished_training_may_take_for_ever_but_not_stop(bench: Bench) -> None:
+    bench.steps(10)
+    bench.writer.enter_phase(Phase.FINISHED)
+    bench.look(0.0)
+    assert bench.look(100_000.0) == 0
+    bench.stopped = True
+    assert bench.look(1.0) == 1
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase not in (Phase.TRAIN, Phase.FINISHED)])
 def test_a_minute_in_another_phase_is_no_stall(bench: Bench, phase: Phase) -> None:
     bench.steps(10)
     bench.writer.enter_phase(phase)
@@ -289,6 +298,36 @@ def test_a_rank_in_a_collective_waits_since_it_entered(tmp_path: Path) -> None:
     assert not reported.moving, "so much the look itself may cost"
     reported = rank_state(state, Look("R", 3, "a"), Look("R", 6, "a"), since=91.0, now=100.0, overdue=False)
     assert (reported.collective, reported.waiting_seconds, reported.moving) == ("NONE", 9.0, True)
+
+
+def test_a_rank_that_has_exited_well_is_not_stalled_and_reported_as_such(bench: Bench) -> None:
+    bench.steps(10)
+    ranks = {0: bench.reader.state()}
+    assert not bench.watch.look(ranks, 1_000.0, ended={0})
+    assert not bench.watch.look(ranks, 9_000.0, ended={0})
+    (rank,) = bench.watch.report(RUNNING, ranks, ({}, {}), [], (), 9_000.0, 5e9, ended={0}).ranks
+    assert rank.ended
+
+
+@pytest.mark.parametrize(("device", "tells"), [(device, device in (Device.NONE, Device.IDLE)) for device in Device])
+def test_a_wait_for_what_no_rank_gives_is_excused_for_its_time(tmp_path: Path, device: Device, tells: bool) -> None:
+    """With work under way on its GPU a rank may wait for that."""
+    create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
+    RingWriter(tmp_path / "0").state.device = device
+    state, look = RingReader(tmp_path / "0").state(), Look("S", 3, "a", waits_for="a socket")
+    young = rank_state(state, look, look, since=100.0, now=399.0, overdue=True)
+    late = rank_state(state, look, look, since=100.0, now=401.0, overdue=True)
+    told = rank_state(state, look, look, since=100.0, now=110.0, overdue=True, patience=9.0)
+    assert [each.excused for each in (young, late, told)] == [tells, False, False]
+    assert young.waits_for == ("a socket" if tells else "")
+    assert not rank_state(state, Look("S"), look, since=100.0, now=101.0, overdue=False).excused
+
+
+def test_work_below_a_rank_is_its_own(tmp_path: Path) -> None:
+    create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
+    state = RingReader(tmp_path / "0").state()
+    looks = Look("S", 3, "a", helper_ticks=5), Look("S", 3, "a", helper_ticks=40)
+    assert rank_state(state, *looks, since=91.0, now=100.0, overdue=False).moving
 
 
 @pytest.mark.parametrize("device", [device for device in Device if device is not Device.NONE])

@@ -59,7 +59,14 @@ def test_every_field_is_read() -> None:
             "schedulingTimeout": "1m30s",
             "checkpoint": {"path": "/c", "everySteps": 7, "keep": 2, "volumeClaimName": "claim"},
             "detection": {"stragglerSlowdown": 2, "windowSteps": 16, "hangSeconds": 9},
-            "remediation": {"mode": "Recommend", "allow": ["Rebalance"], "maxRestarts": 0, "restartWindow": "2h"},
+            "remediation": {
+                "mode": "Recommend",
+                "allow": ["Rebalance"],
+                "maxRestarts": 0,
+                "restartWindow": "2h",
+                "maxRoundsWithoutProgress": 5,
+                "exitCodes": {"doNotRetry": [43, 44], "replaceNode": [42]},
+            },
             "runPolicy": {"activeDeadlineSeconds": 5, "ttlSecondsAfterFinished": 0, "cleanPodPolicy": "All"},
             "ofALaterVersion": 1,
         }
@@ -75,7 +82,9 @@ def test_every_field_is_read() -> None:
         scheduling_timeout=90.0,
         checkpoint=api.CheckpointSpec("/c", 7, 2, "claim"),
         detection=api.DetectionSpec(2.0, 16, 9.0),
-        remediation=api.RemediationSpec(Mode.RECOMMEND, (Remedy.REBALANCE,), 0, 7200.0),
+        remediation=api.RemediationSpec(
+            Mode.RECOMMEND, (Remedy.REBALANCE,), 0, 7200.0, 5, api.ExitCodesSpec((43, 44), (42,))
+        ),
         run_policy=api.RunPolicySpec(5, 0, api.CleanPodPolicy.ALL),
     )
     assert spec.fewest_replicas == 2
@@ -100,6 +109,10 @@ def test_every_field_is_read() -> None:
             r"spec.remediation.allow\[0\]: 'x' is not one of Restart",
         ),
         ({"template": TEMPLATE, "remediation": {"allow": "x"}}, "spec.remediation.allow: must be a list"),
+        (
+            {"template": TEMPLATE, "remediation": {"exitCodes": {"doNotRetry": ["one"]}}},
+            r"spec.remediation.exitCodes.doNotRetry\[0\]: 'one' must be of type int",
+        ),
         ({"template": TEMPLATE, "syncMode": "sync"}, "spec.syncMode: 'sync' is not one of Auto, Sync, EDiT, AsyncEDiT"),
     ],
 )

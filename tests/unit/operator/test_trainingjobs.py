@@ -94,7 +94,9 @@ async def test_what_comes_while_its_pass_waits_for_its_turn_is_in_that_pass(monk
     assert seen == [4]
 
 
-async def test_a_pod_under_creation_is_there_before_a_deleted_job_is_cleaned_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pod_under_creation_is_there_before_its_job_is_cleaned_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Or else it appears after the list that finds none, and outlives its job."""
     place = await at(training())
     operator, body, stopped = place.operator, manifest(), Stopped()

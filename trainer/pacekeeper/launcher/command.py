@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = LauncherSettings.from_environment(os.environ)
         return launch(script, settings, Runtime.from_environment().make())
     mode = None if arguments.sync_mode == AUTO else SyncMode(arguments.sync_mode)
-    return launch_locally(script, ranks, restarts, mode)
+    return launch_locally(script, ranks, restarts, mode, arguments.max_rounds_without_progress)
 
 
 def _signals(text: str | None) -> tuple[signal.Signals, ...]:
@@ -92,6 +92,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default=AUTO,
         help="with --local: how to train, as spec.syncMode of a TrainingJob (default Auto: Sync, until another wins)",
     )
+    parser.add_argument(
+        "--max-rounds-without-progress",
+        type=_not_negative,
+        default=3,
+        metavar="K",
+        help="with --local: rounds that may end at the same step before the run fails (default 3; 0: without limit)",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name, as in python -m")
     torchrun.add_options(parser)
     parser.add_argument("script", help="the training script, or a module with -m")
@@ -106,10 +113,13 @@ def launch(script: Script, settings: LauncherSettings, runtime: Runtime) -> int:
     return asyncio.run(Launcher(script, settings, runtime, warm, heartbeat, sign).run())
 
 
-def launch_locally(script: Script, ranks: int, restarts: int, mode: SyncMode | None = None) -> int:
+def launch_locally(
+    script: Script, ranks: int, restarts: int, mode: SyncMode | None = None, without_progress: int = 3
+) -> int:
     """The same on this machine, with a controller in place of operator and sidecar; the exit code.
 
-    mode: to train in; None: the controller decides.
+    mode: to train in; None: the controller decides. without_progress: so many rounds may end at the same step; 0:
+    without limit.
     """
     with local_runtime() as runtime:
         settings = _local_settings(script)
@@ -118,7 +128,7 @@ def launch_locally(script: Script, ranks: int, restarts: int, mode: SyncMode | N
 
         async def run() -> int:
             launcher = Launcher(script, settings, runtime, warm, heartbeat, sign)
-            controller = LocalController(runtime, ranks, restarts, launcher.give_up, mode)
+            controller = LocalController(runtime, ranks, restarts, launcher.give_up, mode, without_progress)
             controlling = asyncio.create_task(controller.run())
             code = await launcher.run()
             controlling.cancel()

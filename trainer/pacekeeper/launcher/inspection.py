@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -68,13 +68,15 @@ class Inspector:
         stacks: Mapping[int, StackFile],
         neighbours: Iterable[str],
         now: float,
+        ended: Collection[int] = (),
     ) -> None:
-        """Call it often. `ranks`: `records.STATE` by local rank; `now`: seconds, monotonic."""
+        """Call it often. `ranks`: `records.STATE` by local rank; `ended`: local ranks that have exited with code 0;
+        `now`: seconds, monotonic."""
         self._pids = pids
-        if self._watch.look(ranks, now) and (self._inspection is None or self._inspection.done()):
+        if self._watch.look(ranks, now, ended) and (self._inspection is None or self._inspection.done()):
             self._watch.begin_report(now)
             self._ask_ras(ranks)
-            inspection = self._inspect(state, dict(ranks), dict(pids), dict(stacks), list(neighbours))
+            inspection = self._inspect(state, dict(ranks), dict(pids), dict(stacks), list(neighbours), tuple(ended))
             self._inspection = asyncio.create_task(inspection)
 
     def stop(self) -> None:
@@ -110,6 +112,7 @@ class Inspector:
         pids: dict[int, int],
         stacks: dict[int, StackFile],
         neighbours: list[str],
+        ended: Collection[int],
     ) -> None:
         """Looks twice at every rank, and once whether the neighbours are there; reports the stall."""
         probes = asyncio.gather(*(is_reachable(address, self._settings.neighbour_port) for address in neighbours))
@@ -120,7 +123,7 @@ class Inspector:
         unreachable = [address for address, there in zip(neighbours, reachable, strict=True) if not there]
         known = [each for local in ranks for each in self._ranks.communicators(local)]
         now, wall = time.monotonic(), time.time()
-        fault = self._watch.report(state, ranks, (first, second), unreachable, known, now, wall)
+        fault = self._watch.report(state, ranks, (first, second), unreachable, known, now, wall, ended)
         self._notify(replace(fault, ras=self._ras_words(), transfers=self._ranks.transfers()))
 
 

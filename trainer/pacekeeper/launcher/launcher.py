@@ -207,7 +207,8 @@ class Launcher:
             neighbours = plan.neighbours if plan is not None else ()
             pids = self._ranks.pids()
             self._paths.look(now)
-            self._inspector.look(self._state, states, pids, self._ranks.stack_files(), neighbours, now)
+            stacks, ended = self._ranks.stack_files(), self._ranks.ended()
+            self._inspector.look(self._state, states, pids, stacks, neighbours, now, ended)
         if now >= self._gpus_at:
             self._gpus_at = now + _GPU_PERIOD
             for event in self._gpus.poll(now):

@@ -26,11 +26,13 @@ from pacekeeper.sidecar.ranks import RankRings as RankWindows
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.adapt import Hysteresis, Trouble, Way
 from pacekeeper_analysis.diagnose import hang
+from pacekeeper_analysis.diagnose.repetition import Repetition, is_too_early
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan, SyncMode
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankWindow
 
 from .settings import LauncherSettings
+from .words import describe
 
 WORKER = "local"
 ADDRESS = "127.0.0.1"
@@ -49,6 +51,9 @@ _PREFIX = "pacekeeper-"
 _ENOUGH_BYTES = 1 << 30
 
 log = logging.getLogger(__name__)
+
+
+_NOT_YET = Repetition()
 
 
 @dataclass(frozen=True)
@@ -70,24 +75,46 @@ class LocalResult:
     words: tuple[str, ...] = ()
     give_up: str = ""
     adapting: Adapting = field(default_factory=Adapting)
+    repetition: Repetition = _NOT_YET
 
 
-def judge_faults(plan: Plan, faults: Sequence[Fault], new: Sequence[Fault], beat: Heartbeat) -> LocalResult:
-    """`faults`: all so far, `new` of them since the last call. A hang costs one of the plan's restarts."""
+def judge_faults(
+    plan: Plan,
+    faults: Sequence[Fault],
+    new: Sequence[Fault],
+    beat: Heartbeat,
+    repetition: Repetition = _NOT_YET,
+    without_progress: int = 0,
+) -> LocalResult:
+    """`faults`: all so far, `new` of them since the last call. A hang costs one of the plan's restarts.
+
+    repetition: before `new`. without_progress: so many rounds may end at the same step; 0: without limit.
+    """
     if beat.state is LauncherState.FAILED:
         return LocalResult(plan, give_up=_last_words(faults))
+    for fault in new:
+        repetition = repetition.after(fault) if fault.kind is FaultKind.RANK_FAILED else repetition
     stalls = [fault for fault in new if fault.kind is FaultKind.STALLED and fault.round == beat.round]
     found = hang.verdict(stalls, plan.world_size) if stalls else None
+    words = ""
+    if found is not None:
+        after = repetition.after_hang(found, stalls)
+        found = None if after is not repetition and is_too_early(found, stalls, after.ends) else found
+        repetition = repetition if found is None else after
+    if found is not None:
+        words = f"hang ({found.kind}): {'; '.join(found.evidence)}"
+    if 0 < without_progress <= repetition.ends:
+        return LocalResult(plan, give_up=f"{repetition}: {words or _last_words(faults)}", repetition=repetition)
     if found is None:
-        return LocalResult(plan)
-    words = f"hang ({found.kind}): {'; '.join(found.evidence)}"
+        return LocalResult(plan, repetition=repetition)
     left = plan.restarts - beat.restarts - 1
     if left < 0:
         return LocalResult(plan, (words,), give_up=f"round {beat.round} hangs, and no restart is left")
     restarted = replace(
         plan, version=plan.version + 1, membership=plan.membership + 1, round=beat.round + 1, restarts=left
     )
-    return LocalResult(restarted, (words, f"ends round {beat.round} and starts round {restarted.round}"))
+    told = (words, f"ends round {beat.round} and starts round {restarted.round}")
+    return LocalResult(restarted, told, repetition=repetition)
 
 
 def judge_paces(plan: Plan, windows: Sequence[RankWindow], adapting: Adapting, now: float) -> LocalResult:
@@ -148,10 +175,14 @@ class LocalController:
         restarts: int,
         give_up: Callable[[str], None],
         mode: SyncMode | None = None,
+        without_progress: int = 0,
     ) -> None:
-        """`mode`: to train in, whatever happens; None: Sync, until another one wins enough."""
+        """`mode`: to train in, whatever happens; None: Sync, until another one wins enough. `without_progress`: as in
+        `judge_faults`."""
         self._runtime = runtime
         self._give_up = give_up
+        self._without_progress = without_progress
+        self._repetition = Repetition()
         self._windows = RankWindows(runtime, WINDOW_STEPS)
         self._faults: list[Fault] = []
         self._judge_at = 0.0
@@ -171,7 +202,7 @@ class LocalController:
             self._runtime.contact.touch()
             try:
                 outcome = self._look()
-            except ValueError as error:
+            except Exception as error:  # whatever is wrong here, somebody has to end the run in the end
                 self._complain(error)
                 continue
             for words in outcome.words:
@@ -186,7 +217,10 @@ class LocalController:
     def _look(self) -> LocalResult:
         """Raises ValueError where what the ranks or the launcher have written makes no sense."""
         beat = Heartbeat.from_json(_read(self._runtime.heartbeat))
-        outcome = replace(judge_faults(self._plan, self._faults, self._take_faults(), beat), adapting=self._adapting)
+        new = self._take_faults()
+        found = judge_faults(self._plan, self._faults, new, beat, self._repetition, self._without_progress)
+        self._repetition = found.repetition
+        outcome = replace(found, adapting=self._adapting)
         if outcome.plan is self._plan and not outcome.words and not outcome.give_up:
             outcome = judge_refusal(self._plan, self._before, beat, self._adapting)
         if outcome.plan is self._plan and not outcome.give_up and self._is_time_to_judge(beat):
@@ -196,11 +230,11 @@ class LocalController:
                 self._judge_from = beat.step + WINDOW_STEPS  # windows hold steps from before the change until then
         return outcome
 
-    def _complain(self, error: ValueError) -> None:
+    def _complain(self, error: Exception) -> None:
         """Once of each: it comes again with every look."""
         if str(error) != self._complaint:
             self._complaint = str(error)
-            log.warning("cannot be judged: %s", error)
+            log.warning("cannot be judged: %r", error, exc_info=not isinstance(error, ValueError))
 
     def _publish(self, plan: Plan) -> None:
         self._before, self._plan = self._plan, plan.sealed(self._plan, secrets.token_hex(SECRET_BYTES))
@@ -265,7 +299,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _last_words(faults: Sequence[Fault]) -> str:
     failures = [fault for fault in faults if fault.kind in {FaultKind.RANK_FAILED, FaultKind.ROUND_FAILED}]
-    return failures[-1].error.strip() if failures else "the launcher has given up"
+    return describe(failures[-1]) if failures else "the launcher has given up"
 
 
 def _free_port() -> int:

@@ -14,7 +14,7 @@ from enum import IntEnum, StrEnum
 from typing import Annotated, Any, Self
 
 from pacekeeper_analysis.reading import Cut, Longest, Within, read
-from pacekeeper_analysis.reports import Count, Name
+from pacekeeper_analysis.reports import Count, Name, Position
 
 MOST_MISSING = 8
 """So many of the workers that have not come are named."""
@@ -55,6 +55,8 @@ class Report:
     workers: Count = 1  # launchers of the membership, by its plan
     first_round: Count = 1  # the plan's: no round of the membership is below it
     restart_limit: Count = 0  # the plan's
+    first_rank: Position = -1  # of its ranks in the job
+    finished_round: Count = 0  # the last one in which all its ranks have ended well; 0: none
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,6 +89,7 @@ class View:
     reason: Annotated[str, Cut(2_000)] = ""  # of HALTED
     # While gathering: the first workers of the round before that are not ready again.
     missing: Annotated[tuple[Name, ...], Longest(64)] = ()
+    finished_rank: Position = -1  # one that had ended well when the round before ended; -1: none
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -108,6 +111,7 @@ class Meeting:
     restarts: int = 0
     participants: Mapping[str, str] = field(default_factory=dict)  # worker → incarnation, of the round
     endings: tuple[tuple[str, Ending], ...] = ()  # how the round's launchers ended, in order of arrival
+    finished_rank: int = -1  # one that had ended well when the round ended; -1: none
     reason: str = ""
     missing: tuple[str, ...] = ()  # of `participants`, the first that are not ready
 
@@ -123,6 +127,7 @@ class Meeting:
             included=self.participants.get(worker) == incarnation,
             ended_by=ended_by,
             ending=ending,
+            finished_rank=self.finished_rank,
             reason=self.reason,
             missing=self.missing,
         )
@@ -133,11 +138,16 @@ def advance(meeting: Meeting, reports: Mapping[str, Report]) -> Meeting:
     if meeting.phase is MeetingStage.RUNNING:
         ended = [report for report in reports.values() if _has_left(meeting, report)]
         if ended:
-            meeting = replace(meeting, phase=MeetingStage.GATHERING, endings=(), port=0)
+            meeting = replace(meeting, phase=MeetingStage.GATHERING, endings=(), finished_rank=-1, port=0)
         elif _all_finished(meeting, reports):
             return replace(meeting, phase=MeetingStage.FINISHED)
     if meeting.phase is MeetingStage.GATHERING:
-        meeting = replace(meeting, endings=_endings(meeting, reports), missing=_missing(meeting, reports))
+        meeting = replace(
+            meeting,
+            endings=_endings(meeting, reports),
+            finished_rank=_finished_rank(meeting, reports),
+            missing=_missing(meeting, reports),
+        )
         if reports and _all_ready(meeting, reports):
             return _next_round(meeting, reports)
     return meeting
@@ -167,6 +177,16 @@ def _endings(meeting: Meeting, reports: Mapping[str, Report]) -> tuple[tuple[str
         if took_part and report.round == meeting.round and report.status in {Status.ENDING, Status.READY}:
             known.setdefault(worker, report.ending)
     return tuple(known.items())
+
+
+def _finished_rank(meeting: Meeting, reports: Mapping[str, Report]) -> int:
+    """Of the meeting's last round; as known before, where the launcher is no longer heard."""
+    finished = [
+        report.first_rank
+        for worker, report in reports.items()
+        if meeting.participants.get(worker) == report.incarnation and 0 < report.finished_round == meeting.round
+    ]
+    return min(finished, default=meeting.finished_rank)
 
 
 def _missing(meeting: Meeting, reports: Mapping[str, Report]) -> tuple[str, ...]:

@@ -59,7 +59,9 @@ def run_rank(start: RankStart, parent: int, stdout: int, stderr: int) -> NoRetur
         import torch
 
         torch.set_num_threads(start.threads)
-    _end(_run_script(start))
+    code = _run_script(start)
+    _note_end()
+    _end(code)
 
 
 def _run_script(start: RankStart) -> int:
@@ -80,6 +82,13 @@ def _run_script(start: RankStart) -> int:
         # As Python itself does: a KeyboardInterrupt that nobody has caught ends by the signal's code.
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _note_end() -> None:
+    """Where the script is watched: what follows is no training."""
+    watching = sys.modules.get("pacekeeper.observe.watching")
+    if watching is not None:
+        watching.note_end()
 
 
 def _exit_code(code: object) -> int:

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -169,6 +169,10 @@ class RankProcesses:
         """In local order; None: it runs."""
         return [rank.exit_code for rank in self._ranks]
 
+    def ended(self) -> frozenset[int]:
+        """Local ranks that have exited with code 0."""
+        return frozenset(local for local, rank in enumerate(self._ranks) if rank.exit_code == 0)
+
     def transfers(self) -> str:
         """What the ranks' transfers over NCCL wait for that have not ended; "": nothing, or that is unknown."""
         words = []
@@ -186,25 +190,30 @@ class RankProcesses:
     def seen(self) -> list[RankSeen]:
         """The ranks as the state machine wants them."""
         states = self.states()
-        out_of_memory = any(rank.exit_code == _SIGKILL for rank in self._ranks) and cgroup.oom_kills() > self._oom_kills
-        return [
-            RankSeen(
-                rank=rank.start.rank,
-                gone=rank.gone,
-                exit_code=rank.exit_code,
-                out_of_memory=out_of_memory and rank.exit_code == _SIGKILL,
-                completed_step=local in states and int(states[local]["steps_in_round"]) > 0,
-                watched=local in states,
-                step=int(states[local]["step"]) if local in states else -1,
-                error="\n".join(filter(None, (tail := _last_words(rank), rank.epitaph))) if rank.exit_code else "",
-                lost_peer=rank.exit_code is not None and rank.exit_code != 0 and lost_a_peer(rank.exit_code, tail),
-            )
-            for local, rank in enumerate(self._ranks)
-        ]
+        some_failed = any(rank.exit_code for rank in self._ranks)
+        memory_ran_out = some_failed and cgroup.oom_kills() > self._oom_kills
+        ended = min((rank.start.rank for rank in self._ranks if rank.exit_code == 0), default=None)
+        return [_see(rank, states.get(local), memory_ran_out, ended) for local, rank in enumerate(self._ranks)]
 
 
-def _last_words(rank: _Rank) -> str:
-    return explain(rank.stderr.tail(), rank.recorded)
+def _see(rank: _Rank, state: np.void | None, memory_ran_out: bool, ended: int | None) -> RankSeen:
+    """state: of a rank that is watched. memory_ran_out: the kernel has killed a process of this worker in this round.
+    ended: a global rank that has exited with code 0."""
+    step = -1 if state is None else int(state["step"])
+    completed_step = state is not None and int(state["steps_in_round"]) > 0
+    seen = RankSeen(rank.start.rank, rank.gone, rank.exit_code, completed_step=completed_step, step=step,
+                    watched=state is not None, steered=state is not None and int(state["sync_mode"]) >= 0)  # fmt: skip
+    if not rank.exit_code:
+        return seen
+    tail = explain(rank.stderr.tail(), rank.recorded)
+    lost_peer = rank.start.environment.get("WORLD_SIZE") != "1" and lost_a_peer(rank.exit_code, tail)
+    return replace(
+        seen,
+        error="\n".join(filter(None, (tail, rank.epitaph))),
+        out_of_memory=memory_ran_out and not lost_peer,  # the rank itself, or a child that it needed
+        lost_peer=lost_peer and ended is None,
+        ended_peer=ended if lost_peer and ended is not None else -1,
+    )
 
 
 def _state(rank: _Rank, runtime: Runtime, local_rank: int) -> np.void | None:

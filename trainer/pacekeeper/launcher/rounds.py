@@ -35,6 +35,8 @@ class RankSeen:
     step: int = -1
     error: str = ""  # last lines of its standard error
     lost_peer: bool = False  # it failed because a peer was gone (diagnose.crash)
+    ended_peer: int = -1  # rank that had exited with code 0 by then, where it failed for want of that
+    steered: bool = False  # the library leaves with LEFT_EXIT_CODE once the ranks have agreed to
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class RoundState:
     failure: Fault | None = None  # of `round`, held back until the peers have said whose failure came first
     failed_at: float = 0.0
     ran: bool = False  # a round of this membership
+    finished_round: int = 0  # the last one in which all ranks here have ended well
     restarts: int = 0
     barren: int = 0  # rounds in a row without a completed step
     gathering_since: float = 0.0
@@ -195,6 +198,8 @@ def report(state: RoundState, plan: WorkerPlan, settings: LauncherSettings) -> R
         workers=plan.workers,
         first_round=plan.round,
         restart_limit=plan.restarts,
+        first_rank=min(plan.ranks, default=-1),
+        finished_round=state.finished_round,
     )
 
 
@@ -212,7 +217,7 @@ def _look_at_ranks(turn: _Turn) -> None:
         elif failures:
             _note_failure(turn, min(failures, key=_ending_of))
         elif len(exits) == len(ranks):
-            turn.set(stage=LauncherState.FINISHED)
+            turn.set(stage=LauncherState.FINISHED, finished_round=state.running)
             _end_ranks(turn)
     elif all(rank.gone for rank in ranks):
         stays = state.stage in {LauncherState.FINISHED, LauncherState.LOST}
@@ -235,6 +240,7 @@ def _note_failure(turn: _Turn, rank: RankSeen) -> None:
         out_of_memory=rank.out_of_memory,
         completed_step=rank.completed_step,
         step=rank.step,
+        ended_peer=rank.ended_peer,
         error=rank.error,
     )
     turn.set(failure=fault, failed_at=turn.now)
@@ -243,7 +249,7 @@ def _note_failure(turn: _Turn, rank: RankSeen) -> None:
 
 def _ending_of(rank: RankSeen) -> Ending:
     assert rank.exit_code is not None
-    if rank.exit_code == LEFT_EXIT_CODE:
+    if rank.exit_code == LEFT_EXIT_CODE and rank.steered:
         return Ending.LEFT
     if rank.lost_peer:
         return Ending.CONNECTION
@@ -296,7 +302,8 @@ def _settle_failure(turn: _Turn) -> None:
         return
     if view is not None and view.membership == state.membership and _is_settled(view, state.failure.round):
         if view.ended_by in {"", turn.settings.worker}:
-            turn.do(Notify(state.failure))
+            followed = state.ending is Ending.CONNECTION and state.failure.ended_peer < 0
+            turn.do(Notify(replace(state.failure, ended_peer=view.finished_rank) if followed else state.failure))
         turn.set(failure=None)
     elif turn.now - state.failed_at >= turn.settings.settle:
         turn.do(Notify(state.failure))

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from .rank import STACK_SIGNAL
+from .waits import describe_wait, helper_ticks
 from .watch import Look
 
 _PATIENCE = 0.2
@@ -35,10 +36,10 @@ class StackFile:
         except FileNotFoundError:
             return 0
 
-    def stack(self) -> str:
-        """The main thread's, in the newest dump; "" where it is not there (yet)."""
+    def dumps(self) -> tuple[str, str]:
+        """The main thread's name in dumps, and the newest dump of all threads; "" where it is not there (yet)."""
         head, _, dumps = self._path.read_text(errors="replace").partition("\n")
-        return main_stack(dumps, head.removeprefix("main thread "))
+        return head.removeprefix("main thread "), dumps
 
 
 def main_stack(dump: str, main_thread: str) -> str:
@@ -58,19 +59,20 @@ async def look_at(pid: int, file: StackFile) -> Look:
     state, ticks = process_state(pid)
     if state in {"", "T", "t", "Z", "X"}:
         return Look(state, ticks)
-    offset = file.forget()
+    offset, helpers = file.forget(), helper_ticks(pid)
     try:
         os.kill(pid, STACK_SIGNAL)
     except ProcessLookupError:
         return Look()
-    stack, size = "", -1
+    main_thread, dump, size = "", "", -1
     for _ in range(int(_PATIENCE / _PAUSE)):
         await asyncio.sleep(_PAUSE)
         before, size = size, file.size()
         if size > offset and size == before:  # a dump is many small writes: it is whole when it has stopped to grow
-            stack = file.stack()
+            main_thread, dump = file.dumps()
             break
-    return Look(state, ticks, stack)
+    waits_for = describe_wait(pid, main_thread, dump) if state != "R" else ""
+    return Look(state, ticks, main_stack(dump, main_thread), helpers, waits_for)
 
 
 def process_state(pid: int) -> tuple[str, int]:

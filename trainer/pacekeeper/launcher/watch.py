@@ -37,6 +37,8 @@ TICKS_OF_A_LOOK = 2
 LONGEST_HOST_WORK = 30.0
 """Seconds for which a rank whose GPU is idle may keep a processor busy at one place of its script: it works. After that
 it spins for a kernel of its own that never ends."""
+OUTSIDE_SECONDS = 300.0
+"""So long a rank may wait outside of collectives for what no rank gives, where `hangSeconds` does not say it."""
 REPORT_AGAIN, LONGEST_PAUSE = 3.0, 15.0
 """Seconds until a stall that lasts is reported again; doubles up to the second."""
 
@@ -70,11 +72,13 @@ def deadline(
 
 @dataclass(frozen=True)
 class Look:
-    """What one look at a rank's process has seen. `ticks`: processor time of the main thread."""
+    """What one look at a rank's process has seen. Processor time is in clock ticks."""
 
     process_state: str = ""  # letter of /proc/<pid>/stat; "": gone
-    ticks: int = 0
+    ticks: int = 0  # of the main thread
     stack: str = ""  # of the main thread, innermost call last
+    helper_ticks: int = 0  # of its other threads, and of all processes below it
+    waits_for: str = ""  # what no rank gives (`waits.describe_wait`); "": nothing of the kind
 
 
 @dataclass
@@ -104,12 +108,13 @@ class Watch:
     _reports_of_this_stall: int = 0
     _report_at: float = 0.0
 
-    def look(self, ranks: Mapping[int, np.void], now: float) -> bool:
+    def look(self, ranks: Mapping[int, np.void], now: float, ended: Collection[int] = ()) -> bool:
         """Whether a stall is to be reported now. Call it often.
 
-        `ranks`: `records.STATE` by local rank; `now`: seconds, monotonic.
+        `ranks`: `records.STATE` by local rank; `ended`: local ranks that have exited with code 0; `now`: seconds,
+        monotonic.
         """
-        stalled = [local for local, rank in ranks.items() if self._is_stalled(local, rank, now)]
+        stalled = [local for local, rank in ranks.items() if self._is_stalled(local, rank, now) and local not in ended]
         if not stalled:
             self._reports_of_this_stall = 0
             self._report_at = 0.0
@@ -130,14 +135,16 @@ class Watch:
         communicators: Collection[Communicator],
         now: float,
         wall: float,
+        ended: Collection[int] = (),
     ) -> Fault:
         """The stall that the last `begin_report` was for.
 
         `looks`: two at each rank's process, BETWEEN_LOOKS apart; `unreachable`: neighbours that did not answer;
         `communicators`: that the ranks know of, of which those are told that they are in now; `wall`: seconds since the
-        epoch.
+        epoch; `ended`: as in `look`.
         """
         first, second = looks
+        patience = OUTSIDE_SECONDS if self.settings.hang is None else self.settings.hang
         states = tuple(
             rank_state(
                 rank,
@@ -146,6 +153,8 @@ class Watch:
                 self._progress[local].since,
                 now,
                 overdue=now - self._progress[local].since >= self._deadline(local, rank),
+                ended=local in ended,
+                patience=patience,
             )
             for local, rank in ranks.items()
         )
@@ -178,7 +187,9 @@ class Watch:
         if silent < min(SHORTEST, self.settings.hang or SHORTEST):
             return False
         # A stopped one is stalled whatever it was busy with.
-        return self.is_stopped(local_rank) or silent >= self._deadline(local_rank, rank)
+        if self.is_stopped(local_rank):
+            return True
+        return int(rank["phase"]) != Phase.FINISHED and silent >= self._deadline(local_rank, rank)
 
     def _deadline(self, local_rank: int, rank: np.void) -> float:
         progress = self._progress[local_rank]
@@ -194,12 +205,26 @@ class Watch:
         )
 
 
-def rank_state(rank: np.void, first: Look, second: Look, since: float, now: float, *, overdue: bool) -> RankState:
-    """What is reported of one rank. `since`: when it last showed progress; both times are seconds, monotonic."""
+def rank_state(
+    rank: np.void,
+    first: Look,
+    second: Look,
+    since: float,
+    now: float,
+    *,
+    overdue: bool,
+    ended: bool = False,
+    patience: float = OUTSIDE_SECONDS,
+) -> RankState:
+    """What is reported of one rank. `since`: when it last showed progress; both times are seconds, monotonic.
+
+    `ended`: it has exited with code 0. `patience`: seconds that it may wait for what no rank gives.
+    """
     device = Device(int(rank["device"]))
     # CUDA spins where it waits, so that a processor at work is no sign of life for ever.
     may_work = device is Device.NONE or (device is Device.IDLE and now - since < LONGEST_HOST_WORK)
-    worked = second.ticks - first.ticks > TICKS_OF_A_LOOK and may_work
+    worked = second.ticks - first.ticks > TICKS_OF_A_LOOK or second.helper_ticks - first.helper_ticks > TICKS_OF_A_LOOK
+    waits_for = second.waits_for if first.waits_for and device in (Device.NONE, Device.IDLE) else ""
     collective = Collective(int(rank["collective"]))
     waiting_since = since if collective is Collective.NONE else int(rank["collective_since_ns"]) * 1e-9
     return RankState(
@@ -213,7 +238,7 @@ def rank_state(rank: np.void, first: Look, second: Look, since: float, now: floa
         collectives_entered=int(rank["collectives_entered"]),
         waiting_seconds=now - waiting_since,
         process_state=second.process_state,
-        moving=first.stack != second.stack or worked,
+        moving=first.stack != second.stack or (worked and may_work),
         stack=second.stack,
         overdue=overdue,
         device=device.name,
@@ -222,6 +247,9 @@ def rank_state(rank: np.void, first: Look, second: Look, since: float, now: floa
         device_sequence=int(rank["device_sequence"]),
         peer=int(rank["peer"]) if collective in (Collective.SEND, Collective.RECV) else -1,
         entered=format_entered(_entered(rank)),
+        ended=ended,
+        waits_for=waits_for,
+        excused=bool(waits_for) and now - since < patience,
     )
 
 

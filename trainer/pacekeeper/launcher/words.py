@@ -14,6 +14,8 @@ def describe(fault: Fault) -> str:
             memory = ", out of memory" if fault.out_of_memory else ""
             after = f"after step {fault.step}" if fault.step >= 0 else "before its first step"
             last = fault.error.strip().rpartition("\n")[2]
+            if fault.ended_peer >= 0:
+                after += f", waiting for rank {fault.ended_peer}, which had come to its end with code 0"
             ended = f"rank {fault.rank} {_how(fault.exit_code)}{memory} in round {fault.round} {after}"
             return f"{ended}: {last}" if last else ended
         case FaultKind.STALLED:

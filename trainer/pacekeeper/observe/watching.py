@@ -5,9 +5,13 @@ What it costs is measured by bench/overhead.py.
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pacekeeper import torch_internals
@@ -43,6 +47,8 @@ def recorder() -> Recorder:
             _watch_loaders(_recorder)
             _watch_garbage(_recorder)
             _watch_compilation(_recorder)
+            _watch_files(_recorder)
+            _watch_end(_recorder)
             watch_behaviour(_recorder, environment)
     return _recorder
 
@@ -55,6 +61,12 @@ def watch_steps() -> None:
     watched.restart_clock(1)
     register_optimizer_step_pre_hook(watched.before_optimizer)
     register_optimizer_step_post_hook(watched.after_optimizer)
+
+
+def note_end() -> None:
+    """The script has ended; its threads and its exit handlers may not have."""
+    if _recorder is not None:
+        _recorder.enter(Phase.FINISHED)
 
 
 def _watch_loaders(watched: Recorder) -> None:
@@ -97,3 +109,38 @@ def _watch_compilation(watched: Recorder) -> None:
         return compile_(*args, **options)
 
     torch.compile = compile_and_watch
+
+
+def _watch_files(watched: Recorder) -> None:
+    """Scripts keep and bring back their state in the middle of training, and volumes may be slow."""
+
+    def during(phase: Phase, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            if threading.get_ident() != watched.training_thread or watched.phase is not Phase.TRAIN:
+                return function(*args, **options)
+            with watched.during(phase):
+                return function(*args, **options)
+
+        return call
+
+    torch.save = during(Phase.CHECKPOINT, torch.save)
+    torch.load = during(Phase.RESTORE, torch.load)
+
+
+def _watch_end(watched: Recorder) -> None:
+    """Who has left the process group may export and upload for as long as that takes; a new group trains again."""
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_and_note(*args: Any, **options: Any) -> None:
+        destroy(*args, **options)
+        if not dist.is_initialized():
+            watched.enter(Phase.FINISHED)
+
+    def made(_: Any) -> None:
+        if watched.phase is Phase.FINISHED:
+            watched.enter(Phase.TRAIN)
+
+    dist.destroy_process_group = destroy_and_note
+    torch_internals.on_new_process_group(made)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_operator.api import Cause, Class, Remedy
+from pacekeeper_analysis.diagnose.repetition import Repetition
+from pacekeeper_operator.api import Cause, Class, ExitCodesSpec, Reason, Remedy
 from pacekeeper_operator.decide import crash
+from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.decision import CountRestart, Decision, FailJob, ReplaceWorker
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.state import Past
@@ -79,6 +81,65 @@ class TestRepetition:
         """0: none has led nowhere. 2: its own round is told of twice."""
         for spares in (0, 1):
             assert crashed(after_a_barren_round(round_, spares), **BARREN).actions == (CountRestart(),)
+
+
+class TestTheSameStep:
+    """Rounds that end after a step which an earlier one has come to as well."""
+
+    def after(self, ends: int, spares: int = 0) -> Observation:
+        world = training(spares=spares)
+        return world.with_draft(world.draft.with_budget(repetition=Repetition(500, ends, round=1)))
+
+    def test_the_job_fails_by_the_limit_with_step_rank_code_and_words(self) -> None:
+        decision = crashed(self.after(2), exit_code=3, error=ERROR)
+        (end,) = decision.actions
+        assert isinstance(end, FailJob)
+        assert end.reason is Reason.NO_PROGRESS
+        for part in ("3 rounds have ended after step 500", "rank 1 exited with 3", ERROR, "maxRoundsWithoutProgress"):
+            assert part in end.message
+
+    def test_before_that_another_worker_gets_one_try(self) -> None:
+        (moved,) = crashed(self.after(2, spares=1), exit_code=3).actions
+        assert isinstance(moved, ReplaceWorker)
+        (end,) = crashed(self.after(3, spares=1), exit_code=3).actions
+        assert isinstance(end, FailJob)
+
+    @pytest.mark.parametrize("how", [{"step": 501}, {"step": 400}, {"exit_code": -9}, {"completed_step": False}])
+    def test_other_ends_do_not_fail_it(self, how: dict[str, Any]) -> None:
+        assert crashed(self.after(2), **{"exit_code": 3, "completed_step": True, **how}).actions == (CountRestart(),)
+
+    def test_it_is_remembered(self) -> None:
+        world = change_members(self.after(1), round=3)
+        draft = think(replace(world, faults=(worlds.crash("j-w1-0", 1, 2, exit_code=3),)), policy()).draft
+        assert draft.state.budget.repetition == Repetition(500, 2, round=2)
+
+    def test_without_a_limit_it_goes_on(self) -> None:
+        world = replace(change_members(self.after(9), round=3), faults=(worlds.crash("j-w1-0", 1, 2, exit_code=3),))
+        decision = crash.check(world, policy(rounds_without_progress=0))
+        assert decision is not None
+        assert decision.actions == (CountRestart(),)
+
+
+@pytest.mark.parametrize(("spares", "code"), [(1, 42), (0, 42), (1, 43), (1, 44)])
+def test_exit_codes_that_the_script_gives_a_meaning(spares: int, code: int) -> None:
+    codes = ExitCodesSpec(do_not_retry=(43,), replace_node=(42,))
+    world = replace(
+        change_members(training(spares=spares), round=3), faults=(worlds.crash("j-w1-0", 1, 2, exit_code=code),)
+    )
+    decision = crash.check(world, policy(exit_codes=codes))
+    assert decision is not None
+    (action,) = decision.actions
+    expected = {42: ReplaceWorker if spares else CountRestart, 43: FailJob, 44: CountRestart}[code]
+    assert isinstance(action, expected)
+    if isinstance(action, FailJob):
+        assert (action.reason, "doNotRetry" in action.message) == (Reason.SCRIPT_FAILED, True)
+
+
+def test_who_waited_in_vain_for_a_rank_that_had_ended_well_is_told_so() -> None:
+    decision = crashed(training(), exit_code=1, error="Connection closed by peer", ended_peer=0)
+    assert "rank 0 had come to its end with code 0" in decision.message
+    assert decision.repetition is not None
+    assert decision.repetition.ends == 1
 
 
 class TestOutOfMemory:

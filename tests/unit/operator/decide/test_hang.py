@@ -9,6 +9,7 @@ import pytest
 
 from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, WitnessKind
+from pacekeeper_analysis.diagnose.repetition import Repetition
 from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
 from pacekeeper_operator.api import Cause, Class, Remedy
 from pacekeeper_operator.decide import hang
@@ -293,3 +294,25 @@ def test_who_is_given_up_already_ends_the_stall() -> None:
     leaving = world.with_draft(world.draft.with_worker(replace(record, leaving="its GPU fails")))
     faults = tuple(stall(m.worker, m.ranks[0], culprit=m.ranks[0] == 2) for m in world.plan.members)
     assert hang.check(replace(leaving, faults=faults), policy()) is None
+
+
+@pytest.mark.parametrize(("seconds", "ends", "spares"), [(3.0, 1, 0), (3.0, 2, 0), (400.0, 2, 0), (400.0, 2, 1)])
+def test_a_hang_of_the_script_that_comes_again_at_its_step_gets_more_time_and_then_ends_the_job(
+    seconds: float, ends: int, spares: int
+) -> None:
+    world = training(spares=spares)
+    world = world.with_draft(world.draft.with_budget(repetition=Repetition(500, ends, round=0)))
+    outside = replace(WAITING, collective="NONE", sequence=41, stack=IN_SCRIPT, waiting_seconds=seconds)
+    faults = []
+    for member in world.plan.members:
+        fault = stall(member.worker, member.ranks[0], culprit=False)
+        state = replace(outside if member.ranks[0] == 2 else WAITING, rank=member.ranks[0])
+        faults.append(replace(fault, completed_step=True, ranks=(state,)))
+    decision = hang.check(replace(world, faults=tuple(faults)), policy())
+    if ends == 2 and seconds < 300:
+        assert decision is None
+        return
+    assert decision is not None
+    (action, *_) = decision.actions
+    assert isinstance(action, FailJob if ends == 2 and not spares else RestartRanks | ReplaceWorker)
+    assert decision.repetition == Repetition(500, ends + 1, round=1)
