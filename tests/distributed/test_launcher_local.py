@@ -163,7 +163,7 @@ def test_sigterm_ends_the_ranks_and_leaves_nothing_behind(tmp_path: Path) -> Non
 def test_what_a_killed_run_has_left_behind_is_swept_up_by_the_next(tmp_path: Path) -> None:
     with local_run(tmp_path, steps=10_000) as pid:
         eventually(lambda: (tmp_path / "diary-0").exists(), "the ranks have started")
-        (left,) = Path("/dev/shm").glob(f"pacekeeper-{pid}-*")
+        (left,) = Path("/dev/shm").glob(f"pacekeeper-run-{pid}-*")
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     (tmp_path / "next").mkdir()

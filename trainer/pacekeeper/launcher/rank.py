@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import runpy
@@ -48,14 +49,25 @@ def run_rank(start: RankStart, parent: int, stdout: int, stderr: int) -> NoRetur
     _reset_signals()
     _connect_output(stdout, stderr)
     os.environ.update(start.environment)
-    create_ring(Path(start.ring), start.rank, start.round)
-    _write_stacks_on_signal(start.stack)
+    _make_files(start)
     np.random.seed()  # a forked generator would be the same in every rank; Python's own reseeds itself
     if start.threads:
         import torch
 
         torch.set_num_threads(start.threads)
     _end(_run_script(start))
+
+
+def _make_files(start: RankStart) -> None:
+    """Without room for them the rank trains unwatched, as it would without a launcher."""
+    try:
+        create_ring(Path(start.ring), start.rank, start.round, owner=os.getpid())
+        _write_stacks_on_signal(start.stack)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            Path(start.ring).unlink(missing_ok=True)  # of the round before
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        print(f"pacekeeper: rank {start.rank} is not watched in this round: {error}", file=sys.stderr)
 
 
 def _run_script(start: RankStart) -> int:
