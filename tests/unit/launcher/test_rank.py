@@ -243,8 +243,7 @@ def test_a_process_whose_start_fails_ends_there_and_says_why(
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_standard_files_that_were_closed_are_opened(closed: str, tmp_path: Path) -> None:
     code = (
-        "import os, pathlib, sys; from pacekeeper.launcher import rank
-from pacekeeper.launcher.processes import open_standard_files as open_them;"
+        "import os, pathlib, sys; from pacekeeper.launcher.processes import open_standard_files as open_them;"
         "open_them(); own = os.open('/dev/null', os.O_RDONLY); print('', end='', flush=True);"
         f"pathlib.Path({str(tmp_path / 'said')!r}).write_text(f'{{own > 2}} {{sys.stdin.read()!r}}')"
     )
