@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pacekeeper.launcher import local as local_module
 from pacekeeper.launcher.local import (
     ADDRESS,
     ANSWERS,
@@ -26,7 +27,6 @@ from pacekeeper.launcher.local import (
     judge_refusal,
     local_runtime,
 )
-from pacekeeper.launcher import local as local_module
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
 from pacekeeper_analysis.plan import Member, Plan, SyncMode

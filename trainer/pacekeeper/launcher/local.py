@@ -246,7 +246,7 @@ def local_runtime() -> Iterator[Runtime]:
 
 
 def _make_held(parent: Path) -> tuple[Path, int]:
-    """A folder of this run's own, and the open file by whose lock it is held as long as a process of the run is left."""
+    """A folder of this run's own, and the open file whose lock holds it for as long as a process of the run is left."""
     while True:
         # Not a TemporaryDirectory: its finalizer would also run in every rank that ends.
         folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
