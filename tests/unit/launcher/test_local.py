@@ -266,9 +266,7 @@ class TestTheFolderOfARun:
         monkeypatch.setattr(local_module, "_ENOUGH_BYTES", 0)
         return tmp_path
 
-    def test_another_run_leaves_it_alone_whatever_it_sees_of_processes(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_another_run_leaves_it_alone_whatever_it_sees_of_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """In another process namespace (`docker run --ipc=host`) the first run's process id is nobody's."""
         real = Path.exists
         monkeypatch.setattr(Path, "exists", lambda path: not str(path).startswith("/proc/") and real(path))
