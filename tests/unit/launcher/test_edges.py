@@ -17,7 +17,8 @@ from torch.distributed.elastic.utils.api import macros
 
 from pacekeeper import cgroup, cli
 from pacekeeper.launcher import network
-from pacekeeper.launcher.launcher import Script, rank_starts
+from pacekeeper.launcher.heartbeat import MissedWrites
+from pacekeeper.launcher.launcher import Launcher, Script, rank_starts
 from pacekeeper.launcher.output import TAIL_BYTES, TAIL_LINES, OutputPipe
 from pacekeeper.launcher.plans import PlanFile
 from pacekeeper.launcher.rank_options import OutputOptions, RankOptions
@@ -255,6 +256,22 @@ def test_nccl_records_when_collectives_begin_unless_the_user_wants_otherwise(
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
     monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", "0")
     assert given() == [None, None, None]
+
+
+def test_a_fault_that_a_full_volume_refuses_is_handed_over_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = Runtime(tmp_path / "run")
+    launcher = object.__new__(Launcher)
+    launcher._runtime, launcher._volume, launcher._unwritten = runtime, MissedWrites(), []
+    launcher.notify(FAULT)
+    launcher.notify(replace(FAULT, name="m"))
+    assert caplog.text.count("cannot be written for the operator: a fault: [Errno 2]") == 1
+    runtime.make()
+    launcher._hand_over_faults()
+    assert sorted(path.name for path in runtime.faults.iterdir()) == ["m.json", "n.json"]
+    launcher.notify(replace(FAULT, name="o"))
+    assert len(list(runtime.faults.iterdir())) == 3
 
 
 @pytest.mark.parametrize(

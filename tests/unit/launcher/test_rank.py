@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pacekeeper.launcher import rank
 from pacekeeper.launcher.processes import die_with_parent, group_exists
 from pacekeeper.launcher.rank import STACK_SIGNAL, RankStart
 from pacekeeper.launcher.warm import Exited, Forked, Warm, start_warm, start_warm_anew
@@ -37,8 +39,30 @@ class Runner:
         self.folder = folder
         self.warm = start()
 
-    def start(self, script: str, *arguments: str, module: str = "", program: str = "", **environment: str) -> int:
+    def start(
+        self,
+        script: str,
+        *arguments: str,
+        module: str = "",
+        program: str = "",
+        ring: Path | None = None,
+        **environment: str,
+    ) -> int:
         """The rank's process id."""
+        self.fork(script, *arguments, module=module, program=program, ring=ring, **environment)
+        news = self.next()
+        assert isinstance(news, Forked)
+        return news.pid
+
+    def fork(
+        self,
+        script: str,
+        *arguments: str,
+        module: str = "",
+        program: str = "",
+        ring: Path | None = None,
+        **environment: str,
+    ) -> None:
         path = self.folder / f"{module or 'script'}.py"
         path.write_text(script)
         start = RankStart(
@@ -49,7 +73,7 @@ class Runner:
             is_module=bool(module),
             arguments=list(arguments),
             environment=environment,
-            ring=str(self.folder / "ring"),
+            ring=str(ring or self.folder / "ring"),
             stack=str(self.folder / "stack"),
             threads=0,
             is_program=bool(program),
@@ -58,19 +82,24 @@ class Runner:
         self.warm.fork(start, *outputs)
         for output in outputs:
             os.close(output)
-        news = self._next()
-        assert isinstance(news, Forked)
-        return news.pid
 
     def end(self, pid: int) -> Ended:
-        news = self._next()
+        news = self.next()
         assert isinstance(news, Exited)
         return Ended(pid, news.code, (self.folder / "out").read_text(), (self.folder / "err").read_text())
 
-    def run(self, script: str, *arguments: str, module: str = "", program: str = "", **environment: str) -> Ended:
-        return self.end(self.start(script, *arguments, module=module, program=program, **environment))
+    def run(
+        self,
+        script: str,
+        *arguments: str,
+        module: str = "",
+        program: str = "",
+        ring: Path | None = None,
+        **environment: str,
+    ) -> Ended:
+        return self.end(self.start(script, *arguments, module=module, program=program, ring=ring, **environment))
 
-    def _next(self) -> Forked | Exited:
+    def next(self) -> Forked | Exited:
         # The warm process imports torch first, which on a machine that has never read it takes tens of seconds.
         while True:
             ready, _, _ = select.select([self.warm.connection], [], [], 120)
@@ -217,6 +246,62 @@ def test_a_rank_has_a_fresh_ring_and_gives_its_stack_on_a_signal(runner: Runner)
     wait_for(lambda: "in wait_here" in (runner.folder / "stack").read_text())
     os.kill(pid, signal.SIGTERM)
     assert runner.end(pid).code == -signal.SIGTERM
+
+
+def test_a_rank_whose_folder_has_no_room_trains_unwatched(runner: Runner, tmp_path: Path) -> None:
+    ended = runner.run("print('trains')", ring=tmp_path / "no such folder" / "ring")
+    assert (ended.code, ended.stdout) == (0, "trains\n")
+    assert "pacekeeper: rank 3 is not watched in this round" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [("rank._reset_signals", "OSError: broken"), ("rank._connect_output", "OSError: broken"), ("os.fork", "cannot be")],
+)
+def test_a_process_whose_start_fails_ends_there_and_says_why(
+    broken: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is above on its stack is its parent's: it would remove the folder that the others work in."""
+    tester, fork = os.getpid(), os.fork
+
+    def refuse(*_: object) -> int:
+        if broken == "os.fork" and os.getpid() == tester:
+            return fork()  # the warm process
+        raise OSError("broken")
+
+    module, _, name = broken.rpartition(".")
+    monkeypatch.setattr({"os": os, "rank": rank}[module], name, refuse)
+    monkeypatch.chdir(tmp_path)
+    unwound = tmp_path / "unwound"
+    try:
+        runner = Runner(tmp_path)
+        runner.fork("pass")
+        news = runner.next()
+        if isinstance(news, Forked):
+            news = runner.next()
+        assert isinstance(news, Exited)
+        assert news.code == 1
+        assert words in (tmp_path / "err").read_text()
+    finally:
+        if os.getpid() != tester:
+            unwound.touch()
+            os._exit(0)
+    assert not unwound.exists()
+    runner.warm.connection.close()
+    os.waitpid(runner.warm.pid, 0)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_files_that_were_closed_are_opened(closed: str, tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, sys; from pacekeeper.launcher.processes import open_standard_files as open_them;"
+        "open_them(); own = os.open('/dev/null', os.O_RDONLY); print('', end='', flush=True);"
+        f"pathlib.Path({str(tmp_path / 'said')!r}).write_text(f'{{own > 2}} {{sys.stdin.read()!r}}')"
+    )
+    command = f'exec "$PYTHON" -c "$CODE" {"</dev/null" if "<" not in closed else ""} {closed}'
+    environment = {**os.environ, "PYTHON": sys.executable, "CODE": code}
+    subprocess.run(["sh", "-c", command], env=environment, timeout=60, check=True)
+    assert (tmp_path / "said").read_text() == "True ''"
 
 
 def wait_for(look: Callable[[], bool]) -> None:

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 
 from pacekeeper import cgroup
 from pacekeeper.keep.news import read_news
-from pacekeeper.runtime import Runtime, write_json
+from pacekeeper.runtime import Runtime, Touched, elapsed, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from . import processes
 from .end_signals import handled_signals
 from .gpu import GpuEvent, open_gpus
-from .heartbeat import HeartbeatFile, SignOfLife, next_beat
+from .heartbeat import HeartbeatFile, MissedWrites, SignOfLife, next_beat
 from .inspection import Inspector
 from .log_files import ERROR_FILE, RankOutput, error_file
 from .meeting import Status
@@ -91,6 +91,9 @@ class Launcher:
         self._plan = PlanFile(runtime.plan)
         self._heartbeat = heartbeat
         self._sign = sign
+        self._contact = Touched(runtime.contact)
+        self._volume = MissedWrites()
+        self._unwritten: list[Fault] = []
         self._wake = asyncio.Event()
         self._client = MeetingClient(on_view=self._wake.set)
         self._host: MeetingHost | None = None
@@ -176,7 +179,9 @@ class Launcher:
 
     async def _turn(self) -> None:
         """One look at the world and what follows from it; again at once while something does."""
-        self._sign.give(time.monotonic())
+        with self._volume.tolerated("the sign of life"):
+            self._sign.give(time.monotonic())
+        self._hand_over_faults()
         processes.reap(except_for=self._warm.pid)
         self._take_news(time.monotonic())
         plan = self._plan.read()
@@ -184,7 +189,8 @@ class Launcher:
         seen = self._see(plan)
         self._state, commands = decide(before, seen, time.monotonic(), self._settings)
         if is_alone(self._state, seen):
-            self._runtime.alone.touch()
+            with self._volume.tolerated("that no peer is heard"):
+                self._runtime.alone.touch()
         if self._state.stage is not before.stage:
             log.info("%s (membership %d, round %d)", self._state.stage, self._state.membership, self._state.round)
         for command in commands:
@@ -201,8 +207,10 @@ class Launcher:
         last, ranks = self._heartbeat.last, states.values()
         beat = next_beat(last, self._state, plan, ranks, time.time(), now, self._refused(), checkpoints)
         ports = {"meeting_port": self._meeting_port, "probe_port": self._probe_listener.getsockname()[1]}
-        self._heartbeat.write(replace(beat, **ports, gpus=self._gpus.health, paths=self._paths.reports()), now)
-        self._sockets.look(self._ranks.pids_by_rank(), now)
+        with self._volume.tolerated("the heartbeat"):
+            self._heartbeat.write(replace(beat, **ports, gpus=self._gpus.health, paths=self._paths.reports()), now)
+        with self._volume.tolerated("which rank has which socket"):
+            self._sockets.look(self._ranks.pids_by_rank(), now)
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
             pids = self._ranks.pids()
@@ -230,22 +238,16 @@ class Launcher:
             view=self._client.view,
             ranks=self._ranks.seen(),
             told_to_end=self._told_to_end or 0,
-            operator_age=self._operator_age(),
+            operator_age=self._contact.age(elapsed(), time.time()),
             peers_age=self._peers_age(plan),
         )
-
-    def _operator_age(self) -> float:
-        try:
-            return time.time() - self._runtime.contact.stat().st_mtime
-        except FileNotFoundError:
-            return math.inf
 
     def _peers_age(self, plan: WorkerPlan | None) -> float:
         if plan is None or plan.workers <= 1:
             return 0.0
         if self._host is not None and plan.serves_store:
-            return time.monotonic() - self._host.heard_others_at(self._settings.worker)
-        return time.monotonic() - self._client.heard_at
+            return elapsed() - self._host.heard_others_at(self._settings.worker)
+        return elapsed() - self._client.heard_at
 
     def _do(self, command: Command) -> None:
         match command:
@@ -262,9 +264,16 @@ class Launcher:
                 self._exit = command
 
     def notify(self, fault: Fault) -> None:
-        """Hands a fault to the sidecar, and says it in the log."""
+        """Hands a fault to the sidecar, as soon as there is room for it, and says it in the log."""
         log.warning("%s", describe(fault))
-        write_json(self._runtime.fault(fault.name), fault.to_json())
+        self._unwritten.append(fault)
+        self._hand_over_faults()
+
+    def _hand_over_faults(self) -> None:
+        with self._volume.tolerated("a fault"):
+            while self._unwritten:
+                write_json(self._runtime.fault(self._unwritten[0].name), self._unwritten[0].to_json())
+                del self._unwritten[0]
 
     async def _meet(self, plan: WorkerPlan | None) -> None:
         """Sits in the meeting that the plan names, serves it where the plan says so, and says how things stand."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import runpy
@@ -18,6 +19,7 @@ from typing import NoReturn
 import numpy as np
 
 from pacekeeper.observe.ring import create_ring
+from pacekeeper.runtime import FIRST_TO_TAKE
 
 from . import end_signals, processes
 from .program import become_program
@@ -50,10 +52,9 @@ def run_rank(start: RankStart, parent: int, stdout: int, stderr: int) -> NoRetur
     _reset_signals()
     _connect_output(stdout, stderr)
     os.environ.update(start.environment)
-    create_ring(Path(start.ring), start.rank, start.round)
+    _make_files(start)
     if start.is_program:
         become_program(start.script, start.arguments, STACK_SIGNAL)
-    _write_stacks_on_signal(start.stack)
     np.random.seed()  # a forked generator would be the same in every rank; Python's own reseeds itself
     if start.threads:
         import torch
@@ -62,6 +63,19 @@ def run_rank(start: RankStart, parent: int, stdout: int, stderr: int) -> NoRetur
     code = _run_script(start)
     _note_end()
     _end(code)
+
+
+def _make_files(start: RankStart) -> None:
+    """Without room for them the rank trains unwatched, as it would without a launcher."""
+    try:
+        owner = FIRST_TO_TAKE if start.is_program else os.getpid()  # a shell may start what is to be watched
+        create_ring(Path(start.ring), start.rank, start.round, owner=owner)
+        _write_stacks_on_signal(start.stack)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            Path(start.ring).unlink(missing_ok=True)  # of the round before
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        print(f"pacekeeper: rank {start.rank} is not watched in this round: {error}", file=sys.stderr)
 
 
 def _run_script(start: RankStart) -> int:

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
@@ -116,9 +117,10 @@ def start_warm() -> Warm:
     launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        processes.die_with_parent(launcher)
-        _serve(theirs)
+        with _never_returning():
+            ours.close()
+            processes.die_with_parent(launcher)
+            _serve(theirs)
     theirs.close()
     return Warm(pid, ours)
 
@@ -194,11 +196,20 @@ def _serve(connection: socket.socket) -> NoReturn:
             if not message:
                 os._exit(0)  # the launcher is gone; the ranks go with this process
             start = RankStart(**json.loads(message)["rank"])
-            pid = _fork_rank(start, descriptors, forget_parents_things)
-            keys[pid] = start.key
+            try:
+                pid = _fork_rank(start, descriptors, forget_parents_things)
+            except (
+                OSError
+            ) as error:  # of processes, or memory, there are no more: the round fails, this process goes on
+                words = f"pacekeeper: the process of rank {start.rank} cannot be forked: {error}\n"
+                os.write(descriptors[1], words.encode())
+                news: dict[str, object] = {"exited": {"key": start.key, "code": 1}}
+            else:
+                keys[pid] = start.key
+                news = {"forked": {"key": start.key, "pid": pid}}
             for descriptor in descriptors:
                 os.close(descriptor)
-            connection.send(json.dumps({"forked": {"key": start.key, "pid": pid}}).encode())
+            connection.send(json.dumps(news).encode())
 
 
 def _fork_rank(start: RankStart, output: Sequence[int], forget_parents_things: Callable[[], None]) -> int:
@@ -206,11 +217,31 @@ def _fork_rank(start: RankStart, output: Sequence[int], forget_parents_things: C
     pid = os.fork()
     if pid == 0:
         stdout, stderr = output
-        forget_parents_things()
-        run_rank(start, warm, stdout, stderr)
+        with _never_returning(stderr):
+            forget_parents_things()
+            run_rank(start, warm, stdout, stderr)
     with contextlib.suppress(PermissionError, ProcessLookupError):
         os.setpgid(pid, pid)  # the child does it too: whoever comes first, the group is there from now on
     return pid
+
+
+@contextlib.contextmanager
+def _never_returning(stderr: int = 2) -> Iterator[None]:
+    """Inside a forked process: it ends here, whatever happens. What lies above on the stack is its parent's: cleaning
+    up there would remove what the parent works with.
+
+    stderr: where to say why; it may have become descriptor 2 by then.
+    """
+    try:
+        target = os.fstat(stderr)
+        try:
+            yield
+        except Exception:
+            words = traceback.format_exc().encode()
+            descriptor = 2 if os.path.samestat(os.fstat(2), target) else stderr
+            os.write(descriptor, words)
+    finally:
+        os._exit(1)
 
 
 def _ended(keys: dict[int, str]) -> Iterator[tuple[int, int]]:
