@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -14,14 +15,16 @@ from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import MODES, SyncMode
 
-from . import torchrun
+from . import processes, torchrun
 from .heartbeat import HeartbeatFile, SignOfLife
+from .imports import ALWAYS, needs_of
 from .launcher import Launcher, Script
 from .local import LocalController, local_runtime, local_settings
-from .processes import adopt_orphans
-from .rounds import LEFT_EXIT_CODE
+from .rounds import exit_code_of
 from .settings import LauncherSettings
 from .warm import Warm, log_as_launcher, preimport, start_warm
+
+log = logging.getLogger(__name__)
 
 AUTO = "Auto"
 DESCRIPTION = """Runs a training script's ranks and starts them again in place when one fails. In a worker's pod it
@@ -73,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def launch(script: Script, settings: LauncherSettings, runtime: Runtime) -> int:
     """Imports torch, forks the warm process, and follows the plan until the end; the exit code."""
     sign = SignOfLife(runtime.alive)
-    heartbeat, warm = _prepare(settings, runtime)
+    heartbeat, warm = _prepare(settings, runtime, script)
     return asyncio.run(Launcher(script, settings, runtime, warm, heartbeat, sign).run())
 
 
@@ -85,7 +88,7 @@ def launch_locally(script: Script, ranks: int, restarts: int, mode: SyncMode | N
     with local_runtime() as runtime:
         settings = local_settings(dict(os.environ))
         sign = SignOfLife(runtime.alive)
-        heartbeat, warm = _prepare(settings, runtime)
+        heartbeat, warm = _prepare(settings, runtime, script)
 
         async def run() -> int:
             launcher = Launcher(script, settings, runtime, warm, heartbeat, sign)
@@ -100,19 +103,32 @@ def launch_locally(script: Script, ranks: int, restarts: int, mode: SyncMode | N
         return asyncio.run(run())
 
 
-def _prepare(settings: LauncherSettings, runtime: Runtime) -> tuple[HeartbeatFile, Warm]:
+def _prepare(settings: LauncherSettings, runtime: Runtime, script: Script) -> tuple[HeartbeatFile, Warm]:
     log_as_launcher()
     heartbeat = HeartbeatFile(runtime.heartbeat, settings.worker)  # says that the launcher is starting
-    signal.signal(signal.SIGTERM, _leave_early)  # process 1 would ignore it; the launcher's loop has its own handler
-    adopt_orphans()
-    preimport()
+    for signum in processes.TERMINATING - processes.ignored_at_start():
+        # Process 1 would ignore it, another leave its folder behind; the launcher's loop has its own handler.
+        signal.signal(signum, _leave_early)
+    processes.adopt_orphans()
+    needs = needs_of(script.name, script.is_module, [os.getcwd(), *sys.path])
+    if needs.sets:
+        log.warning(
+            "the script sets %s, which torch reads when it is imported: each rank imports torch itself, and starts "
+            "some seconds later for it. Set it in the environment of `pacekeeper run` instead",
+            ", ".join(needs.sets),
+        )
+    preimport(needs.first)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # what is still in there would come out of every rank again
-    return heartbeat, start_warm()
+        if stream is not None:
+            stream.flush()  # what is still in there would come out of every rank again
+    warm = start_warm(needs)
+    if needs.sets:
+        preimport(ALWAYS)  # for the store where ranks meet
+    return heartbeat, warm
 
 
-def _leave_early(*_: object) -> None:
-    raise SystemExit(LEFT_EXIT_CODE)
+def _leave_early(signum: int, _: object) -> None:
+    raise SystemExit(exit_code_of(signum))
 
 
 def _at_least_one(text: str) -> int:

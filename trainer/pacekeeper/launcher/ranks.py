@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.transport import running_in_words
 
 from . import processes
+from .outlet import Outlet
 from .output import OutputPipe
 from .rank import RankStart
 from .rounds import RankSeen
@@ -58,6 +60,11 @@ class RankProcesses:
 
     warm: Warm
     runtime: Runtime
+    outlets: tuple[BinaryIO | Outlet, BinaryIO | Outlet] = field(
+        default_factory=lambda: (sys.stdout.buffer, sys.stderr.buffer)
+    )
+    stdin: Callable[[], int | None] = lambda: None
+    """Gives a descriptor that the first rank reads, which is ours to close."""
     _ranks: list[_Rank] = field(default_factory=list)
     _oom_kills: int = 0  # at the round's start
 
@@ -70,10 +77,13 @@ class RankProcesses:
         for local, start in enumerate(starts):
             self.runtime.transport(local).unlink(missing_ok=True)
             prefix = f"[{start.rank}] ".encode() if len(starts) > 1 else b""
-            stdout, stderr = OutputPipe(sys.stdout.buffer, prefix), OutputPipe(sys.stderr.buffer, prefix)
-            self.warm.fork(start, stdout.write_end, stderr.write_end)
-            os.close(stdout.write_end)
-            os.close(stderr.write_end)
+            stdout, stderr = (OutputPipe(outlet, prefix) for outlet in self.outlets)
+            files = [stdout.write_end, stderr.write_end]
+            if local == 0 and (stdin := self.stdin()) is not None:
+                files.append(stdin)
+            self.warm.fork(start, *files)
+            for file in files:
+                os.close(file)
             self._ranks.append(_Rank(start, stdout, stderr))
 
     def signal(self, signum: signal.Signals) -> None:
@@ -86,6 +96,11 @@ class RankProcesses:
             elif rank.exit_code is None:
                 with suppress(ProcessLookupError):  # it has ended, and the warm process has not said so yet
                     os.kill(rank.pid, signum)
+
+    def left_behind(self) -> dict[int, str]:
+        """Processes in the groups of ranks that have ended, with their command lines."""
+        ended = [rank.pid for rank in self._ranks if rank.exit_code is not None and rank.pid is not None]
+        return {pid: command for group in ended for pid, command in processes.group_members(group).items()}
 
     def close(self) -> None:
         """Ends all that is left."""
