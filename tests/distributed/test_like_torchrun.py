@@ -230,7 +230,7 @@ def _run(case: Case, folder: Path, main: Callable[[list[str]], object], options:
     def outcome() -> Outcome:
         try:
             for number, signum in enumerate(case.signals):
-                eventually(lambda number=number: (folder / "work" / f"ready-{number}").exists(), f"ready-{number}")
+                eventually((folder / "work" / f"ready-{number}").exists, f"ready-{number}")
                 os.kill(pid, signum)
             code = eventually(lambda: _code(pid), "the run ends")[0]
         except AssertionError as error:

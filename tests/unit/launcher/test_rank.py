@@ -10,7 +10,7 @@ import select
 import signal
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,16 +39,20 @@ class Runner:
         self.folder = folder
         self.warm = start()
 
-    def start(
+    def start(self, script: str, *arguments: str, module: str = "", **environment: str) -> int:
+        """The rank's process id."""
+        return self.start_with(script, arguments, module, environment)
+
+    def start_with(
         self,
         script: str,
-        *arguments: str,
+        arguments: Sequence[str] = (),
         module: str = "",
+        environment: Mapping[str, str] | None = None,
         stdin: int | None = None,
         threads: int = 0,
-        **environment: str,
     ) -> int:
-        """The rank's process id. `stdin`: closed here."""
+        """The same with an input, which is closed here, and a limit of threads."""
         path = self.folder / f"{module or 'script'}.py"
         path.write_text(script)
         start = RankStart(
@@ -58,7 +62,7 @@ class Runner:
             script=module or str(path),
             is_module=bool(module),
             arguments=list(arguments),
-            environment=environment,
+            environment=dict(environment or {}),
             ring=str(self.folder / "ring"),
             stack=str(self.folder / "stack"),
             threads=threads,
@@ -273,7 +277,7 @@ def test_a_script_reads_its_standard_input_and_writes_unbuffered(runner: Runner)
     os.write(write_end, b"given\n")
     os.close(write_end)
     script = "import os, sys\nprint(sys.stdin.read().strip(), end=' ')\nsys.__stdout__.write('at once')\nos._exit(4)"
-    ended = runner.end(runner.start(script, stdin=read_end))
+    ended = runner.end(runner.start_with(script, stdin=read_end))
     assert (ended.code, ended.stdout) == (4, "given at once")
 
 
@@ -296,7 +300,7 @@ def test_numpy_uses_as_many_threads_as_the_rank_may(runner: Runner) -> None:
         f"    for name in ('{count}', '{count}64_', 'scipy_{count}', 'scipy_{count}64_'):\n"
         "        if hasattr(library, name): print(getattr(library, name)())\n"
     )
-    found = runner.end(runner.start(script, threads=1)).stdout.split()
+    found = runner.end(runner.start_with(script, threads=1)).stdout.split()
     assert found
     assert set(found) == {"1"}
 
