@@ -204,7 +204,7 @@ def test_a_new_version_of_the_same_membership_changes_nothing(running: Machine) 
 
 
 def test_sigterm_is_passed_on_once_and_answered_with_143(running: Machine) -> None:
-    commands = running.see(told_to_end=signal.SIGTERM)
+    commands = running.see(told_to_end=True)
     assert notified(commands) == [FaultKind.TERMINATING]
     assert Terminate() in commands
     assert running.see(after=1) == []
@@ -216,21 +216,14 @@ def test_sigterm_is_passed_on_once_and_answered_with_143(running: Machine) -> No
     assert end.code == 143
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)])
-def test_the_exit_code_tells_which_signal_ended_the_run(running: Machine, signum: signal.Signals, code: int) -> None:
-    assert Terminate() in running.see(told_to_end=signum)
-    running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=-signum) for rank in (0, 1)))
-    assert running.see() == [Exit(code, f"told to end ({signum.name})")]
-
-
 def test_ranks_that_do_not_leave_are_killed_when_the_grace_period_ends(running: Machine) -> None:
-    running.see(told_to_end=signal.SIGTERM)
+    running.see(told_to_end=True)
     assert running.see(after=SETTINGS.grace - 1) == []
     assert running.see(after=1) == [Kill()]
 
 
 def test_a_rank_that_ends_well_after_sigterm_does_not_make_the_worker_look_finished(running: Machine) -> None:
-    running.see(told_to_end=signal.SIGTERM)
+    running.see(told_to_end=True)
     ended = tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1))
     running.see(ranks=ended)
     (end,) = running.see()
@@ -270,15 +263,24 @@ def test_a_finished_launcher_is_ready_again_when_a_peer_fails(running: Machine) 
     assert running.status() is Status.READY
 
 
+def test_ctrl_c_ends_with_the_code_that_shells_know(running: Machine) -> None:
+    running.see(told_to_end=True, end_signal=signal.SIGINT)
+    running.see(ranks=GONE)
+    assert Exit(130, "told to end (SIGINT)") in [*running.see(), *running.see()]
+
+
 def test_a_finished_launcher_that_is_told_to_end_has_succeeded(running: Machine) -> None:
     running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1)))
     running.see()
-    assert Exit(0, "its ranks have finished") in running.see(told_to_end=signal.SIGTERM)
+    assert Exit(0, "its ranks have finished") in running.see(told_to_end=True)
 
 
-def test_what_a_finished_rank_has_left_running_is_killed(running: Machine) -> None:
+def test_what_a_finished_rank_has_left_running_gets_time_to_end_and_is_killed_then(running: Machine) -> None:
     ended = tuple(RankSeen(rank, gone=False, exit_code=0) for rank in (0, 1))
-    assert running.see(ranks=ended) == [Kill()]
+    assert running.see(ranks=ended) == []
+    assert running.status() is Status.FINISHED
+    assert running.see(after=SETTINGS.linger - 1) == []
+    assert running.see(after=1) == [Kill()]
     assert running.status() is Status.FINISHED
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -15,20 +16,21 @@ from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import MODES, SyncMode
 
-from . import torchrun
+from . import processes, torchrun
 from .end_signals import default_signals, handled_signals, parse_signals, publish_signals
 from .heartbeat import HeartbeatFile, SignOfLife
+from .imports import ALWAYS, Needs, needs_of
 from .launcher import Launcher, Script
 from .local import LocalController, local_runtime, local_settings
 from .log_files import make_run_folder
-from .processes import adopt_orphans
 from .program import check_program
+from .rounds import exit_code_of
 from .settings import LauncherSettings
 from .warm import Warm, log_as_launcher, preimport, start_warm
 
+log = logging.getLogger(__name__)
+
 AUTO = "Auto"
-PROGRAM_PREIMPORTS = ("torch.distributed",)
-"""What the launcher itself needs to open the store of a round; programs import nothing of it."""
 DESCRIPTION = """Runs a training script's ranks and starts them again in place when one fails. In a worker's pod it
 follows the operator's plan; with --local it needs no cluster and decides by itself. Takes torchrun's arguments, too."""
 
@@ -149,19 +151,29 @@ def _prepare(settings: LauncherSettings, runtime: Runtime, script: Script) -> tu
     log_as_launcher()
     heartbeat = HeartbeatFile(runtime.heartbeat, settings.worker)  # says that the launcher is starting
     for signum in handled_signals():
-        signal.signal(signum, _leave_early)  # process 1 would ignore it; the launcher's loop has its own handler
-    adopt_orphans()
-    if script.is_program:
-        preimport(PROGRAM_PREIMPORTS)
-    else:
-        preimport()
+        # Process 1 would ignore it, another leave its folder behind; the launcher's loop has its own handler.
+        signal.signal(signum, _leave_early)
+    processes.adopt_orphans()
+    path = [os.getcwd(), *sys.path]
+    needs = Needs() if script.is_program else needs_of(script.name, script.is_module, path)
+    if needs.sets:
+        log.warning(
+            "the script sets %s, which torch reads when it is imported: each rank imports torch itself, and starts "
+            "some seconds later for it. Set it in the environment of `pacekeeper run` instead",
+            ", ".join(needs.sets),
+        )
+    preimport(needs.first)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # what is still in there would come out of every rank again
-    return heartbeat, start_warm()
+        if stream is not None:
+            stream.flush()  # what is still in there would come out of every rank again
+    warm = start_warm(None if script.is_program else needs)  # a program imports for itself
+    if needs.sets:
+        preimport(ALWAYS)  # for the store where ranks meet
+    return heartbeat, warm
 
 
-def _leave_early(signum: int, _frame: object) -> None:
-    raise SystemExit(128 + signum)
+def _leave_early(signum: int, _: object) -> None:
+    raise SystemExit(exit_code_of(signum))
 
 
 def _at_least_one(text: str) -> int:

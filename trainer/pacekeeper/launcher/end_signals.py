@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 from pacekeeper_analysis.errors import InputError
 
+from .processes import TERMINATING, ignored_at_start
+
 VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 ALWAYS = (signal.SIGTERM, signal.SIGINT)
-DEFAULT = (*ALWAYS, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""torchrun's, and those that batch systems send."""
 _NOT_TO_HANDLE = (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD)
 
 
@@ -32,8 +31,8 @@ def parse_signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def default_signals() -> tuple[signal.Signals, ...]:
-    """Return `DEFAULT` without what this process was started to ignore: SIGHUP under nohup."""
-    return tuple(each for each in DEFAULT if each in ALWAYS or signal.getsignal(each) is not signal.SIG_IGN)
+    """Return all that ask a process to end, but what this one was started to ignore: SIGHUP under nohup."""
+    return tuple(sorted(TERMINATING - ignored_at_start()))
 
 
 def publish_signals(signals: tuple[signal.Signals, ...]) -> None:
@@ -44,24 +43,15 @@ def publish_signals(signals: tuple[signal.Signals, ...]) -> None:
 def handled_signals(environment: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
     """Return the signals that the launcher of this process handles."""
     text = environment.get(VARIABLE)
-    return parse_signals(text) if text else DEFAULT
+    return parse_signals(text) if text else default_signals()
 
 
-def signal_for_rank(received: signal.Signals, caught: int) -> signal.Signals:
-    """Choose what a rank is sent when the launcher received a signal. `caught`: bit mask of what the rank handles.
+def signal_for_rank(received: signal.Signals, catches: Callable[[signal.Signals], bool]) -> signal.Signals:
+    """Choose what a rank is sent when the launcher received a signal. `catches`: whether the rank handles one.
 
     The rank gets the same signal, as under torchrun. A rank that handles SIGTERM but not this one gets SIGTERM
     instead: that is what checkpoints (pk.init, and the integrations). Python's own KeyboardInterrupt is no handler in
     this sense.
     """
-    handles = received is not signal.SIGINT and bool(caught >> (received - 1) & 1)
-    return signal.SIGTERM if not handles and caught >> (signal.SIGTERM - 1) & 1 else received
-
-
-def caught_signals(pid: int) -> int:
-    """Return the bit mask of the signals that a process has handlers for; 0 where there is no such process."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return next((int(line.partition(":")[2], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    handles = received is not signal.SIGINT and catches(received)
+    return signal.SIGTERM if not handles and catches(signal.SIGTERM) else received

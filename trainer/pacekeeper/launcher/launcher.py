@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from pacekeeper import cgroup
 from pacekeeper.keep.news import read_news
 from pacekeeper.runtime import Runtime, Touched, elapsed, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
 
 from . import processes
 from .end_signals import handled_signals
@@ -31,17 +32,33 @@ from .log_files import ERROR_FILE, RankOutput, error_file
 from .meeting import Status
 from .nccl import crashed, has_gpus, plugin_after, plugin_environment, usable_plugin
 from .network import bind, interface_of
+from .outlet import LogStream, Outlet
 from .path_finder import PathFinder
 from .plans import PlanFile
 from .probe import ProbeHost, Prober
 from .rank import RankStart
 from .rank_options import RankOptions, rank_environment
 from .ranks import RankProcesses
-from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, is_alone, report
+from .rounds import (
+    Command,
+    Exit,
+    Kill,
+    Notify,
+    RoundState,
+    Seen,
+    Start,
+    Terminate,
+    decide,
+    exit_code_of,
+    is_alone,
+    report,
+    signal_name,
+)
 from .settings import LauncherSettings
 from .shim import why_missing
 from .sockets import SocketFile
-from .warm import Warm, start_warm_anew
+from .stdin import StandardInput
+from .warm import ErrorStream, Warm, log_to, start_warm_anew
 from .wire import MeetingClient, MeetingHost
 from .words import describe
 
@@ -53,6 +70,10 @@ TICK = 0.05
 
 _BIND_PAUSE = 0.2
 _GPU_PERIOD = 1.0
+_AGAIN = 0.5
+"""Seconds after which a signal to end counts as a second one."""
+_ASKED_BY_HAND = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT}
+_DRAIN = 0.2  # seconds between two looks whether the output is still to be waited for
 _LINGER = 5.0  # how long the host of a meeting lets the others learn that all have finished
 _STORE_TIMEOUT = timedelta(seconds=300)
 
@@ -86,7 +107,13 @@ class Launcher:
         self._settings = settings
         self._runtime = runtime
         self._warm = warm
-        self._ranks = RankProcesses(warm, runtime, RankOutput(script.options))
+        self._stdin = StandardInput(0 if sys.__stdin__ is not None else -1)
+        self._stdout = Outlet(1 if sys.stdout is not None else -1, "standard output")
+        self._stderr = Outlet(2 if sys.stderr is not None else -1, "standard error")
+        self._named: list[Outlet] = []  # whose reader has gone
+        self._ranks = RankProcesses(
+            warm, runtime, RankOutput(script.options, (self._stdout, self._stderr)), self._stdin.open
+        )
         self._state = RoundState()
         self._plan = PlanFile(runtime.plan)
         self._heartbeat = heartbeat
@@ -112,7 +139,8 @@ class Launcher:
         self._gpus = open_gpus()
         self._gpus_at = 0.0
         self._gpu_faults: set[str] = set()
-        self._told_to_end: signal.Signals | None = None
+        self._told_at: float | None = None  # when it was told to end, on the monotonic clock
+        self._end_signal = signal.SIGTERM
         self._exit: Exit | None = None
 
     async def run(self) -> int:
@@ -120,6 +148,7 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for signum in handled_signals():
             loop.add_signal_handler(signum, self._end, signum)
+        log_to(LogStream(self._stderr))
         loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
         self._listen_to_warm()
         await self._probe_host.serve(self._probe_listener)
@@ -136,13 +165,25 @@ class Launcher:
             self._prober.close()
             self._paths.close()
             self._probe_host.close()
+            self._stdin.close()
             self._ranks.close()
             self._sign.end()
         if self._exit.code:
             self._ranks.pass_error_on(os.environ)
-        log.info("ends with code %d: %s", self._exit.code, self._exit.why)
         await self._part_from_peers(self._exit.code)
+        if self._exit.code == 0:
+            self._name_processes("outlive the run", processes.adopted(except_for=self._warm.pid))
+        log.info("ends with code %d: %s", self._exit.code, self._exit.why)
+        await self._write_all()
+        log_to(ErrorStream())
         return self._exit.code
+
+    async def _write_all(self) -> None:
+        """Waits for who reads our output, unless we are told to end: then for a moment only."""
+        for outlet in (self._stdout, self._stderr):
+            while not await asyncio.to_thread(outlet.drain, _DRAIN):
+                if self._told_at is not None and time.monotonic() - self._told_at >= _LINGER:
+                    break
 
     def give_up(self, why: str) -> None:
         """Ends the ranks and the launcher, as failed."""
@@ -165,7 +206,7 @@ class Launcher:
                 return
             log.warning("the process that ranks are forked from ends (%s), and they with it; another one starts", how)
             warm.connection.close()
-            self._warm = start_warm_anew()
+            self._warm = start_warm_anew(warm.needs)
             self._ranks.change_warm(self._warm, f"the process that it was forked from has ended: {how}")
             self._listen_to_warm()
         else:
@@ -173,8 +214,20 @@ class Launcher:
                 words = f"the process that ranks are forked from has not started within {limit:g} s"
                 self._exit = Exit(1, f"{words}; mend the storage of the image, or raise PACEKEEPER_IMPORT_SECONDS")
 
+    def _name_closed_outlets(self) -> None:
+        for outlet in (self._stdout, self._stderr):
+            if outlet.closed_by_reader and outlet not in self._named:
+                self._named.append(outlet)
+                log.warning("%s", outlet.closed_by_reader)
+
     def _end(self, signum: signal.Signals) -> None:
-        self._told_to_end = self._told_to_end or signum
+        """The first signal lets the ranks write a checkpoint and leave; a second one ends them at once. A terminal that
+        is closed may send several in one moment."""
+        now = time.monotonic()
+        if self._told_at is None:
+            self._told_at, self._end_signal = now, signum
+        elif now - self._told_at >= _AGAIN and signum in _ASKED_BY_HAND:
+            self._exit = Exit(exit_code_of(signum), f"told to end again ({signal_name(signum)})")
         self._wake.set()
 
     async def _turn(self) -> None:
@@ -182,6 +235,7 @@ class Launcher:
         with self._volume.tolerated("the sign of life"):
             self._sign.give(time.monotonic())
         self._hand_over_faults()
+        self._name_closed_outlets()
         processes.reap(except_for=self._warm.pid)
         self._take_news(time.monotonic())
         plan = self._plan.read()
@@ -193,12 +247,20 @@ class Launcher:
                 self._runtime.alone.touch()
         if self._state.stage is not before.stage:
             log.info("%s (membership %d, round %d)", self._state.stage, self._state.membership, self._state.round)
+            if self._state.stage is LauncherState.FINISHED and (left := self._ranks.left_behind()):
+                self._name_processes(f"may go on for {self._settings.linger:g} s: the ranks have started them", left)
+        if before.running and not self._state.running:
+            self._name_processes(f"outlive round {before.running}", processes.adopted(except_for=self._warm.pid))
         for command in commands:
             self._do(command)
         await self._meet(plan)
         self._observe(plan, time.monotonic())
         if commands:
             self._wake.set()
+
+    def _name_processes(self, what: str, found: Mapping[int, str]) -> None:
+        if found:
+            log.warning("processes %s: %s", what, processes.in_words(found))
 
     def _observe(self, plan: WorkerPlan | None, now: float) -> None:
         """What is to be told: the heartbeat, stalls, GPU errors."""
@@ -237,7 +299,8 @@ class Launcher:
             plan=plan,
             view=self._client.view,
             ranks=self._ranks.seen(),
-            told_to_end=self._told_to_end or 0,
+            told_to_end=self._told_at is not None,
+            end_signal=self._end_signal,
             operator_age=self._contact.age(elapsed(), time.time()),
             peers_age=self._peers_age(plan),
         )
@@ -254,7 +317,7 @@ class Launcher:
             case Start():
                 self._start_round(command)
             case Terminate():
-                self._ranks.signal(self._told_to_end or signal.SIGTERM)
+                self._ranks.signal(self._end_signal)
             case Kill():
                 self._inspector.stop()
                 self._ranks.signal(signal.SIGKILL)

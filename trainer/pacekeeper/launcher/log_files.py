@@ -23,6 +23,7 @@ from typing import BinaryIO, Protocol
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
 
+from .outlet import Outlet
 from .output import TAIL_BYTES, TAIL_LINES, OutputPipe
 from .rank import RankStart
 from .rank_options import OutputOptions, RankOptions, RankPlace, Std, StreamPlan
@@ -180,6 +181,9 @@ class RankOutput:
     """Opens the outputs of ranks as the options say."""
 
     options: RankOptions = field(default_factory=RankOptions)
+    consoles: tuple[BinaryIO | Outlet, BinaryIO | Outlet] = field(
+        default_factory=lambda: (sys.stdout.buffer, sys.stderr.buffer)
+    )
     _writer: FileWriter = field(default_factory=FileWriter)
 
     def open(self, start: RankStart, local_rank: int, several: bool) -> tuple[RankStream, RankStream]:
@@ -201,7 +205,7 @@ class RankOutput:
 
     def _stream(self, output: OutputOptions, stream: Std, place: RankPlace) -> RankStream:
         plan = output.plan_stream(stream, place, self.options.role, socket.gethostname())
-        console = sys.stdout.buffer if stream is Std.OUT else sys.stderr.buffer
+        console = self.consoles[0 if stream is Std.OUT else 1]
         try:
             if plan.file is not None and not plan.console:
                 return RankFile(plan.file)

@@ -6,9 +6,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.transport import running_in_words
 
 from . import processes
-from .end_signals import caught_signals, signal_for_rank
+from .end_signals import signal_for_rank
 from .log_files import ERROR_FILE, RankOutput, RankStream, explain, pass_error_on, recorded_error
 from .rank import RankStart
 from .rounds import RankSeen
@@ -65,6 +66,8 @@ class RankProcesses:
     warm: Warm
     runtime: Runtime
     output: RankOutput = field(default_factory=RankOutput)
+    stdin: Callable[[], int | None] = lambda: None
+    """Gives a descriptor that the first rank reads, which is ours to close."""
     _ranks: list[_Rank] = field(default_factory=list)
     _oom_kills: int = 0  # at the round's start
 
@@ -77,9 +80,12 @@ class RankProcesses:
         for local, start in enumerate(starts):
             self.runtime.transport(local).unlink(missing_ok=True)
             stdout, stderr = self.output.open(start, local, several=len(starts) > 1)
-            self.warm.fork(start, stdout.write_end, stderr.write_end)
-            os.close(stdout.write_end)
-            os.close(stderr.write_end)
+            files = [stdout.write_end, stderr.write_end]
+            if local == 0 and (stdin := self.stdin()) is not None:
+                files.append(stdin)
+            self.warm.fork(start, *files)
+            for file in files:
+                os.close(file)
             self._ranks.append(_Rank(start, stdout, stderr))
 
     def signal(self, signum: signal.Signals) -> None:
@@ -94,7 +100,12 @@ class RankProcesses:
                 processes.kill_group(rank.pid, signum)
             elif rank.exit_code is None:
                 with suppress(ProcessLookupError):  # it has ended, and the warm process has not said so yet
-                    os.kill(rank.pid, signal_for_rank(signum, caught_signals(rank.pid)))
+                    os.kill(rank.pid, signal_for_rank(signum, partial(processes.catches, rank.pid)))
+
+    def left_behind(self) -> dict[int, str]:
+        """Processes in the groups of ranks that have ended, with their command lines."""
+        ended = [rank.pid for rank in self._ranks if rank.exit_code is not None and rank.pid is not None]
+        return {pid: command for group in ended for pid, command in processes.group_members(group).items()}
 
     def close(self) -> None:
         """Ends all that is left."""

@@ -262,7 +262,7 @@ OPTIONS = (
     TorchrunOption(
         "--signals-to-handle",
         "ends the run on these signals, and always on SIGTERM and SIGINT. Each rank gets the same signal; one that "
-        "handles SIGTERM but not this one, as with pk.init, gets SIGTERM. The exit code is 128 and the signal's number",
+        "handles SIGTERM but not this one, as with pk.init, gets SIGTERM. The exit code is 143, or 130 after SIGINT",
     ),
     TorchrunOption(
         "--shutdown-timeout",
