@@ -35,9 +35,10 @@ def end(code: int, failed: bool) -> NoReturn:
     _report_errors(atexit._run_exitfuncs)
     code = FLUSH_FAILED if not _flush_standard_streams() else code
     threading.excepthook = _ignore  # in Python, daemon threads do not outlive this point
+    flush_files()  # of objects that refer to each other, the collector finalizes the file before its buffer
     if not failed:
         _report_errors(_finalize_main)
-    flush_files()
+        flush_files()
     _flush_standard_streams()
     processes.flush_c_streams()
     if code < 0:

@@ -8,6 +8,7 @@ import io
 import os
 import pkgutil
 import runpy
+import select
 import signal
 import sys
 import threading
@@ -179,7 +180,10 @@ class _Unbuffered(io.FileIO):
         view = memoryview(data).cast("B")
         left = view
         while left:
-            left = left[super().write(left) or 0 :]
+            written = super().write(left)
+            if written is None:  # the script has made its output non-blocking, as asyncio's pipes do
+                select.select([], [self], [])
+            left = left[written or 0 :]
         return len(view)
 
 
