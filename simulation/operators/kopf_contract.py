@@ -6,9 +6,10 @@ Read off kopf 1.45 (reactor/queueing.py, reactor/processing.py, engines/daemons.
 - one object's events are processed one after the other, different objects' at once; errors of event handlers are
   logged, and forgotten;
 - an object with daemons gets a finalizer; its daemon sees a body that is always the newest; once the object is being
-  deleted the daemon is asked to stop, and when it has ended, and a second has passed, the finalizer is taken off;
+  deleted the daemon is asked to stop and the handlers of its deletion run, in whichever process sees it; when all have
+  ended, and a second has passed, the finalizer is taken off;
 - kopf writes with a client of its own: it does not ask whether the operator leads;
-- a daemon that raises is run again a minute later.
+- a daemon or a handler of a deletion that raises is run again a minute later.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class Kopf:
     memo: kopf.Memo = field(init=False)
     settings: kopf.OperatorSettings = field(default_factory=kopf.OperatorSettings)
     _queues: dict[str, asyncio.Queue[tuple[str | None, Object]]] = field(default_factory=dict)  # by uid
+    _workers: set[asyncio.Task[None]] = field(default_factory=set)  # of the queues
     _daemons: dict[str, _Daemon] = field(default_factory=dict)  # by uid
 
     def __post_init__(self) -> None:
@@ -103,9 +105,10 @@ class Kopf:
         try:
             await stopped.wait()
         finally:
-            for task in tasks:
+            ending = [*tasks, *self._workers]
+            for task in ending:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*ending, return_exceptions=True)
             for daemon in list(self._daemons.values()):
                 daemon.stopped.set()
             running = [daemon.task for daemon in self._daemons.values() if daemon.task is not None]
@@ -175,7 +178,9 @@ class Kopf:
         queue = self._queues.get(uid)
         if queue is None:
             queue = self._queues[uid] = asyncio.Queue()
-            asyncio.create_task(self._work(resource, uid, queue), name=f"worker for {resource.plural}")  # noqa: RUF006  # the queue holds it
+            worker = asyncio.create_task(self._work(resource, uid, queue), name=f"worker for {resource.plural}")
+            self._workers.add(worker)
+            worker.add_done_callback(self._workers.discard)
         queue.put_nowait((type_, found))
 
     async def _work(self, resource: Resource, uid: str, queue: asyncio.Queue[tuple[str | None, Object]]) -> None:
@@ -211,11 +216,34 @@ class Kopf:
                 self._spawn(handler, resource, found)
             if finalizer not in metadata.get("finalizers", ()):
                 await self._patch_finalizers(resource, found, [*metadata.get("finalizers", ()), finalizer])
-        elif daemon is not None:
+            return
+        if daemon is not None:
             daemon.stopped.set()
-        elif finalizer in metadata.get("finalizers", ()):  # none has run in this process: nothing is waited for
-            others = [name for name in metadata["finalizers"] if name != finalizer]
-            await self._patch_finalizers(resource, found, others)
+        if finalizer in metadata.get("finalizers", ()):
+            await self._release(resource, found, daemon)
+
+    async def _release(self, resource: Resource, found: Object, daemon: _Daemon | None) -> None:
+        for handler in self._concerned(self._registry._changing._handlers, resource, found):
+            while True:
+                try:
+                    await handler.fn(memo=self.memo, body=found)
+                    break
+                except Exception as error:
+                    log.exception("a deletion of %s failed: %r", resource.plural, error)
+                    await asyncio.sleep(RETRY_SECONDS)
+        if daemon is not None and daemon.task is not None:
+            await asyncio.wait([daemon.task])
+        while True:
+            await asyncio.sleep(self.settings.background.cancellation_polling)
+            queue = self._queues[found["metadata"]["uid"]]
+            while not queue.empty():  # what has come meanwhile
+                type_, found = queue.get_nowait()
+                if type_ == "DELETED":
+                    return
+            ours = self.settings.persistence.finalizer
+            others = [name for name in found["metadata"].get("finalizers", ()) if name != ours]
+            if await self._patch_finalizers(resource, found, others):
+                return
 
     def _spawn(self, handler: Any, resource: Resource, found: Object) -> None:
         daemon = self._daemons[found["metadata"]["uid"]] = _Daemon(Body(found), Stopped())
@@ -224,7 +252,6 @@ class Kopf:
         )
 
     async def _keep(self, handler: Any, resource: Resource, daemon: _Daemon) -> None:
-        ours = self.settings.persistence.finalizer
         while True:
             try:
                 await handler.fn(memo=self.memo, body=daemon.body, stopped=daemon.stopped)
@@ -234,11 +261,6 @@ class Kopf:
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
             break
-        while "deletionTimestamp" in daemon.body["metadata"]:
-            await asyncio.sleep(self.settings.background.cancellation_polling)
-            others = [name for name in daemon.body["metadata"].get("finalizers", ()) if name != ours]
-            if await self._patch_finalizers(resource, daemon.body, others):
-                break
 
     async def _patch_finalizers(self, resource: Resource, found: Object, finalizers: list[str]) -> bool:
         """Whether there is nothing left to be done about it."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Generator
+
 import pytest
 
 from tests.support.cluster import apart, cluster, namespace
@@ -10,6 +13,24 @@ from tests.support.operator_release import operator
 from tests.support.resources import resources
 
 __all__ = ["apart", "cluster", "namespace", "operator", "operator_process", "resources"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+    call: pytest.CallInfo[None],  # noqa: ARG001  # as the hook has it
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With what the operators have said meanwhile, where a test fails: their pods may be gone soon."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and report.when == "call" and cluster is not None:
+        selected = ("-n", "pacekeeper-system", "-l", "app.kubernetes.io/name=pacekeeper")
+        try:
+            said = cluster.kubectl("logs", *selected, "--prefix", "--since=120s", "--tail=200")
+        except (subprocess.SubprocessError, OSError, AssertionError) as error:
+            said = str(error)
+        report.sections.append(("operators' logs", said))
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

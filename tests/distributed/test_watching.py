@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import time
 from collections.abc import Callable
 from functools import cache
@@ -362,6 +364,49 @@ def test_what_a_rank_forks_is_not_the_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("native")
+def test_keeping_state_is_a_phase_of_its_own_and_leaving_the_group_ends_the_training(tmp_path: Path) -> None:
+    def phase() -> str:
+        return Phase(int(RingReader(Runtime(tmp_path).ring(0)).state()["phase"])).name
+
+    class Told(io.BytesIO):
+        """A file that notes the phase in which it is used."""
+
+        def write(self, data: Any) -> int:
+            seen.append(phase())
+            return super().write(data)
+
+        def read(self, size: int | None = -1) -> bytes:
+            seen.append(phase())
+            return super().read(size)
+
+    seen: list[str] = []
+
+    def rank_main(rank: int) -> list[str]:  # noqa: ARG001  # there is one rank
+        import pacekeeper.auto  # noqa: F401
+
+        found = []
+        for _ in range(2):
+            dist.init_process_group("gloo")
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+            file = Told()
+            seen.clear()
+            torch.save(model.state_dict(), file)
+            file.seek(0)
+            saved = set(seen)
+            seen.clear()
+            torch.load(file)
+            found += [phase(), *saved, *set(seen)]
+            dist.destroy_process_group()
+            found.append(phase())
+        assert pickle.loads(pickle.dumps(torch.save)) is torch.save
+        return found
+
+    assert run_ranks(rank_main, 1, tmp_path)[0] == ["TRAIN", "CHECKPOINT", "RESTORE", "FINISHED"] * 2
+
+
 def test_compiling_in_the_middle_of_training_is_a_phase_of_its_own(tmp_path: Path) -> None:
     def rank_main(_: int) -> None:
         import pacekeeper.auto  # noqa: F401

@@ -319,7 +319,8 @@ class Job:
         """No object, no pod, no plan."""
         self.until(lambda: not self.exists(), timeout, f"{self.name} is deleted")
         left = self.pods()
-        assert not left, f"the job went before its pods: {[(pod['metadata'], pod['status']) for pod in left]}"
+        stages = {pod["metadata"]["name"]: pod["metadata"].get("deletionTimestamp", "not deleted") for pod in left}
+        assert not left, f"the job went before its pods: {stages}"
         self.until(lambda: not self.plan(), 20, "the plan is collected as garbage")
 
     def _list(self, group: str, plural: str, query: str = "") -> list[dict[str, Any]]:

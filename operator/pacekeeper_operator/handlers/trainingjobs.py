@@ -19,6 +19,8 @@ from ..services.reconcile import clean_up, close_incidents, desk_for, hide, reco
 
 FIRST_BACKOFF_SECONDS = 0.5
 LONGEST_BACKOFF_SECONDS = 30.0
+CLEANING_SECONDS = 1.0
+"""Between two looks at what is left of a deleted job."""
 log = logging.getLogger(__name__)
 
 
@@ -36,9 +38,24 @@ async def keep(memo: kopf.Memo, body: kopf.Body, stopped: kopf.DaemonStopped, **
             continue
         if job.deleted:
             break
-        await _keep(operator, job, body, stopped)
-    if "deletionTimestamp" in body["metadata"]:
-        await _take_down(operator, body)
+        async with operator.memory.of(job).kept:
+            await _keep(operator, job, body, stopped)
+
+
+@kopf.on.delete(GROUP, VERSION, "trainingjobs")
+async def take_down(memo: kopf.Memo, body: kopf.Body, **_: Any) -> None:
+    """Return when nothing of the job is left but its incidents: kopf takes the finalizer off only then. Where this
+    operator ends before that, the next one begins anew.
+
+    Neither a spec nor a bookkeeping that cannot be read holds this up.
+    """
+    operator: Operator = memo.operator
+    await operator.know()
+    job = Job.named(dict(body))
+    async with operator.memory.of(job).kept:
+        await _take_down(operator, job, body)
+    operator.memory.forget(job)
+    operator.passes((job.namespace, job.name))  # the ends of its own pods are no losses
 
 
 async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.DaemonStopped) -> None:
@@ -81,24 +98,25 @@ async def _keep(operator: Operator, job: Job, body: kopf.Body, stopped: kopf.Dae
         await desk.status_writer.close()
 
 
-async def _take_down(operator: Operator, body: kopf.Body) -> None:
-    """Until nothing of the job is left but its incidents; then kopf takes the finalizer off. Neither a spec nor a
-    bookkeeping that cannot be read holds this up."""
-    job = Job.named(dict(body))
-    desk = desk_for(operator, job, dict(body))
+async def _take_down(operator: Operator, job: Job, body: kopf.Body) -> None:
+    desk, backoff = desk_for(operator, job, dict(body)), Backoff(CLEANING_SECONDS, LONGEST_BACKOFF_SECONDS)
+    where = f"job {job.namespace}/{job.name}"
     try:
         await close_incidents(operator, desk)
-    except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:  # its namespace may be going, too
-        log.warning("job %s/%s is being deleted, its incidents stay open: %s", job.namespace, job.name, error)
+    except Exception as error:  # its namespace may be going, too
+        log.warning("%s is being deleted, its incidents stay open: %r", where, error)
     while True:
+        wait = CLEANING_SECONDS
         try:
             if await clean_up(operator, desk):
-                break
+                return
         except (kopf.TemporaryError, kopf.PermanentError) as error:
-            log.warning("job %s/%s is being deleted: %s", job.namespace, job.name, error)
-        await operator.runtime.sleep(1)
-    operator.memory.forget(job)
-    operator.passes((job.namespace, job.name))  # the ends of its own pods are no losses
+            wait = backoff.failed()
+            log.warning("%s is being deleted: %s", where, error)
+        except Exception:
+            wait = backoff.failed()
+            log.exception("%s is being deleted", where)
+        await operator.runtime.sleep(wait)
 
 
 @kopf.on.event(GROUP, VERSION, "trainingjobs")

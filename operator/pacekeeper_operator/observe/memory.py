@@ -79,6 +79,7 @@ class JobMemory:
     pattern_bytes: int = 0  # of them all
     patterns_at: float = 0.0  # when the newest of them came
     localised: Localised | None = None  # what the last window has come to
+    kept: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by whoever keeps the job, or takes it down
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # there is something new for the reconcile loop
     polls: Readers = field(default_factory=Readers)  # who waits until the next version of the plan is written
     senders: Readers = field(default_factory=Readers)  # of faults, who wait until the next draft is written

@@ -122,6 +122,7 @@ def test_who_failed_for_want_of_ranks_that_had_ended_well_elsewhere_says_so(
     running: Machine, lost_peer: bool, ended_peer: int
 ) -> None:
     running.see(ranks=failed(1, 1, lost_peer=lost_peer))
+    running.see(after=1)
     running.see(ranks=GONE, view=GATHERING)
     told, _ = running.see(view=replace(ROUND_1, round=2, ended_by=SETTINGS.worker, finished_rank=2))
     assert isinstance(told, Notify)
@@ -157,6 +158,22 @@ def test_of_several_failures_the_best_explanation_is_told(
     assert running.state.ending is ending
     assert running.state.failure is not None
     assert running.state.failure.rank == rank
+
+
+def test_the_rank_whose_end_the_others_followed_from_may_be_heard_of_after_them(running: Machine) -> None:
+    """The others are not killed before: all of them would look as if somebody had killed them."""
+    assert running.see(ranks=failed(0, 1, lost_peer=True)) == []
+    both = (RankSeen(0, gone=True, exit_code=1, lost_peer=True), RankSeen(1, gone=True, exit_code=-9, step=7))
+    running.see(ranks=both, after=0.02)
+    assert (running.state.ending, running.state.failure and running.state.failure.rank) == (Ending.SIGNAL, 1)
+    assert [kind for _ in range(3) for kind in notified(running.see(after=5))] == [FaultKind.RANK_FAILED]
+
+
+def test_without_a_better_explanation_the_others_are_killed_in_a_moment(running: Machine) -> None:
+    running.see(ranks=failed(0, 1, lost_peer=True))
+    assert running.see(after=0.2) == [Kill()]
+    running.see(ranks=GONE)
+    assert running.state.ending is Ending.CONNECTION
 
 
 def test_the_peers_end_a_round_without_a_fault(running: Machine) -> None:

@@ -126,6 +126,36 @@ async def test_a_pod_under_creation_is_there_before_its_job_is_cleaned_up(
     assert created
 
 
+async def test_a_deleted_job_is_taken_down_whatever_fails_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kopf releases it when this returns, in the operator that has kept it, and in one that has just begun."""
+    place = await at(training())
+    operator, body, errors = place.operator, manifest(), [KeyError("x"), kopf.TemporaryError("busy"), None, None]
+    left = [True, True, False, True]  # what the looks find, where they do not fail
+
+    async def look(_operator: Any, _desk: Any) -> bool:
+        error = errors.pop(0)
+        found = left.pop(0)
+        if error is not None:
+            raise error
+        return found
+
+    async def fail(_operator: Any, _desk: Any) -> None:
+        raise KeyError("y")
+
+    monkeypatch.setattr(trainingjobs, "clean_up", look)
+    monkeypatch.setattr(trainingjobs, "close_incidents", fail)
+    monkeypatch.setattr(operator.runtime, "sleep", lambda _: asyncio.sleep(0))
+    body["metadata"]["uid"] = place.world.job.uid
+    handler: Any = trainingjobs.take_down
+    async with operator.memory.of(Job.named(body)).kept:  # the loop has not ended yet
+        taking_down = asyncio.create_task(handler(memo=kopf.Memo(operator=operator), body=body))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(errors) == 4
+    await asyncio.wait_for(taking_down, 10)
+    assert errors == []
+
+
 async def test_what_another_controller_says_of_it_does() -> None:
     body = manifest("kueue.x-k8s.io/multikueue")
     assert await wakes(body | {"status": {"phase": "Running"}}, Job.parse(body))

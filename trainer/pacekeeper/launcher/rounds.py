@@ -16,6 +16,8 @@ from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
 from .meeting import Ending, MeetingStage, Report, Status, View
 from .settings import LauncherSettings
 
+EXPLAIN_SECONDS = 0.1
+"""A rank that has lost a peer may be heard of just before that peer is: so long the others are not killed for it."""
 ALONE_SECONDS = 2.0
 """Peers are heard once a second: who hears none for so long may have to end its ranks by the operator's silence."""
 LEFT_EXIT_CODE = 143
@@ -228,7 +230,12 @@ def _look_at_ranks(turn: _Turn) -> None:
         elif len(exits) == len(ranks):
             turn.set(stage=LauncherState.FINISHED, finished_round=state.running)
             _end_ranks(turn, patience=turn.settings.linger)
-    elif all(rank.gone for rank in ranks):
+        return
+    if state.ending is Ending.CONNECTION and state.killed_at is None:
+        better = [rank for rank in ranks if rank.exit_code and _ending_of(rank) < Ending.CONNECTION]
+        if better:
+            _note_failure(turn, min(better, key=_ending_of))
+    if all(rank.gone for rank in ranks):
         stays = state.stage in {LauncherState.FINISHED, LauncherState.LOST}
         turn.set(teardown_seconds=turn.now - state.ending_since)
         turn.set(running=0, ending_since=None, killed_at=None, unkillable=(), gathering_since=turn.now)
@@ -240,6 +247,7 @@ def _note_failure(turn: _Turn, rank: RankSeen) -> None:
     ending = _ending_of(rank)
     turn.set(ending=ending)
     if ending is Ending.LEFT:
+        turn.set(failure=None)
         _end_ranks(turn, patience=turn.settings.settle)
         return
     fault = turn.fault(
@@ -253,7 +261,7 @@ def _note_failure(turn: _Turn, rank: RankSeen) -> None:
         error=rank.error,
     )
     turn.set(failure=fault, failed_at=turn.now)
-    _end_ranks(turn)
+    _end_ranks(turn, patience=EXPLAIN_SECONDS if ending is Ending.CONNECTION else 0.0)
 
 
 def _ending_of(rank: RankSeen) -> Ending:

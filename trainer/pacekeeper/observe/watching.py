@@ -140,8 +140,9 @@ def _watch_files(watched: Recorder) -> None:
 
         return call
 
-    torch.save = during(Phase.CHECKPOINT, torch.save)
-    torch.load = during(Phase.RESTORE, torch.load)
+    # In both places, so that a pickle of a function finds the very same one.
+    torch.save = torch.serialization.save = during(Phase.CHECKPOINT, torch.save)
+    torch.load = torch.serialization.load = during(Phase.RESTORE, torch.load)
 
 
 def _watch_end(watched: Recorder) -> None:
@@ -158,5 +159,5 @@ def _watch_end(watched: Recorder) -> None:
         if watched.phase is Phase.FINISHED:
             watched.enter(Phase.TRAIN)
 
-    dist.destroy_process_group = destroy_and_note
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_and_note
     torch_internals.on_new_process_group(made)
