@@ -362,7 +362,7 @@ def _check_writable(path: Path) -> None:
     except OSError as error:
         raise InputError(
             f"spec.checkpoint.path: {path} is not writable ({error.strerror}); mount a volume there that user "
-            f"{os.getuid()} may write to (spec.checkpoint.volumeClaimName, fsGroup), or choose another path. Of a "
-            "claim the kubelet makes the folder spec.checkpoint.subPath, as root, with the mode of the claim itself, which "
+            f"{os.getuid()} may write to (spec.checkpoint.volumeClaimName, fsGroup), or choose another path. "
+            "The kubelet makes spec.checkpoint.subPath of a claim, as root, with the mode of the claim itself, which "
             'subPath: "" mounts'
         ) from error
