@@ -227,25 +227,22 @@ class CheckpointFolder:
             beside.rename(final)
 
     def _manifest(self, folder: Path) -> Manifest | None:
+        """None: it cannot be read, or files have other sizes than it says."""
+        manifest = _read_manifest(folder)
         try:
-            manifest = Manifest.from_json(parse_json((folder / _MANIFEST).read_bytes()))
-            sizes = {name: (folder / name).stat().st_size for name in manifest.files}
-        except (OSError, ValueError):  # InputError among them
+            sizes = {name: (folder / name).stat().st_size for name in manifest.files} if manifest else {}
+        except (OSError, ValueError):
             return None
-        return manifest if all(sizes[name] == entry.nbytes for name, entry in manifest.files.items()) else None
-
-    def _job_of(self, folder: Path) -> str | None:
-        """Name of the job that wrote the checkpoint, which may be torn otherwise; None: it is not known."""
-        try:
-            return Manifest.from_json(parse_json((folder / _MANIFEST).read_bytes())).job
-        except (OSError, ValueError):  # InputError among them
+        if manifest is None or any(sizes[name] != entry.nbytes for name, entry in manifest.files.items()):
             return None
+        return manifest
 
     def _is_own(self, folder: Path) -> bool:
         """Whether this job may delete it: its manifest names this job or, as those of older versions, none."""
         if not (folder / _MANIFEST).exists():
             return False
-        return not self.job.name or self._job_of(folder) in (self.job.name, "", None)
+        manifest = _read_manifest(folder)
+        return not self.job.name or manifest is None or manifest.job in (self.job.name, "")
 
     def _prune(self, step: int) -> None:
         """Forgets all but the newest good ones of this job up to `step`, which has just been published.
@@ -326,8 +323,16 @@ class CheckpointFolder:
             folders = self._folders()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        jobs = (self._job_of(folder) for _, folder in reversed(folders))
-        return next((job for job in jobs if job is not None), None)
+        manifests = (_read_manifest(folder) for _, folder in reversed(folders))
+        return next((manifest.job for manifest in manifests if manifest is not None), None)
+
+
+def _read_manifest(folder: Path) -> Manifest | None:
+    """What a checkpoint says of itself, which may be torn; None: it cannot be read."""
+    try:
+        return Manifest.from_json(parse_json((folder / _MANIFEST).read_bytes()))
+    except (OSError, ValueError):  # InputError among them
+        return None
 
 
 def appears(path: Path) -> bool:
