@@ -155,6 +155,7 @@ class Reason(StrEnum):
     WAITING_FOR_PODS = "WaitingForPods"
     SCHEDULING_TIMEOUT = "SchedulingTimeout"
     IMAGE_PULL_FAILED = "ImagePullFailed"
+    FOLDER_IN_USE = "CheckpointFolderInUse"
     # Reconciling
     OTHER_REPLICAS = "ReplicasDiffer"
     # Degraded
@@ -365,6 +366,9 @@ class CheckpointSpec:
     every_steps: int = 100
     keep: int = 3
     volume_claim_name: str = ""  # "": the user mounts a volume at `path` himself, or none outlives the pod
+    sub_path: str | None = None  # folder of the claim; "": the claim itself; None: as `manifests.checkpoint_sub_path`
+    adopt: str = ""  # another job, whose checkpoints this one takes over
+    read_only: bool = False  # the job reads checkpoints, and writes none
 
 
 @dataclass(frozen=True)
@@ -543,6 +547,9 @@ class JobStatus:
     round: int | None = None
     step: int | None = None
     last_checkpoint_step: int | None = None
+    checkpoint_sub_path: str | None = (
+        None  # folder of its claim; None: the claim itself, as of older operators
+    )
     total_steps: int | None = None  # that the script wants; None: it does not say
     progress: str | None = None  # 24%
     remaining: str | None = None  # a duration, rounded; None: not to be said

@@ -7,6 +7,7 @@ What must not be in a template is refused, with the reason (`refused_template`),
 from __future__ import annotations
 
 import copy
+import posixpath
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ _OURS = "pacekeeper-"
 """What the names of our volumes begin with: no container of the template may mount one, and none may be made there."""
 _RUNTIME = f"{_OURS}runtime"
 _TOKEN = f"{_OURS}token"
+_CHECKPOINTS = f"{_OURS}checkpoints"
 _NODE_PORTS = range(20_000, 29_000)
 """Metrics ports of workers in their node's network: below those that systems give out and that Services take."""
 _HOSTNAME = "kubernetes.io/hostname"
@@ -99,12 +101,14 @@ def worker_pod(
     node_labels: Mapping[str, str] | None = None,
     tolerations: Sequence[Object] = (),
     pod_group: str = "",
+    checkpoints_apart: bool = True,
 ) -> Object:
     """A worker: the user's template, the sidecar, and what both need of volumes and environment.
 
     `spare`: it is made to be one, and is kept off the nodes of the job's other workers. `avoid_nodes`: suspects by
     name, whether they are tainted (a template may tolerate everything) or not (mode Recommend).
     `node_labels`, `tolerations`: of the nodes that its queue has given it. `pod_group`: with which it is placed.
+    `checkpoints_apart`: as for `checkpoint_sub_path`.
     """
     template = copy.deepcopy(dict(job.spec.template))
     metadata, spec = template.get("metadata") or {}, template["spec"]
@@ -119,7 +123,10 @@ def worker_pod(
     name = worker_name(job, ordinal, incarnation)
     sidecar = _sidecar(trainer, environment, installation, metrics_port(job, name))
     trainer["env"] = [*environment, *trainer.get("env", [])]  # first, so that the user's variables may refer to ours
-    mounts = [{"name": volume["name"], "mountPath": path} for path, volume in storage]
+    mounts: list[Object] = [{"name": volume["name"], "mountPath": path} for path, volume in storage]
+    for mount in mounts:
+        if mount["name"] == _CHECKPOINTS:
+            mount |= _checkpoint_mount(job, checkpoints_apart)
     trainer["volumeMounts"] = [*trainer.get("volumeMounts", []), *mounts]
     # A script that fails before there is a launcher to say why: its last lines are the pod's message.
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
@@ -150,6 +157,67 @@ def worker_pod(
 def worker_name(job: Job, ordinal: int, incarnation: int) -> str:
     """Never used twice by a job: a replacement has the next incarnation."""
     return f"{job.name}-w{ordinal}-{incarnation}"
+
+
+def checkpoint_sub_path(job: Job, apart: bool) -> str:
+    """The folder of the claim that is mounted at `spec.checkpoint.path`; "": the claim itself.
+
+    Each job has its own, or that of the job whose checkpoints it takes over. `apart`: False of a job that an operator
+    began which knew of no such folders: its checkpoints lie in the claim itself.
+    """
+    wish = job.spec.checkpoint
+    if wish.sub_path is not None:
+        return wish.sub_path
+    if wish.adopt and not wish.adopt.startswith("/"):  # else it is a script, which has no folder of this kind
+        return wish.adopt.rpartition("/")[2]
+    return job.name if apart else ""
+
+
+def checkpoint_folder(job: Job, apart: bool) -> str:
+    """Names the folder that the job's checkpoints go to, alike for all jobs of its namespace; "": it writes none, or
+    its template mounts what may be another folder in each pod.
+
+    `apart`: as for `checkpoint_sub_path`.
+    """
+    wish = job.spec.checkpoint
+    if wish.read_only:
+        return ""
+    if wish.volume_claim_name:
+        return _folder(f"claim {wish.volume_claim_name}", checkpoint_sub_path(job, apart))
+    try:
+        return _mounted_folder(job.spec.template["spec"], wish.path)
+    except (AttributeError, KeyError, StopIteration, TypeError):  # no pod template: `refused_template` says so
+        return ""
+
+
+def _mounted_folder(spec: Object, path: str) -> str:
+    """As `checkpoint_folder`, of a path that lies on a volume of the template."""
+    trainer = next(container for container in spec["containers"] if container["name"] == TRAINER)
+    mounts = [mount for mount in trainer.get("volumeMounts") or () if _is_below(path, mount["mountPath"])]
+    mount = max(mounts, key=lambda each: len(each["mountPath"]), default=None)
+    if mount is None or mount.get("subPathExpr"):
+        return ""
+    volume = next(volume for volume in spec["volumes"] if volume["name"] == mount["name"])
+    inside = f"{mount.get('subPath', '')}/{path[len(mount['mountPath'].rstrip('/')) :]}"
+    if claim := volume.get("persistentVolumeClaim"):
+        return _folder(f"claim {claim['claimName']}", inside)
+    if nfs := volume.get("nfs"):
+        return _folder(f"nfs {nfs['server']}:{nfs['path']}", inside)
+    return ""
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")
+
+
+def _folder(volume: str, inside: str) -> str:
+    return posixpath.normpath(f"{volume}/{inside}")
+
+
+def _checkpoint_mount(job: Job, apart: bool) -> Object:
+    """What the claim's mount has besides name and path."""
+    folder, read_only = checkpoint_sub_path(job, apart), job.spec.checkpoint.read_only
+    return {**({"subPath": folder} if folder else {}), **({"readOnly": True} if read_only else {})}
 
 
 def metrics_port(job: Job, worker: str) -> int:
@@ -348,10 +416,12 @@ def _healthy(period: int, failures: int) -> Object:
 def _environment(job: Job, grace_seconds: int) -> list[Object]:
     """Of trainer and sidecar; docs/architecture.md lists it."""
     spec = job.spec
-    hang_seconds = spec.detection.hang_seconds
+    hang_seconds, adopt = spec.detection.hang_seconds, spec.checkpoint.adopt
+    adopted = adopt if "/" in adopt or not adopt else f"{job.namespace}/{adopt}"
     return [
         _variable("PACEKEEPER_RUNTIME", RUNTIME_PATH),
         _variable("PACEKEEPER_JOB", job.name),
+        _variable("PACEKEEPER_JOB_UID", job.uid),
         _variable("PACEKEEPER_NAMESPACE", job.namespace),
         _from_pod("PACEKEEPER_WORKER", "metadata.name"),
         _from_pod("PACEKEEPER_NODE", "spec.nodeName"),
@@ -360,6 +430,8 @@ def _environment(job: Job, grace_seconds: int) -> list[Object]:
         _variable("PACEKEEPER_CHECKPOINT_PATH", spec.checkpoint.path),
         _variable("PACEKEEPER_CHECKPOINT_EVERY", spec.checkpoint.every_steps),
         _variable("PACEKEEPER_CHECKPOINT_KEEP", spec.checkpoint.keep),
+        _variable("PACEKEEPER_CHECKPOINT_ADOPT", adopted),
+        _variable("PACEKEEPER_CHECKPOINT_READ_ONLY", int(spec.checkpoint.read_only)),
         _variable("PACEKEEPER_HANG_SECONDS", "" if hang_seconds is None else f"{hang_seconds:g}"),
         _variable("PACEKEEPER_WINDOW_STEPS", spec.detection.window_steps),
         _variable("PACEKEEPER_GRACE_SECONDS", grace_seconds),
@@ -381,7 +453,7 @@ def _storage(job: Job, trainer: Object) -> list[tuple[str, Object]]:
     if all(mount["mountPath"].rstrip("/") != "/dev/shm" for mount in trainer.get("volumeMounts", [])):
         storage.append(("/dev/shm", {"name": f"{_OURS}shm", "emptyDir": {"medium": "Memory"}}))
     if claim := job.spec.checkpoint.volume_claim_name:
-        volume = {"name": f"{_OURS}checkpoints", "persistentVolumeClaim": {"claimName": claim}}
+        volume = {"name": _CHECKPOINTS, "persistentVolumeClaim": {"claimName": claim}}
         storage.append((job.spec.checkpoint.path, volume))
     return storage
 

@@ -200,6 +200,7 @@ class Surroundings:
     levels: tuple[str, ...] = ()  # labels of nodes by which a Fabric says where they are, from the leaf outward
     suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
     older_job_waits: str = ""  # an older job that is to be placed first
+    folder_held_by: str = ""  # another job that writes its checkpoints where this one would, and began before
     hung_nodes: Mapping[str, int] = field(default_factory=dict)  # node → hangs on it lately, of this namespace's jobs
     hung_elsewhere: frozenset[str] = frozenset()  # nodes on which jobs of other namespaces have hung lately
     past_seconds: Mapping[Cause, tuple[float, ...]] = field(default_factory=dict)  # durations of earlier incidents

@@ -65,6 +65,7 @@ class Life:
     failed_reason: str = ""
     failed_message: str = ""
     stopped_at: float = 0.0  # when the ranks were told to leave (suspend, finish)
+    apart: bool = False  # on its claim it has a folder of its own; False: an operator without these began it
 
     @cached_property
     def names_finished(self) -> frozenset[str]:

@@ -55,8 +55,12 @@ def _was_suspended(old: Any) -> bool:
 
 def _same_storage(job: Any, old: Any) -> bool:
     one, other = job["spec"]["checkpoint"], old["spec"]["checkpoint"]
-    fields = ("path", "everySteps", "volumeClaimName")
-    return all(one.get(field, "") == other.get(field, "") for field in fields)
+    fields = ("path", "everySteps", "volumeClaimName", "subPath", "adopt", "readOnly")
+    return all(one.get(field) == other.get(field) for field in fields)
+
+
+def _is_inside(path: str) -> bool:
+    return path == "" or all(part not in ("", ".", "..") for part in path.split("/"))
 
 
 def _trainers(spec: Any) -> list[Any]:
@@ -136,8 +140,14 @@ RULES: Mapping[str, Rule] = {
     ),
     "(self.spec.checkpoint.path == oldSelf.spec.checkpoint.path "
     "&& self.spec.checkpoint.everySteps == oldSelf.spec.checkpoint.everySteps "
+    "&& self.spec.checkpoint.readOnly == oldSelf.spec.checkpoint.readOnly "
     "&& (has(self.spec.checkpoint.volumeClaimName) ? self.spec.checkpoint.volumeClaimName : '') "
-    "== (has(oldSelf.spec.checkpoint.volumeClaimName) ? oldSelf.spec.checkpoint.volumeClaimName : '')) "
+    "== (has(oldSelf.spec.checkpoint.volumeClaimName) ? oldSelf.spec.checkpoint.volumeClaimName : '') "
+    "&& has(self.spec.checkpoint.subPath) == has(oldSelf.spec.checkpoint.subPath) "
+    "&& (has(self.spec.checkpoint.subPath) ? self.spec.checkpoint.subPath : '') "
+    "== (has(oldSelf.spec.checkpoint.subPath) ? oldSelf.spec.checkpoint.subPath : '') "
+    "&& (has(self.spec.checkpoint.adopt) ? self.spec.checkpoint.adopt : '') "
+    "== (has(oldSelf.spec.checkpoint.adopt) ? oldSelf.spec.checkpoint.adopt : '')) "
     f"|| {_SUSPENDED}": lambda job, old: _same_storage(job, old) or _was_suspended(old),
     "!has(self.minReplicas) || self.minReplicas <= self.replicas": (
         lambda spec, _: bool(spec.get("minReplicas", 0) <= spec["replicas"])
@@ -194,6 +204,9 @@ RULES: Mapping[str, Rule] = {
     ),
     "self.matches('^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$')": (
         lambda name, _: re.fullmatch("[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name) is not None
+    ),
+    "self == '' || self.split('/').all(part, part != '' && part != '.' && part != '..')": (
+        lambda path, _: _is_inside(path)
     ),
     "type(self) == int ? self >= 1 && self <= 86400 : self == 'auto'": (
         lambda value, _: 1 <= value <= 86400 if isinstance(value, int) else value == "auto"

@@ -52,7 +52,8 @@ def jobs(cluster: Cluster) -> Iterator[Callable[[str], Job]]:
 def manifests() -> Iterator[dict[str, Any]]:
     yield paced("long", LONG, runPolicy={"cleanPodPolicy": "None"})
     yield manifest("gpt", [*GPT, "--steps=40"], checkpoint={"everySteps": 20, "volumeClaimName": "gpt"})
-    yield paced("narrow", 5, replicas=1, checkpoint={"everySteps": 5, "volumeClaimName": "narrow"})
+    for name in ("narrow", "beside"):  # on one claim
+        yield paced(name, 5, replicas=1, checkpoint={"everySteps": 5, "volumeClaimName": "narrow"})
     yield manifest("exits", script('print("loading")\nraise SystemExit("no corpus at /data/words")\n'))
     unknown = {"image": "127.0.0.1:1/no/such-image:1", "imagePullPolicy": "Always"}
     yield manifest("image", GPT, trainer=unknown, replicas=1, schedulingTimeout="20s")
@@ -120,15 +121,29 @@ class TestMistakes:
         assert "spec.runPolicy.activeDeadlineSeconds = 12 s" in job.condition("Failed")["message"]
         job.until(lambda: not job.pods(), 30, "cleanPodPolicy All leaves no pod")
 
-    def test_a_checkpoint_of_another_model(self, cluster: Cluster, jobs: Callable[[str], Job]) -> None:
+    def test_two_jobs_on_one_claim(self, cluster: Cluster, jobs: Callable[[str], Job]) -> None:
+        """Each has its own folder. One that is pointed to the other's waits while that trains, and then is refused."""
         first = jobs("narrow")
-        first.until_phase("Complete", timeout=START)
-        assert first.began_behind() == [0], "it has a folder of its own, beside all the others"
-        checkpoint = {"everySteps": 5, "volumeClaimName": "narrow"}
-        wide = paced("wide", 5, environment={"WIDTH": "24"}, replicas=1, checkpoint=checkpoint)
-        second = Job.apply(cluster, first.namespace, wide)
-        second.until_phase("Failed", timeout=60)
-        assert "/checkpoints/step-00000005 is of another model" in second.condition("Failed")["message"]
+        for job in (first, jobs("beside")):
+            job.until_phase("Complete", timeout=START)
+            assert job.status["checkpointSubPath"] == job.name
+            assert (first.claimed() / job.name / "step-00000005/manifest.json").exists()
+        assert first.began_behind() == [0]
+
+        def pointed_to(name: str) -> Job:
+            checkpoint = {"everySteps": 5, "volumeClaimName": name, "subPath": name}
+            return Job.apply(cluster, first.namespace, paced(f"at-{name}", 9, replicas=1, checkpoint=checkpoint))
+
+        waits, refused = pointed_to("long"), pointed_to("narrow")
+        in_use = "CheckpointFolderInUse"
+        waits.until(lambda: waits.condition("Running").get("reason") == in_use, 30, "it waits for the folder")
+        assert "job long writes its checkpoints to the same folder" in waits.condition("Running")["message"]
+        assert not waits.pods()
+        waits.delete()
+        refused.until_phase("Failed", timeout=60)
+        message = refused.condition("Failed")["message"]
+        assert f"holds checkpoints of another job, {first.namespace}/narrow" in message
+        assert not (first.claimed() / "narrow/step-00000009").exists()
 
 
 def test_a_job_trains_completes_and_goes_when_its_time_is_over(jobs: Callable[[str], Job]) -> None:

@@ -128,6 +128,7 @@ MISTAKES = {
     "climbing checkpoints": ("spec.checkpoint.path", "/data/../etc", "spec.checkpoint.path.*without \\.\\."),
     "checkpoints in memory": ("spec.checkpoint.path", "/dev/shm", "spec.checkpoint.path.*must outlive the worker"),
     "checkpoints never": ("spec.checkpoint.everySteps", 0, "spec.checkpoint.everySteps.* greater than or equal to 1"),
+    "climbing out of a claim": ("spec.checkpoint.subPath", "a/../b", "spec.checkpoint.subPath.*inside of the claim"),
     "no checkpoint kept": ("spec.checkpoint.keep", 0, "spec.checkpoint.keep.* greater than or equal to 1"),
     "bad claim": (
         "spec.checkpoint.volumeClaimName",
@@ -262,6 +263,7 @@ FIXED = {
         "other",
         "spec.checkpoint.path, volumeClaimName.*may change only",
     ),
+    "folder of a claim": ("spec.checkpoint.subPath", "other", "subPath.*may change only"),
     "checkpoint interval": ("spec.checkpoint.everySteps", 7, "everySteps may change only while"),
 }
 

@@ -33,7 +33,7 @@ def gated(name: str, **spec: Any) -> dict[str, Any]:
 def test_the_others_train_with_every_sample_while_a_new_worker_starts(cluster: Cluster, namespace: str) -> None:
     job = Job.apply(cluster, namespace, gated("survivors", replicas=3, minReplicas=2))
     job.until(lambda: len(job.nodes()) == 3 and all(job.nodes().values()), 60, "all are on nodes")
-    gate = job.folder() / "open"
+    gate = job.claimed() / "open"
     gate.touch()
     job.until_calm()
     gate.unlink()

@@ -573,7 +573,7 @@ def test_the_diary_of_a_plain_script(tmp_path: Path) -> None:
             train(step, model, optimizer)
         return job.step, sorted(path.name for path in tmp_path.iterdir())
 
-    assert run_ranks(rank_main, 1) == [(3, ["owner.json", "step-00000002", "step-00000003"])]
+    assert run_ranks(rank_main, 1) == [(3, [".owner-00000001", "owner.json", "step-00000002", "step-00000003"])]
 
 
 def test_the_package_is_imported_without_torch() -> None:

@@ -69,7 +69,7 @@ class Rank:
         (folder / "volume").mkdir(exist_ok=True)
         checkpoints = CheckpointFolder(folder / "volume", round_=1) if volume else None
         if checkpoints is not None and rank == 0:
-            checkpoints.own()
+            checkpoints.claim()
         self.store = Store(environment, CpuGroup(Recorder(NoRing())), state, checkpoints)
 
     def step(self, number: int) -> list[torch.Tensor]:

@@ -20,7 +20,31 @@ _BUT_TIME_OUTS = (
     "'PACEKEEPER_GATHER_SECONDS', 'PACEKEEPER_IMPORT_SECONDS', 'PACEKEEPER_CONTACT_SECONDS', "
     "'PACEKEEPER_PHASE_SECONDS', 'PACEKEEPER_NEIGHBOUR_MEGABYTES'])"
 )
-WIDER = {_OUR_VARIABLES: _BUT_TIME_OUTS}
+_SUSPENDED = (
+    "|| (oldSelf.spec.suspend && (!has(oldSelf.status) || !has(oldSelf.status.phase) "
+    "|| oldSelf.status.phase == 'Suspended'))"
+)
+_STORAGE = (
+    "(self.spec.checkpoint.path == oldSelf.spec.checkpoint.path "
+    "&& self.spec.checkpoint.everySteps == oldSelf.spec.checkpoint.everySteps "
+)
+_SAME_CLAIM = (
+    "&& (has(self.spec.checkpoint.volumeClaimName) ? self.spec.checkpoint.volumeClaimName : '') "
+    "== (has(oldSelf.spec.checkpoint.volumeClaimName) ? oldSelf.spec.checkpoint.volumeClaimName : '')"
+)
+_SAME_FOLDER = (
+    " && has(self.spec.checkpoint.subPath) == has(oldSelf.spec.checkpoint.subPath) "
+    "&& (has(self.spec.checkpoint.subPath) ? self.spec.checkpoint.subPath : '') "
+    "== (has(oldSelf.spec.checkpoint.subPath) ? oldSelf.spec.checkpoint.subPath : '') "
+    "&& (has(self.spec.checkpoint.adopt) ? self.spec.checkpoint.adopt : '') "
+    "== (has(oldSelf.spec.checkpoint.adopt) ? oldSelf.spec.checkpoint.adopt : '')"
+)
+_READ_ONLY = "&& self.spec.checkpoint.readOnly == oldSelf.spec.checkpoint.readOnly "
+WIDER = {
+    _OUR_VARIABLES: _BUT_TIME_OUTS,
+    # The same of all that the version before can say.
+    f"{_STORAGE}{_SAME_CLAIM}) {_SUSPENDED}": f"{_STORAGE}{_READ_ONLY}{_SAME_CLAIM}{_SAME_FOLDER}) {_SUSPENDED}",
+}
 """Rule → the one in its place that lets more through. At a release: those of the version before go."""
 _LEAST = ("minimum", "minLength", "minItems", "minProperties")
 _MOST = ("maximum", "maxLength", "maxItems", "maxProperties")

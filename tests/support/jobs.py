@@ -184,7 +184,12 @@ class Job:
         return _slowest([member["address"] for member in self.plan().get("members", ())])
 
     def folder(self) -> Path:
-        """What the job's claim holds, on this machine."""
+        """Its folder on the claim of its name, on this machine. A job from an older version has the claim itself."""
+        claim = self.claimed()
+        return claim / self.name if (claim / self.name).is_dir() else claim
+
+    def claimed(self) -> Path:
+        """What the claim of its name holds, on this machine."""
         found = api.get(f"/api/v1/namespaces/{self.namespace}/persistentvolumeclaims/{self.name}")
         return VOLUMES / str(found["spec"]["volumeName"])
 

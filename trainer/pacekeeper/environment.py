@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,41 @@ LEFT_WHEN_TOLD = 143
 """Exit code of a rank that was told to leave (SIGTERM, suspend), after its checkpoint: 128 + SIGTERM."""
 
 _NEIGHBOUR_MEGABYTES = "PACEKEEPER_NEIGHBOUR_MEGABYTES"
+
+
+@dataclass(frozen=True)
+class JobIdentity:
+    """Which job a process belongs to: its checkpoints carry this, and no other job may use them unasked."""
+
+    name: str = ""
+    """`namespace/name` of a TrainingJob. Without an operator: the absolute path of the script, so that the same script
+    started again is the same job. "": unknown, and nothing is checked."""
+    uid: str = ""
+    """Of the TrainingJob, or of one `pacekeeper run --local`: applied again, a job has a new one. "": unknown."""
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str]) -> JobIdentity:
+        name, namespace = variables.get("PACEKEEPER_JOB", ""), variables.get("PACEKEEPER_NAMESPACE", "")
+        if name and namespace:
+            return cls(f"{namespace}/{name}", variables.get("PACEKEEPER_JOB_UID", ""))
+        # The runtime folder of a local run has a name of its own, which all its rounds share.
+        return cls(name or _script(), variables.get("PACEKEEPER_RUNTIME", ""))
+
+    @property
+    def mark(self) -> str:
+        """In file names: tells apart both jobs and runs of one job."""
+        return f"{self.name_mark}-{zlib.crc32(self.uid.encode()):08x}"
+
+    @property
+    def name_mark(self) -> str:
+        """The part of `mark` that all runs of this job share."""
+        return f"{zlib.crc32(self.name.encode()):08x}"
+
+
+def _script() -> str:
+    """The absolute path of the program that runs; of an interactive session, its working folder."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return str(Path(file).resolve() if file else Path.cwd())
 
 
 @dataclass(frozen=True)
@@ -34,6 +71,11 @@ class Environment:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: none but those that are asked for."""
     checkpoint_keep: int = 3
+    checkpoint_adopt: str = ""
+    """Name of another job whose checkpoints this one takes over; "": of none."""
+    checkpoint_read_only: bool = False
+    """Whether checkpoints are only read, as by an evaluation."""
+    job: JobIdentity = JobIdentity()
     worker: str = ""
     """Name of this worker's pod; "": it has none."""
     node: str = ""
@@ -68,6 +110,9 @@ class Environment:
             checkpoint_path=Path(path) if path else None,
             checkpoint_every=_number(variables, "PACEKEEPER_CHECKPOINT_EVERY", 0),
             checkpoint_keep=_number(variables, "PACEKEEPER_CHECKPOINT_KEEP", 3),
+            checkpoint_adopt=variables.get("PACEKEEPER_CHECKPOINT_ADOPT", ""),
+            checkpoint_read_only=_number(variables, "PACEKEEPER_CHECKPOINT_READ_ONLY", 0) != 0,
+            job=JobIdentity.read(variables),
             worker=variables.get("PACEKEEPER_WORKER", ""),
             node=variables.get("PACEKEEPER_NODE", ""),
             address=variables.get("PACEKEEPER_POD_IP", ""),

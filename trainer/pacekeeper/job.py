@@ -93,21 +93,26 @@ def init(
     such as "cuda:0"; None: a GPU where there is one.
     backend: of the process group; by default nccl for tensors on GPUs and gloo for those on CPUs.
     timeout: after which a collective that does not come to its end fails.
-    Raises InputError that names the argument and the remedy.
+    Raises InputError that names the argument and the remedy; where `checkpoints` is another job's folder, before
+    anything is changed there.
     """
     environment = Environment.read()
     mesh = mesh or {"sync": -1}
     shape = mesh_shape(mesh, environment.world_size)
     if checkpoints is None and environment.checkpoint_path is not None:
         checkpoints = Checkpoints(
-            environment.checkpoint_path, environment.checkpoint_every, environment.checkpoint_keep
+            environment.checkpoint_path,
+            environment.checkpoint_every,
+            environment.checkpoint_keep,
+            environment.checkpoint_adopt,
+            environment.checkpoint_read_only,
         )
     if snapshot_every is not None and snapshot_every < 0:
         raise InputError(f"snapshot_every={snapshot_every} must be 0 (none), a number of steps, or None")
     if checkpoints is not None and checkpoints.every < 0:
         raise InputError(f"checkpoints.every={checkpoints.every} must be 0 (only when asked for) or a number of steps")
     course = checked_course(sync_mode, sync_every, sync_seconds)
-    folder = CheckpointFolder(Path(checkpoints.path), environment.round, checkpoints.keep) if checkpoints else None
+    folder = _open_folder(checkpoints, environment) if checkpoints else None
     selected = select_device(device, environment.device_index)
     if selected.type == "cpu" and "nccl" in (backend or ""):
         raise InputError(
@@ -126,12 +131,22 @@ def init(
             world_size=1 if alone else -1,
             device_id=selected if "nccl" in backend else None,
         )
-    if folder and environment.rank == 0:
-        folder.own()
     checkpoint_every = checkpoints.every if checkpoints else 0
     least = replica_ranks(mesh, environment.world_size)
     settings = JobSettings(selected, shape, least, seed, folder, checkpoint_every, snapshot_every, course)
     return Job(environment, recorder, settings)
+
+
+def _open_folder(checkpoints: Checkpoints, environment: Environment) -> CheckpointFolder:
+    """Raises InputError where it is another job's, or cannot be written."""
+    return CheckpointFolder(
+        Path(checkpoints.path),
+        environment.round,
+        checkpoints.keep,
+        environment.job,
+        checkpoints.adopt or environment.checkpoint_adopt,
+        checkpoints.read_only or environment.checkpoint_read_only,
+    )
 
 
 class Job:

@@ -24,6 +24,11 @@ class Checkpoints:
     """Steps; 0: only those that are asked for."""
     keep: int = 3
     """The newest ones; older ones are deleted."""
+    adopt: str = ""
+    """Name of another job, as the refusal to use its folder says it: this one takes its checkpoints over."""
+    read_only: bool = False
+    """As for an evaluation: `restore` loads the newest checkpoint of whichever job, of which a part may be registered.
+    Nothing is written."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Rank:
         place = None if runtime is None else Runtime(Path(runtime)).make()
         folder = CheckpointFolder(Path(volume), round_=1) if volume is not None else None
         if folder is not None:
-            folder.own()
+            folder.claim()
         return Store(Environment(round=1, runtime=place), CpuGroup(Recorder(NoRing())), self.state, folder)
 
     def step(self, number: int, before: Callable[[], None] | None = None) -> float:

@@ -80,7 +80,7 @@ class Rank:
         )
         folder = CheckpointFolder(Path(volume), round_=1) if volume is not None else None
         if folder is not None and self.rank == 0:
-            folder.own()
+            folder.claim()
         return Store(environment, CpuGroup(Recorder(NoRing())), self.state, folder)
 
     def train(self, step: int) -> float:

@@ -10,10 +10,11 @@ from pacekeeper_analysis.plan import Paths, Stop, SyncMode
 from pacekeeper_analysis.reports import LauncherState, PathFault
 
 from ..api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdict, WorkerCounts, format_time
+from ..manifests import checkpoint_folder, checkpoint_sub_path
 from ..observation import FRESH_SECONDS, NOT_ASKED, Observation, Policy
 from ..state import Life
 from ..words import listed, shortened
-from . import node_lost, paths, preflight, seating
+from . import node_lost, paths, preflight, seating, workforce
 from . import progress as progresses
 from .stages import stuck_worker
 
@@ -72,6 +73,7 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         last_checkpoint_step=observation.checkpoint_step
         if observation.checkpoint_step >= 0
         else before.last_checkpoint_step,
+        checkpoint_sub_path=checkpoint_sub_path(job, apart=True) if state.life.apart else None,
         workers=WorkerCounts.of(job.spec.replicas, ready if members else 0, len(observation.spares) if members else 0),
         selector=job.selector,
         slowdown=slowdown,
@@ -289,6 +291,14 @@ def _running(observation: Observation, phase: JobPhase) -> _Found:
 def _waiting(observation: Observation) -> _Found:
     """Why a job has not begun."""
     state, around = observation.state, observation.surroundings
+    if holder := workforce.waits_for_folder(observation):
+        folder = checkpoint_folder(observation.job, state.life.apart)
+        words = (
+            f"job {holder} writes its checkpoints to the same folder ({folder}), so no worker is made: give this job a "
+            "folder of its own (spec.checkpoint.path, or spec.checkpoint.subPath of a claim), or wait until the other "
+            f"has ended; to go on from its checkpoints then, set spec.checkpoint.adopt: {holder}"
+        )
+        return _Found(Condition.RUNNING, False, Reason.FOLDER_IN_USE, words)
     stuck = stuck_worker(observation)
     if stuck is not None and stuck.pod is not None:
         words = f"worker {stuck.name}: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
@@ -321,6 +331,8 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
         return _Found(Condition.DEGRADED, True, Reason.QUARANTINE_BREAKER, held.quarantine)
     if policy.paused:
         return _Found(Condition.DEGRADED, True, Reason.PAUSED, policy.paused)
+    if phase is JobPhase.RECOVERING and (failing := _checkpoints(observation)) is not None:
+        return failing  # a round that ended because it could keep none says so until another one can
     if phase is not JobPhase.RUNNING:
         return _Found(Condition.DEGRADED, False, Reason.HEALTHY)
     grave = _bad_input(observation) or _checkpoints(observation) or _unreached(observation)

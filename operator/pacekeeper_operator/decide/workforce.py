@@ -34,7 +34,7 @@ def step(observation: Observation, policy: Policy) -> Draft:
     draft = observation.draft
     if draft.state.life.over or observation.job.spec.suspend or draft.plan.stop is not Stop.NO:
         return draft
-    if not _may_be_staffed(observation):
+    if not _may_be_staffed(observation) or waits_for_folder(observation):
         return draft
     draft = _give_up_ended(observation, _place_in_time(observation))
     draft = _give_up_kept_off(observation, policy, draft)
@@ -45,6 +45,15 @@ def _may_be_staffed(observation: Observation) -> bool:
     """The API server accepts its template, or has done so once: a job that trains goes on with what it has."""
     placement = observation.state.placement
     return placement.template_accepted == observation.job.generation or bool(observation.plan.members)
+
+
+def waits_for_folder(observation: Observation) -> str:
+    """The job that writes its checkpoints where this one would, which has no workers yet; "": none, or it has some.
+
+    What has begun goes on: whose checkpoints these are, its ranks settle among themselves.
+    """
+    began = observation.plan.members or observation.state.placement.workers
+    return "" if began else observation.surroundings.folder_held_by
 
 
 def missing(observation: Observation) -> tuple[Worker, ...]:

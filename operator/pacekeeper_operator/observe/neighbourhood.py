@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from ..api import Cause, Class, Job, JobPhase
+from ..manifests import checkpoint_folder
 from ..observation import HEARD_SECONDS, NodeView, Surroundings
 from ..state import Draft, Incident, Incidents, Past
 from .store import Key, Shelf
@@ -53,13 +54,14 @@ class Shown:
     uid: str
     incidents: Incidents
     turn: Turn | None  # None: it does not wait to be placed
+    holding: Holding | None = None  # None: it writes no checkpoints, or not where others do
 
     @classmethod
     def of(cls, job: Job, draft: Draft, phase: JobPhase | None) -> Shown:
         placement = draft.state.placement
         able = placement.template_accepted == job.generation  # else it cannot have pods at all
         waits = able and phase is JobPhase.PENDING and not job.spec.suspend
-        return cls(job.uid, draft.state.incidents, _turn(job, draft) if waits else None)
+        return cls(job.uid, draft.state.incidents, _turn(job, draft) if waits else None, _holding(job, draft))
 
 
 @dataclass(frozen=True, order=True)
@@ -69,6 +71,16 @@ class Turn:
     age: tuple[float, str]
     name: str = ""
     attempts: int = 0
+
+
+@dataclass(frozen=True, order=True)
+class Holding:
+    """Of a folder of checkpoints: who has workers comes first, then who is older."""
+
+    waits: bool  # it has no workers so far
+    age: tuple[float, str]  # when it was made, and its UID
+    name: str = ""
+    folder: str = ""
 
 
 class Neighbourhood:
@@ -90,6 +102,7 @@ class Neighbourhood:
         elif not here.jobs:
             del self._namespaces[key[0]]
         here.turns.change(before.turn if before else None, shown.turn if shown else None)
+        here.folders.change(before.holding if before else None, shown.holding if shown else None)
         known, incidents = (before.incidents if before else NOBODY), (shown.incidents if shown else NOBODY)
         if known.past is not incidents.past or known.current is not incidents.current:
             here.blamed.put(key, tuple(_blamed(incidents)), now)
@@ -125,6 +138,7 @@ class Neighbourhood:
         return Surroundings(
             suspects=here.blamed.nodes(now),
             older_job_waits=here.turns.first_before(_turn(job, draft)),
+            folder_held_by=here.folders.first_before(_holding(job, draft)),
             hung_nodes=here.hung.counts(now, key if known is not None and known.uid == job.uid else None),
             hung_elsewhere=here.hung_elsewhere(self._hung, now),
             past_seconds=here.lasted.by_cause(),
@@ -219,6 +233,33 @@ class Turns:
         return first.name if first.age < turn.age else ""
 
 
+class Folders:
+    """Of checkpoints, and the jobs that want to write there."""
+
+    def __init__(self) -> None:
+        self._by_folder: dict[str, set[Holding]] = {}
+
+    def change(self, before: Holding | None, now: Holding | None) -> None:
+        """One job's."""
+        if before == now:
+            return
+        if before is not None:
+            holdings = self._by_folder[before.folder]
+            holdings.discard(before)
+            if not holdings:
+                del self._by_folder[before.folder]
+        if now is not None:
+            self._by_folder.setdefault(now.folder, set()).add(now)
+
+    def first_before(self, mine: Holding | None) -> str:
+        """The job that has the folder before this one; "": there is none."""
+        if mine is None:
+            return ""
+        others = (each for each in self._by_folder.get(mine.folder, ()) if each.age[1] != mine.age[1])
+        first = min(others, default=mine)
+        return first.name if first < mine else ""
+
+
 class Lasted:
     """For how long incidents lasted, by their cause."""
 
@@ -255,6 +296,7 @@ class _Namespace:
     def __init__(self) -> None:
         self.jobs: dict[Key, Shown] = {}
         self.turns = Turns()
+        self.folders = Folders()
         self.blamed = Lately(SUSPECT_SECONDS)
         self.hung = Lately(HUNG_SECONDS)
         self.lasted = Lasted()
@@ -267,6 +309,15 @@ class _Namespace:
         if self._elsewhere[0] != changes:
             self._elsewhere = changes, frozenset(n for n, count in all_of_them.items() if count > here.get(n, 0))
         return self._elsewhere[1]
+
+
+def _holding(job: Job, draft: Draft) -> Holding | None:
+    """None of a job that has ended, or is suspended and has no workers left."""
+    workers = bool(draft.state.placement.workers)
+    if draft.state.life.over or (job.spec.suspend and not workers):
+        return None
+    folder = checkpoint_folder(job, draft.state.life.apart)
+    return Holding(not workers, (job.created_at, job.uid), job.name, folder) if folder else None
 
 
 def _turn(job: Job, draft: Draft) -> Turn | None:

@@ -106,6 +106,7 @@ async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
         operator.installation,
         spare=effect.spare,
         avoid_nodes=effect.avoid,
+        checkpoints_apart=desk.memory.draft is not None and desk.memory.draft.state.life.apart,
         node_labels=placing.labels,
         tolerations=placing.tolerations,
         pod_group=group,

@@ -150,8 +150,12 @@ async def _read(operator: Operator, desk: Desk) -> None:
     listed = operator.states.pop((desk.job.namespace, desk.job.name), None) if desk.memory.draft is None else None
     if await bookkeeping.load(operator.cluster, desk.job, desk.memory, listed) is None:
         pods = gather.of(operator.pods, desk.job)
-        now, told = operator.runtime.now(), _status(desk).round or 0
-        await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, now, told)
+        now, status = operator.runtime.now(), _status(desk)
+        # A job that some operator has taken up, and whose folder it does not name, has its checkpoints in the claim's
+        # root: that operator knew of no other place.
+        apart = status.phase is None or status.checkpoint_sub_path is not None
+        told = status.round or 0
+        await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, now, told, apart=apart)
 
 
 async def _observe(operator: Operator, desk: Desk) -> Observation:

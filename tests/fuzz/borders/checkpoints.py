@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from pacekeeper import exchange
+from pacekeeper.environment import JobIdentity
 from pacekeeper.keep.checkpoints import CheckpointFolder
 from pacekeeper.keep.distributed_checkpoint import Saver, Torn, load
 from pacekeeper.keep.manifests import Manifest
@@ -33,6 +35,18 @@ from ..border import Border, Enter, by
 from ..mutations import Mutated, as_json, content, document, one_of, text, written
 
 ALONE = cast(ProcessGroup, SimpleNamespace(rank=lambda: 0))
+JOB = JobIdentity("team/one", "uid-1")
+OWNER = {
+    "owner": "r1-00",
+    "job": JOB.name,
+    "uid": JOB.uid,
+    "round": 1,
+    "adopted": ["team/other"],
+    "superseded": ["uid-0"],
+    "host": "host",
+    "pid": 7,
+    "started": 9,
+}
 STEP = "step-00000100"
 MANIFEST = f"{STEP}/manifest.json"
 
@@ -56,21 +70,22 @@ def volume() -> dict[str, Any]:
     """A published checkpoint: its files by name, the manifest as a document."""
     group = cast(CpuGroup, SimpleNamespace(group=ALONE, all_agree=bool, gather=lambda mine: [mine]))
     with tempfile.TemporaryDirectory() as place:
-        folder = CheckpointFolder(Path(place), round_=1)
-        folder.own()
+        folder = CheckpointFolder(Path(place), round_=1, job=JOB)
+        folder.claim()
         with (
             patch.object(exchange, "collect", lambda mine, _: [mine]),
             patch.object(exchange, "scatter", lambda each, _: each[0]),
         ):
             saver = Saver(group, lambda _: lambda: None)
             files = saver.write(saver.stage(state(2.0)), folder.partial(100), ALONE)
-        assert folder.publish(Manifest(100, 1, 1, {"large": "float32 [1000]"}, ("model",), files))
+        manifest = Manifest(100, 1, 1, {"large": "float32 [1000]"}, ("model",), files, JOB.name, JOB.uid)
+        assert folder.publish(manifest)
         found: dict[str, Any] = {
             str(path.relative_to(place)): path.read_bytes() for path in Path(place, STEP).iterdir() if path.is_file()
         }
-        manifest = json.loads(found[MANIFEST])
-        del manifest["checksum"]  # as of an older version: nothing that is behind it would be tried
-        return {**found, MANIFEST: manifest, "owner.json": {"owner": "r1-00"}}
+        said = json.loads(found[MANIFEST])
+        del said["checksum"]  # as of an older version: nothing that is behind it would be tried
+        return {**found, MANIFEST: said, "owner.json": OWNER}
 
 
 @contextmanager
@@ -82,8 +97,10 @@ def on_a_volume() -> Iterator[Enter]:
         def enter(files: dict[str, Any]) -> object:
             for name, data in files.items():
                 (Path(place) / name).write_bytes(written(data))
-            folder = CheckpointFolder(Path(place), round_=2)
-            folder.own()
+            for claim in Path(place).glob(".owner-*"):  # of the case before
+                shutil.rmtree(claim)
+            folder = CheckpointFolder(Path(place), round_=2, job=JOB)
+            folder.claim()
             for manifest in folder.published():
                 empty = state(0.0)
                 try:

@@ -57,7 +57,15 @@ def test_every_field_is_read() -> None:
             "suspend": True,
             "syncMode": "AsyncEDiT",
             "schedulingTimeout": "1m30s",
-            "checkpoint": {"path": "/c", "everySteps": 7, "keep": 2, "volumeClaimName": "claim"},
+            "checkpoint": {
+                "path": "/c",
+                "everySteps": 7,
+                "keep": 2,
+                "volumeClaimName": "claim",
+                "subPath": "",
+                "adopt": "other",
+                "readOnly": True,
+            },
             "detection": {"stragglerSlowdown": 2, "windowSteps": 16, "hangSeconds": 9},
             "remediation": {
                 "mode": "Recommend",
@@ -80,7 +88,7 @@ def test_every_field_is_read() -> None:
         suspend=True,
         sync_mode=api.WantedMode.ASYNC_EDIT,
         scheduling_timeout=90.0,
-        checkpoint=api.CheckpointSpec("/c", 7, 2, "claim"),
+        checkpoint=api.CheckpointSpec("/c", 7, 2, "claim", "", "other", True),
         detection=api.DetectionSpec(2.0, 16, 9.0),
         remediation=api.RemediationSpec(
             Mode.RECOMMEND, (Remedy.REBALANCE,), 0, 7200.0, 5, api.ExitCodesSpec((43, 44), (42,))
@@ -153,6 +161,7 @@ JOB_STATUS = JobStatus(
     progress="24%",
     remaining="5h20m",
     last_checkpoint_step=8,
+    checkpoint_sub_path="gpt",
     workers=WorkerCounts.of(4, 3, 1),
     selector="pacekeeper.dev/job=gpt",
     slowdown=1.25,

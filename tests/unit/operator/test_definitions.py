@@ -68,10 +68,10 @@ def test_what_narrows_is_seen(change: Callable[[Any], None], fault: str) -> None
 
 
 def test_a_rule_that_lets_more_through_narrows_the_way_back_alone() -> None:
-    ((narrow, wide),) = WIDER.items()
-    old, new = ({**SCHEMA, "x-kubernetes-validations": [{"rule": rule}]} for rule in (narrow, wide))
-    assert list(narrowed(old, new)) == []
-    assert list(narrowed(new, old)) == [": takes fewer values"]
+    for pair in WIDER.items():
+        old, new = ({**SCHEMA, "x-kubernetes-validations": [{"rule": rule}]} for rule in pair)
+        assert list(narrowed(old, new)) == []
+        assert list(narrowed(new, old)) == [": takes fewer values"]
 
 
 def test_what_widens_is_not() -> None:

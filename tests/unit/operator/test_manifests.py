@@ -14,6 +14,7 @@ from pacekeeper_operator.manifests import (
     Installation,
     ProbeImage,
     ProbeTask,
+    checkpoint_folder,
     metrics_port,
     probe_pod,
     refused_template,
@@ -317,13 +318,14 @@ def test_the_environment_is_that_of_the_architecture() -> None:
 def test_the_environment_says_what_the_spec_says() -> None:
     spec: dict[str, Any] = {
         "nproc_per_node": 8,
-        "checkpoint": CheckpointSpec("/ckpt", 7, 2, "claim"),
+        "checkpoint": CheckpointSpec("/ckpt", 7, 2, "claim", adopt="other", read_only=True),
         "detection": DetectionSpec(window_steps=16, hang_seconds=9),
     }
     given = environment(pod(template(terminationGracePeriodSeconds=90), **spec), "trainer")
     assert given == {
         "PACEKEEPER_RUNTIME": "/run/pacekeeper",
         "PACEKEEPER_JOB": "gpt",
+        "PACEKEEPER_JOB_UID": "uid-of-gpt",
         "PACEKEEPER_NAMESPACE": "team-a",
         "PACEKEEPER_WORKER": "metadata.name",
         "PACEKEEPER_NODE": "spec.nodeName",
@@ -332,6 +334,8 @@ def test_the_environment_says_what_the_spec_says() -> None:
         "PACEKEEPER_CHECKPOINT_PATH": "/ckpt",
         "PACEKEEPER_CHECKPOINT_EVERY": "7",
         "PACEKEEPER_CHECKPOINT_KEEP": "2",
+        "PACEKEEPER_CHECKPOINT_ADOPT": "team-a/other",
+        "PACEKEEPER_CHECKPOINT_READ_ONLY": "1",
         "PACEKEEPER_HANG_SECONDS": "9",
         "PACEKEEPER_WINDOW_STEPS": "16",
         "PACEKEEPER_GRACE_SECONDS": "90",
@@ -371,6 +375,50 @@ def test_the_claim_is_mounted_where_checkpoints_go() -> None:
     volume = next(found for found in body["spec"]["volumes"] if found["name"] == mounts(body, "trainer")["/ckpt"])
     assert volume["persistentVolumeClaim"] == {"claimName": "claim"}
     assert "/checkpoints" not in mounts(pod(), "trainer"), "without a claim the place is the user's to fill"
+
+
+def checkpoint_mount(apart: bool = True, **checkpoint: Any) -> tuple[str | None, bool]:
+    """Folder of the claim that is mounted, and whether it is to be read only."""
+    its = job(checkpoint=CheckpointSpec(volume_claim_name="claim", **checkpoint))
+    trainer = container(worker_pod(its, 2, 7, INSTALLATION, checkpoints_apart=apart), "trainer")
+    mount = next(found for found in trainer["volumeMounts"] if found["mountPath"] == "/checkpoints")
+    return mount.get("subPath"), mount.get("readOnly", False)
+
+
+def test_each_job_has_a_folder_of_its_own_on_a_claim() -> None:
+    assert checkpoint_mount() == ("gpt", False)
+    assert checkpoint_mount(apart=False) == (None, False), "its checkpoints lie in the claim itself"
+    assert checkpoint_mount(sub_path="") == (None, False)
+    assert checkpoint_mount(sub_path="sweeps/3", adopt="other") == ("sweeps/3", False)
+    assert checkpoint_mount(adopt="other") == checkpoint_mount(adopt="team-b/other") == ("other", False)
+    assert checkpoint_mount(adopt="/home/train.py") == ("gpt", False), "a script has none"
+    assert checkpoint_mount(adopt="other", apart=False, read_only=True) == ("other", True)
+
+
+def folder_of(volume: dict[str, Any], mount: dict[str, Any], path: str = "/data/checkpoints") -> str:
+    trainer = TEMPLATE["spec"]["containers"][1] | {"volumeMounts": [{"name": "root", "mountPath": "/"} | mount]}
+    volumes = [{"name": "root", "emptyDir": {}}, {"name": "v", **volume}]
+    return checkpoint_folder(
+        job(template(containers=[trainer], volumes=volumes), checkpoint=CheckpointSpec(path)), True
+    )
+
+
+def test_jobs_that_write_to_one_folder_name_it_alike() -> None:
+    def on_claim(**checkpoint: Any) -> str:
+        return checkpoint_folder(job(checkpoint=CheckpointSpec(volume_claim_name="c", **checkpoint)), apart=True)
+
+    assert on_claim() == on_claim(path="/elsewhere") == "claim c/gpt"
+    assert on_claim(sub_path="") == "claim c"
+    assert on_claim(read_only=True) == ""
+    claim, nfs = {"persistentVolumeClaim": {"claimName": "c"}}, {"nfs": {"server": "nas", "path": "/export"}}
+    at = {"name": "v", "mountPath": "/data/"}
+    assert folder_of(claim, at) == "claim c/checkpoints"
+    assert folder_of(claim, at | {"subPath": "gpt"}, path="/data") == on_claim()
+    assert folder_of(nfs, at | {"subPath": "a"}) == "nfs nas:/export/a/checkpoints"
+    assert folder_of({"emptyDir": {}}, at) == folder_of({"hostPath": {"path": "/mnt"}}, at) == ""
+    assert folder_of(claim, at | {"subPathExpr": "$(NODE)"}) == ""
+    assert folder_of(claim, at, path="/database") == "", "it lies beside the mount"
+    assert checkpoint_folder(job({"spec": {"containers": 3}}), apart=True) == ""
 
 
 def terms(body: dict[str, Any], kind: str, strength: str) -> list[Any]:

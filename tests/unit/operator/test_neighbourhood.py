@@ -6,9 +6,10 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from pacekeeper_analysis.plan import Plan
-from pacekeeper_operator.api import Cause, Class, Job, JobPhase
+from pacekeeper_operator.api import Cause, CheckpointSpec, Class, Job, JobPhase
 from pacekeeper_operator.cluster import NODES
 from pacekeeper_operator.node_health import NodeHealth
 from pacekeeper_operator.observation import HEARD_SECONDS, Surroundings
@@ -16,7 +17,7 @@ from pacekeeper_operator.observe.memory import JobMemory, Memory
 from pacekeeper_operator.observe.neighbourhood import HUNG_SECONDS, SUSPECT_SECONDS, KnownNodes
 from pacekeeper_operator.observe.store import Key, Shelf
 from pacekeeper_operator.observe.views import view_node
-from pacekeeper_operator.state import Draft, Incident, Past, Placement, State
+from pacekeeper_operator.state import Draft, Incident, Life, Past, Placement, State, Worker
 from tests.support.worlds import NOW, job, training
 
 NAMESPACES = ("red", "blue", "green")
@@ -196,6 +197,56 @@ def test_a_job_that_nobody_knows_any_more_is_not_heard_for_ever() -> None:
     memory.hear(other, NOW)
     memory.hold(other, -1)
     assert not memory.around(mine, training().draft, NOW).reached_elsewhere
+
+
+class TestFolders:
+    """Of checkpoints: one job at a time writes to each."""
+
+    def put(self, memory: Memory, name: str, age: float, workers: bool = False, **changes: Any) -> Job:
+        checkpoint = CheckpointSpec(volume_claim_name="claim", **changes)
+        its = replace(job(checkpoint=checkpoint), name=name, uid=f"uid-{name}", created_at=NOW - age)
+        known, draft = memory.of(its), Draft(Plan(), State(life=Life(apart=True)))
+        known.draft = draft.with_placement(workers=(Worker("w", 0, 0),)) if workers else draft
+        return its
+
+    def holder(self, memory: Memory, mine: Job) -> str:
+        draft = memory.of(mine).draft
+        assert draft is not None
+        return memory.around(mine, draft, NOW).folder_held_by
+
+    def test_who_has_workers_has_it_and_else_who_is_older(self) -> None:
+        memory = Memory(0.0)
+        old = self.put(memory, "old", 9, sub_path="shared")
+        young = self.put(memory, "young", 5, sub_path="shared")
+        assert (self.holder(memory, old), self.holder(memory, young)) == ("", "old")
+        self.put(memory, "young", 5, workers=True, sub_path="shared")
+        assert (self.holder(memory, old), self.holder(memory, young)) == ("young", "")
+        memory.forget(young)
+        assert self.holder(memory, old) == ""
+
+    def test_a_job_that_has_ended_or_is_suspended_or_writes_elsewhere_holds_nothing(self) -> None:
+        memory = Memory(0.0)
+        mine = self.put(memory, "mine", 1, sub_path="shared")
+        self.put(memory, "own", 9)
+        self.put(memory, "evaluation", 9, workers=True, sub_path="shared", read_only=True)
+        other = self.put(memory, "other", 9, sub_path="shared")
+        known = memory.of(other)
+        assert self.holder(memory, mine) == "other"
+        assert known.draft is not None
+        known.job = replace(other, spec=replace(other.spec, suspend=True))
+        assert self.holder(memory, mine) == ""
+        known.job, known.draft = other, known.draft.with_life(completed_at=NOW)
+        assert self.holder(memory, mine) == ""
+
+    def test_of_a_claim_each_job_has_its_own_but_those_from_before(self) -> None:
+        memory = Memory(0.0)
+        mine, other = self.put(memory, "mine", 1), self.put(memory, "other", 9, workers=True)
+        assert self.holder(memory, mine) == ""
+        for its in (mine, other):
+            known = memory.of(its)
+            assert known.draft is not None
+            known.draft = known.draft.with_life(apart=False)
+        assert self.holder(memory, mine) == "other"
 
 
 class TestNodes:

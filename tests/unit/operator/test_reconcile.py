@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_operator import ledger, metrics
-from pacekeeper_operator.api import Cause
+from pacekeeper_operator.api import Cause, CheckpointSpec
 from pacekeeper_operator.cluster import PODS, STATES, Denied, NotFound, Refused
 from pacekeeper_operator.decide import STEPS
 from pacekeeper_operator.decide.think import think
@@ -34,7 +34,7 @@ from pacekeeper_operator.services.reconcile import (
 from pacekeeper_operator.settings import Settings
 from pacekeeper_operator.state import Draft
 from tests.support.fake_cluster import FakeCluster
-from tests.support.worlds import change_worker, policy, training
+from tests.support.worlds import change_worker, fresh, job, policy, training
 from tests.support.written import INSTALLATION, written
 
 
@@ -56,6 +56,32 @@ def condition(cluster: FakeCluster, name: str) -> dict[str, Any]:
 def cluster() -> FakeCluster:
     metrics.show_job("ns", "j", None)  # whatever the test before has shown of it
     return FakeCluster()
+
+
+@pytest.mark.parametrize(
+    ("status", "folder"),
+    [
+        ({}, "j"),
+        ({"observedGeneration": -1}, "j"),
+        ({"phase": "Running", "round": 3}, None),
+        ({"phase": "Running", "round": 3, "checkpointSubPath": "j"}, "j"),
+    ],
+    ids=["a new job", "by the API server", "from before", "whose bookkeeping is lost"],
+)
+async def test_where_a_jobs_checkpoints_lie_on_its_claim_is_settled_when_it_begins(
+    status: dict[str, Any], folder: str | None, cluster: FakeCluster
+) -> None:
+    its = job(1, 0, checkpoint=CheckpointSpec(volume_claim_name="claim"))
+    operator, _ = await at_work(cluster, fresh(job=its))
+    await cluster.delete(STATES, "j", "ns")
+    desk = desk_for(operator, its, {"status": status})
+    for _ in range(3):
+        await reconcile(operator, desk)
+        await desk.errands.settled()
+    pod = next(body for key, body in cluster.objects.items() if key[0] == "pods")
+    mounts = next(its for its in pod["spec"]["containers"] if its["name"] == "trainer")["volumeMounts"]
+    assert next(mount for mount in mounts if mount["mountPath"] == "/checkpoints").get("subPath") == folder
+    assert cluster.objects["trainingjobs", "ns", "j"]["status"].get("checkpointSubPath") == folder
 
 
 async def test_a_list_of_pods_that_fails_is_no_news(cluster: FakeCluster) -> None:

@@ -161,6 +161,22 @@ def test_a_checkpoint_that_fails_is_told_with_rank_path_reason_and_the_age_of_th
     assert not decisions(think(world, policy()))
 
 
+def test_a_round_that_ended_since_it_could_keep_no_checkpoint_says_so_until_another_can() -> None:
+    world = training()
+    over = change_members(world, checkpoint_error="/checkpoints belongs to team/other by now")
+    thought = think(replace(over, faults=stalls(over, culprit=2)), policy())
+    assert report(thought.observation, policy(), JobStatus()).phase is JobPhase.RECOVERING
+    degraded = conditions(thought.observation)[Condition.DEGRADED]
+    assert (degraded.status, degraded.reason) == ("True", Reason.CHECKPOINT_FAILING)
+    assert "team/other" in degraded.message
+
+
+def test_where_its_checkpoints_lie_on_the_claim_is_told() -> None:
+    world = training()
+    assert report(world, policy(), JobStatus()).checkpoint_sub_path is None, "an operator from before began it"
+    assert report(world.with_draft(world.draft.with_life(apart=True)), policy(), JobStatus()).checkpoint_sub_path == "j"
+
+
 def test_a_checkpoint_that_fails_before_any_was_kept() -> None:
     told = {"checkpoint_failed_rank": 0, "checkpoint_error": "/checkpoints: Read-only file system"}
     world = change_worker(change_members(training(), checkpoint_step=-1), "j-w0-0", heartbeat=told)

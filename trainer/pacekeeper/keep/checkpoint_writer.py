@@ -38,12 +38,16 @@ class WriteOutcome(Enum):
     FAILED = auto()
     """A file could not be written or read. Another attempt may succeed."""
     OVER = auto()
-    """A later round has begun: this one keeps nothing any more."""
+    """A later round has begun, or another job has taken the folder: this round keeps nothing any more, and ends."""
     LOST = auto()
     """This rank could not reach its peers to hear of it."""
 
 
 allow(WriteOutcome)
+
+
+class RoundOver(RuntimeError):
+    """What this round trains can be kept no more."""
 
 
 class CheckpointWriter:
@@ -70,6 +74,7 @@ class CheckpointWriter:
         self._stuck = False
         """`wait` has waited for long enough: its copy is still being written, and no other one is made meanwhile."""
         self._outcome = WriteOutcome.KEPT
+        self._why_over = ""
 
     @property
     def has_room(self) -> bool:
@@ -122,8 +127,14 @@ class CheckpointWriter:
 
     def agree(self, outcome: WriteOutcome) -> WriteOutcome:
         """What all ranks take for the outcome of the one that `wait` gave here: LOST where it is on one of them, since
-        others may have heard of it when that one's patience was over. Collective."""
-        return WriteOutcome.LOST if WriteOutcome.LOST in self._peers.gather(outcome) else outcome
+        others may have heard of it when that one's patience was over. Collective.
+
+        Raises RoundOver, on all ranks, where this round keeps nothing any more.
+        """
+        outcomes = self._peers.gather(outcome)
+        if WriteOutcome.OVER in outcomes:
+            raise RoundOver(f"{self._why_over or 'a later round has begun'}: this round keeps no checkpoint, and ends")
+        return WriteOutcome.LOST if WriteOutcome.LOST in outcomes else outcome
 
     def _write(
         self, group: dist.ProcessGroup, manifest: Manifest, staged: Staged | str, published: Callable[[int], None]
@@ -139,7 +150,9 @@ class CheckpointWriter:
             self._news.kept(step)
         elif self._rank == 0 or outcome is WriteOutcome.LOST:
             _log.warning("the checkpoint of step %d is not published: %s", step, reason)
-        if outcome is WriteOutcome.FAILED:
+        if outcome is WriteOutcome.OVER:
+            self._why_over = reason
+        if outcome is WriteOutcome.FAILED or self._folder.taken_by:  # an earlier round has no news of a later one
             self._news.failed(f"{self._folder.path}: step {step}: {reason}", culprit(reason))
         self._outcome = outcome
 
@@ -193,7 +206,7 @@ class CheckpointWriter:
                 files = {name: entry for part in written if isinstance(part, dict) for name, entry in part.items()}
                 if folder.publish(replace(manifest, files=files)):
                     return WriteOutcome.KEPT, ""
-                return WriteOutcome.OVER, f"round {folder.round} is over: a later one has begun"
+                return WriteOutcome.OVER, folder.taken_by or f"round {folder.round} is over: a later one has begun"
             except Exception as error:  # the peers wait for the outcome
                 failures = [self._reason(error)]
         return WriteOutcome.FAILED, in_short(failures)

@@ -1,9 +1,9 @@
 """The folder of checkpoints on the volume: published in one step, checked before they are used.
 
-A round writes into `step-00000100.partial-r<round>/` through torch.distributed.checkpoint, adds `manifest.json` with
-the size and checksum of every file, and publishes by renaming the folder to `step-00000100/`. Only the job's current
-round may publish: `owner.json` names the round that began last, and a rank that was cut off from the rest finds another
-name there.
+A round writes into `step-00000100.partial-r<round>-<job>/` through torch.distributed.checkpoint, adds `manifest.json`
+with the size and checksum of every file, and publishes by renaming the folder to `step-00000100/`. Only the current
+round of the job that owns the folder may publish: `owner.json` names it, and a rank that was cut off from the rest
+finds another name there (see ownership.py).
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from pacekeeper.environment import JobIdentity
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
 
+from .durable import sync_folder as _sync_folder
+from .durable import write_durably as _write_durably
 from .manifests import Manifest
+from .ownership import Claimant, Claims, read_claims, take, taking, written_owner
 
-_STEP = re.compile(r"step-(\d{8,})")
-_PARTIAL = re.compile(r"step-\d+\.(partial|replaced)-r\d+")
+_STEP = re.compile(r"step-(\d{8,})(?:\.(new|replaced)-.+)?")
+"""A checkpoint. Next to one that it is to replace, `new` until that is gone; `replaced` is an older version's word for
+the one that was there before."""
+_PARTIAL = re.compile(r"step-\d+\.partial-r\d+(?:-([0-9a-f]{8})-[0-9a-f]{8})?")
 _MANIFEST = "manifest.json"
-_OWNER = "owner.json"
+_CLAIM_ATTEMPTS = 16
 _LATE_SECONDS = 10.0
 _LONGEST_REASON = 400
 """Letters: each rank has all ranks' reasons in its memory."""
@@ -52,37 +58,74 @@ _log = logging.getLogger(__name__)
 class CheckpointFolder:
     """The folder `spec.checkpoint.path` of one job. It does no more than files: no tensors, no peers."""
 
-    def __init__(self, path: Path, round_: int, keep: int = 3) -> None:
-        """Raises InputError where nothing can be written there."""
+    def __init__(
+        self,
+        path: Path,
+        round_: int,
+        keep: int = 3,
+        job: JobIdentity = JobIdentity(),  # noqa: B008  # it is frozen
+        adopt: str = "",
+        read_only: bool = False,
+    ) -> None:
+        """adopt: name of another job whose checkpoints this one takes over. read_only: nothing is ever changed there.
+
+        Raises InputError where another job owns the folder, before anything is changed in it, or where nothing can be
+        written there.
+        """
         if keep < 1:
             raise InputError(f"checkpoint.keep={keep} must be at least 1 (spec.checkpoint.keep)")
         self.path = path
         self.round = round_
+        self.job = job
+        self.read_only = read_only
+        self.run_mark = job.mark
+        """In the names of what this run writes: all its ranks have rank 0's."""
+        self.taken_by = ""
+        """Who owns the folder now, in words, where that is no later round of this run; "": nobody has taken it."""
         self._keep = keep
-        self._owner = f"r{round_}-{secrets.token_hex(8)}"
+        self._claimant = Claimant(job, round_, adopt)
+        self._owner = ""
+        """This round's claim; "": it has none yet."""
         self._owner_before = ""
+        self._accepted: frozenset[str] | None = None
+        """Names of jobs whose checkpoints this one goes on from; None: of all."""
+        if read_only:
+            if not path.is_dir():
+                raise InputError(f"spec.checkpoint.path: {path} is not there; give the folder of a job's checkpoints")
+            return
+        try:
+            self._accepted = self._claimant.accepts(self._admitted()[0].owner)
+        except OSError as error:
+            raise InputError(f"spec.checkpoint.path: {path} cannot be read ({error.strerror})") from error
         _check_writable(path)
 
-    def own(self) -> None:
-        """Makes this round the one that may publish; rank 0 does so when the round begins. Clears away what earlier
-        rounds left half-written.
+    def claim(self) -> None:
+        """Makes this round the one that may publish; rank 0 does so once it is known what the round goes on from.
+        Clears away what earlier rounds of the job left half-written.
 
-        Where the volume has no room for it now, `publish` tries again: the job can train in the meantime.
+        Where the volume has no room for it now, `publish` tries again: the job can train in the meantime. Raises
+        InputError where another job has become the owner since.
         """
-        self._owner_before = self._owner_there()
         try:
-            self._claim()
+            self._owner_before = written_owner(self.path)
+            try:
+                self._claim()
+            except OSError:  # there may be room without what is half-written
+                self._clear_partials()
+                self._claim()
         except OSError as error:
             _log.warning("%s: this round cannot publish checkpoints yet: %s", self.path, error)
-        for left in self.path.iterdir():
-            if _PARTIAL.fullmatch(left.name):
-                shutil.rmtree(left, ignore_errors=True)
-            elif left.name.startswith(_MARK):
-                left.unlink(missing_ok=True)
+            return
+        self._clear_partials()
+        for path in list(self.path.iterdir()):
+            match = _STEP.fullmatch(path.name)
+            if match and match[2]:
+                with suppress(OSError):
+                    self._settle(path, self._plain(int(match[1])))
 
     def mark(self) -> str:
         """Makes a file by which others tell that they see the same folder, and returns its name; "": it cannot now."""
-        name = f"{_MARK}{secrets.token_hex(8)}"
+        name = f"{_MARK}{self.job.name_mark}.{secrets.token_hex(8)}"
         try:
             (self.path / name).touch()
         except OSError:
@@ -100,33 +143,33 @@ class CheckpointFolder:
 
     def partial(self, step: int) -> Path:
         """Where this round writes the checkpoint of `step`."""
-        return self.path / f"step-{step:08d}.partial-r{self.round}"
+        return self.path / f"step-{step:08d}.partial-r{self.round}-{self.run_mark}"
 
     def publish(self, manifest: Manifest) -> bool:
         """Makes what lies in `partial` the checkpoint of its step, then forgets the oldest ones.
 
-        False, and nothing changes, where a later round has begun. Raises OSError where it could not, InputError where
-        this rank does not see all that the others have written; what was there of this step before is still there then.
+        False, and nothing changes, where a later round has begun, or another job has taken the folder (`taken_by`).
+        Raises OSError where it could not, InputError where this rank does not see all that the others have written;
+        what was there of this step before is still there then. After a crash at any line there is the checkpoint of
+        before or the new one.
         """
-        partial, final = self.partial(manifest.step), self.path / f"step-{manifest.step:08d}"
+        partial, final = self.partial(manifest.step), self._plain(manifest.step)
         _write_durably(partial / _MANIFEST, json.dumps(manifest.to_json()))
         if self._manifest(partial) is None:
             raise InputError(f"{partial} does not have all that the ranks have written. {ONE_VOLUME}")
         if not self._is_current():
             shutil.rmtree(partial, ignore_errors=True)
             return False
-        aside = self.path / f"{final.name}.replaced-r{self.round}"
         if final.exists():  # torn, or of another number of ranks: else the job would have gone on from it
-            shutil.rmtree(aside, ignore_errors=True)  # of an attempt that failed
-            final.rename(aside)
-        try:
+            fresh = self.path / f"{final.name}.new-r{self.round}-{self.run_mark}"
+            shutil.rmtree(fresh, ignore_errors=True)  # of an attempt that failed
+            partial.rename(fresh)
+            _sync_folder(self.path)
+            with suppress(OSError):  # it is published by now, under either name
+                self._settle(fresh, final)
+        else:
             partial.rename(final)
-        except OSError:
-            if aside.exists():
-                aside.rename(final)
-            raise
         _sync_folder(self.path)
-        shutil.rmtree(aside, ignore_errors=True)
         with suppress(OSError):  # it is published all the same; the next one tries again
             self._prune(manifest.step)
         return True
@@ -144,55 +187,152 @@ class CheckpointFolder:
             partial.rmdir()
 
     def published(self) -> list[Manifest]:
-        """All checkpoints whose manifest can be read, is of their step, and whose files have the right sizes, newest
-        first."""
-        folders = [folder for folder in self.path.iterdir() if _STEP.fullmatch(folder.name)]
-        manifests = [(folder, self._manifest(folder)) for folder in folders]
-        own = [manifest for folder, manifest in manifests if manifest and self.folder(manifest) == folder]
-        return sorted(own, key=lambda found: found.step, reverse=True)
+        """All checkpoints that this job may go on from, whose manifest can be read, is of their step, and whose files
+        have the right sizes, newest first."""
+        found: dict[int, Manifest] = {}
+        for step, folder in self._folders():
+            manifest = self._manifest(folder)
+            if manifest and manifest.step == step and (self._accepted is None or manifest.job in self._accepted):
+                found.setdefault(step, manifest)
+        return sorted(found.values(), key=lambda its: its.step, reverse=True)
 
     def folder(self, manifest: Manifest) -> Path:
-        return self.path / f"step-{manifest.step:08d}"
+        """Where the checkpoint of this manifest lies."""
+        plain = self._plain(manifest.step)
+        places = [folder for step, folder in self._folders() if step == manifest.step]
+        if places in ([], [plain]):
+            return plain
+        return next((place for place in places if self._manifest(place) == manifest), plain)
+
+    def _plain(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        """Steps, and what claims to be their checkpoints: of one step, what is to count first."""
+        order = {"new": 0, None: 1, "replaced": 2}
+        found = [(match, path) for path in self.path.iterdir() if (match := _STEP.fullmatch(path.name))]
+        found.sort(key=lambda its: (int(its[0][1]), order[its[0][2]], its[1].name))
+        return [(int(match[1]), path) for match, path in found]
+
+    def _settle(self, beside: Path, final: Path) -> None:
+        """Gives a checkpoint next to its place that place, unless what is there already is to stay."""
+        whole = self._manifest(beside) is not None
+        counts = whole and (".new-" in beside.name or self._manifest(final) is None)
+        if final.exists():
+            loser = final if counts else beside
+            if not self._is_own(loser):
+                return
+            self._remove(loser)
+        if counts or not final.exists():
+            beside.rename(final)
 
     def _manifest(self, folder: Path) -> Manifest | None:
+        """None: it cannot be read, or files have other sizes than it says."""
+        manifest = _read_manifest(folder)
         try:
-            manifest = Manifest.from_json(parse_json((folder / _MANIFEST).read_bytes()))
-            sizes = {name: (folder / name).stat().st_size for name in manifest.files}
-        except (OSError, ValueError):  # InputError among them
+            sizes = {name: (folder / name).stat().st_size for name in manifest.files} if manifest else {}
+        except (OSError, ValueError):
             return None
-        return manifest if all(sizes[name] == entry.nbytes for name, entry in manifest.files.items()) else None
+        if manifest is None or any(sizes[name] != entry.nbytes for name, entry in manifest.files.items()):
+            return None
+        return manifest
+
+    def _is_own(self, folder: Path) -> bool:
+        """Whether this job may delete it: its manifest names this job or, as those of older versions, none."""
+        if not (folder / _MANIFEST).exists():
+            return False
+        manifest = _read_manifest(folder)
+        return not self.job.name or manifest is None or manifest.job in (self.job.name, "")
 
     def _prune(self, step: int) -> None:
-        """Forgets all but the newest good ones up to `step`, which has just been published.
+        """Forgets all but the newest good ones of this job up to `step`, which has just been published.
 
         What is torn does not count as good, and goes once it is older. Nor does what is of a later step: this round has
-        not gone on from it, so that it may be damaged where sizes do not tell.
+        not gone on from it, so that it may be damaged where sizes do not tell. What other jobs have written stays.
         """
-        good = [manifest for manifest in self.published() if manifest.step <= step][: self._keep]
+        own = (manifest for manifest in self.published() if not self.job.name or manifest.job in (self.job.name, ""))
+        good = [manifest for manifest in own if manifest.step <= step][: self._keep]
         if not good:
             return
-        for folder in self.path.iterdir():
-            match = _STEP.fullmatch(folder.name)
-            if match and int(match[1]) < good[-1].step:
-                shutil.rmtree(folder, ignore_errors=True)
+        for number, folder in self._folders():
+            if number < good[-1].step and self._is_own(folder):
+                self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        """In one step, whatever comes in between: what is left half-removed is cleared away with what is half-written.
+        Raises OSError."""
+        match = _STEP.fullmatch(folder.name)
+        assert match is not None, "it is a checkpoint"
+        half = self.partial(int(match[1]))
+        shutil.rmtree(half, ignore_errors=True)
+        folder.rename(half)
+        shutil.rmtree(half, ignore_errors=True)
+
+    def _clear_partials(self) -> None:
+        """Of this job, of those that it has taken over, and of versions that do not say whose they are."""
+        names = self._accepted if self._accepted is not None else {""}
+        marks = {JobIdentity(name).name_mark for name in names} | {self.job.name_mark, None}
+        for left in self.path.iterdir():
+            partial = _PARTIAL.fullmatch(left.name)
+            if (partial and partial[1] in marks) or left.name.startswith(taking(self.job.name)):
+                shutil.rmtree(left, ignore_errors=True)
+            elif left.name.startswith(_MARK):
+                owner, _, own = left.name.removeprefix(_MARK).partition(".")
+                if owner == self.job.name_mark or not own:  # older versions do not say whose it is
+                    left.unlink(missing_ok=True)
+
+    def _admitted(self) -> tuple[Claims, str | None]:
+        """What the folder says of its owners, and the name of the job that wrote its newest checkpoint where no owner
+        has one. Raises InputError where it belongs to another job, OSError where the volume cannot be read."""
+        claims = read_claims(self.path)
+        newest = self._newest_job() if claims.owner is None or not claims.owner.job else None
+        if refusal := self._claimant.refusal(claims.owner, newest):
+            raise InputError(f"spec.checkpoint.path: {self.path} {refusal}")
+        return claims, newest
 
     def _is_current(self) -> bool:
         """Whether no later round has begun. Claims the folder where this one could not, or somebody has emptied it."""
-        there = self._owner_there()
-        if there in ("", self._owner_before):
-            self._claim()
+        there = written_owner(self.path)
+        if there and there == self._owner:
             return True
-        return there == self._owner
+        if there in ("", self._owner_before):
+            try:
+                self._claim()
+            except InputError as refusal:
+                self.taken_by = str(refusal)
+                return False
+            return True
+        owner = read_claims(self.path).owner
+        if owner is not None and (owner.job, owner.uid) != (self.job.name, self.job.uid):
+            self.taken_by = f"spec.checkpoint.path: {self.path} belongs to {owner.names() or 'another job'} by now"
+        return False
 
     def _claim(self) -> None:
-        _write_durably(self.path / _OWNER, json.dumps({"owner": self._owner}))
+        """Raises InputError where another job owns the folder, OSError where the volume refuses."""
+        for _ in range(_CLAIM_ATTEMPTS):
+            claims, newest = self._admitted()
+            owner = self._claimant.succeed(claims.owner, newest)
+            if take(self.path, claims.number + 1, owner):
+                self._owner, self._accepted = owner.owner, self._claimant.accepts(owner)
+                return
+        raise OSError(errno.EBUSY, f"others have claimed it {_CLAIM_ATTEMPTS} times in a row")
 
-    def _owner_there(self) -> str:
-        """ "": nobody. Raises OSError where the volume cannot be read, which says nothing of rounds."""
+    def _newest_job(self) -> str | None:
+        """Name of the job that wrote the newest checkpoint; None: there is none."""
         try:
-            return str(parse_json((self.path / _OWNER).read_text())["owner"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return ""
+            folders = self._folders()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        manifests = (_read_manifest(folder) for _, folder in reversed(folders))
+        return next((manifest.job for manifest in manifests if manifest is not None), None)
+
+
+def _read_manifest(folder: Path) -> Manifest | None:
+    """What a checkpoint says of itself, which may be torn; None: it cannot be read."""
+    try:
+        return Manifest.from_json(parse_json((folder / _MANIFEST).read_bytes()))
+    except (OSError, ValueError):  # InputError among them
+        return None
 
 
 def appears(path: Path) -> bool:
@@ -227,28 +367,7 @@ def _check_writable(path: Path) -> None:
     except OSError as error:
         raise InputError(
             f"spec.checkpoint.path: {path} is not writable ({error.strerror}); mount a volume there that user "
-            f"{os.getuid()} may write to (spec.checkpoint.volumeClaimName, fsGroup), or choose another path"
+            f"{os.getuid()} may write to (spec.checkpoint.volumeClaimName, fsGroup), or choose another path. "
+            "The kubelet makes spec.checkpoint.subPath of a claim, as root, with the mode of the claim itself, which "
+            'subPath: "" mounts'
         ) from error
-
-
-def _write_durably(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -36,6 +36,10 @@ class Manifest:
     objects: Annotated[tuple[str, ...], Longest(1 << 16)]
     """Names that were registered."""
     files: dict[str, FileSum] = field(default_factory=dict)
+    job: str = ""
+    """Name of the job that wrote it (`JobIdentity`); "": unknown, as in those of older versions."""
+    uid: str = ""
+    """Of that job."""
 
     def to_json(self) -> dict[str, Any]:
         """With a checksum of all that it says."""

@@ -290,7 +290,7 @@ class CheckpointSource:
         )
         self._manifests = {Version(manifest.step, manifest.round): manifest for manifest in published}
         version = max(self._manifests.keys() - self._torn, default=NOTHING)
-        if version != NOTHING and (different := self._state.misfit(self._manifests[version])):
+        if version != NOTHING and (different := self._state.misfit(self._manifests[version], in_part=folder.read_only)):
             raise InputError(
                 f"spec.checkpoint.path: {folder.folder(self._manifests[version])} is of another model: {different}. "
                 "Give this job a path of its own, or the model that was trained there"

@@ -58,11 +58,15 @@ class TrainingState:
         """Raises InputError where an object's state cannot be kept."""
         take_apart(self.own(), [])
 
-    def misfit(self, manifest: Manifest) -> str:
-        """Why a checkpoint is not of this training; "": it is."""
+    def misfit(self, manifest: Manifest, in_part: bool = False) -> str:
+        """Why a checkpoint is not of this training; "": it is.
+
+        in_part: whether the training may have registered more than what is wanted here: an evaluation needs no
+        optimizer.
+        """
         ours, theirs = set(self._registered()), {name for name in manifest.objects if not name.startswith(_OUTER)}
         different = differences(self.description, manifest.model)
-        if not different and ours != theirs:
+        if not different and ours != theirs and not (in_part and ours < theirs):
             return f"registered are {sorted(ours)}, in the checkpoint {sorted(theirs)}"
         return different
 

@@ -57,7 +57,8 @@ class Store:
         Raises InputError where an object's state cannot be kept.
         """
         copies = copies_for(state.optimizers)
-        self.has_folder = folder is not None
+        self.has_folder = folder is not None and not folder.read_only
+        """Whether checkpoints can be kept."""
         self._folder = folder
         self._environment = environment
         self._state = state
@@ -78,7 +79,9 @@ class Store:
         """The quickest first: where several have the same step, it comes back from the first."""
         self._snapshot_writer = SnapshotWriter(snapshots, state, peers, keeps, lambda: self._neighbours.seconds)
         self._checkpoint_writer = (
-            CheckpointWriter(folder, self._news, peers, copies.pin, self._neighbours.give_way) if folder else None
+            CheckpointWriter(folder, self._news, peers, copies.pin, self._neighbours.give_way)
+            if folder and self.has_folder
+            else None
         )
         if snapshots or folder:
             state.check()  # what cannot be kept is said now, not after the first hundred steps
@@ -91,9 +94,11 @@ class Store:
     def restore(self) -> Restored | None:
         """Brings back the newest state that all ranks can have, from whichever source has it. Collective.
 
-        None: there is nothing to bring back. Raises InputError where ranks see different folders or the checkpoint is
-        another model's, before anything is changed; and where a snapshot or a checkpoint was brought back in part, and
-        there is nothing else.
+        The folder of checkpoints is this job's from then on, and not before. None: there is nothing to bring back.
+
+        Raises InputError where ranks see different folders or the checkpoint is another model's, before anything is
+        changed; where a snapshot or a checkpoint was brought back in part, and there is nothing else; and where another
+        job has become the folder's owner.
         """
         self._check_shared()
         newest = {source: source.newest() for source in self._sources}
@@ -106,6 +111,7 @@ class Store:
         if samples is None:
             for one in self._sources:
                 one.check_unchanged()
+        self._claim_folder()
         checkpoint_step = newest[self._volume].step
         self._news.found(checkpoint_step)
         return None if samples is None else Restored(version.step, samples, checkpoint_step, source.origin)
@@ -113,7 +119,7 @@ class Store:
     def _check_shared(self) -> None:
         """Raises InputError, on all ranks, where some do not see what rank 0 writes. Collective."""
         folder, rank = self._folder, self._environment.rank
-        if folder is None:
+        if folder is None or folder.read_only:
             return
         mark: str = broadcast(folder.mark() if rank == 0 else None, self._peers.group)
         blind = [its for its, seen in enumerate(self._peers.gather(not mark or folder.sees(mark))) if not seen]
@@ -124,6 +130,20 @@ class Store:
                 f"spec.checkpoint.path: {folder.path} is another folder for ranks {', '.join(map(str, blind))} than "
                 f"for rank 0. {ONE_VOLUME}"
             )
+
+    def _claim_folder(self) -> None:
+        """Raises InputError, on all ranks, where the folder belongs to another job by now. Collective."""
+        folder, refusal = self._folder, ""
+        if folder is None or folder.read_only:
+            return
+        if self._environment.rank == 0:
+            try:
+                folder.claim()
+            except InputError as error:
+                refusal = str(error)
+        refusal, folder.run_mark = broadcast((refusal, folder.run_mark), self._peers.group)
+        if refusal:
+            raise InputError(refusal)
 
     def equalise_others(self, but: tuple[type, ...]) -> None:
         """As `TrainingState.equalise_others`. Collective."""
@@ -187,6 +207,8 @@ class Store:
             world_size=self._environment.world_size,
             model=self._state.description,
             objects=self._state.names,
+            job=self._environment.job.name,
+            uid=self._environment.job.uid,
         )
         self._checkpoint_writer.start(manifest, self._state.portable(samples), published)
 

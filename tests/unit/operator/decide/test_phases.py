@@ -10,7 +10,7 @@ import pytest
 from pacekeeper_analysis.adapt import Trouble
 from pacekeeper_analysis.plan import Hop, Paths, PlannedPath, Stop
 from pacekeeper_analysis.reports import PathFault, PathReport
-from pacekeeper_operator.api import Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdict
+from pacekeeper_operator.api import CheckpointSpec, Condition, ConditionStatus, JobPhase, JobStatus, Reason, Verdict
 from pacekeeper_operator.decide.status import UNIFORM_SLOWDOWN, blind, report
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.observation import NOT_ASKED, Hindrance, Metrics, Observation
@@ -193,6 +193,22 @@ class TestWaiting:
         why = self.why(world)
         assert (why.status, why.reason) == ("False", Reason.IMAGE_PULL_FAILED)
         assert why.message == "worker j-w1-0: ErrImagePull: not there"
+
+    def test_for_a_folder_that_another_job_writes_its_checkpoints_to(self) -> None:
+        folder = CheckpointSpec(volume_claim_name="claim", sub_path="shared")
+        world = fresh(job=job(2, 1, checkpoint=folder))
+        held = replace(world, surroundings=replace(world.surroundings, folder_held_by="first"))
+        why = self.why(held)
+        assert (why.status, why.reason) == ("False", Reason.FOLDER_IN_USE)
+        for words in ("job first", "claim claim/shared", "spec.checkpoint.subPath", "spec.checkpoint.adopt: first"):
+            assert words in why.message
+        assert condition(said(held), Condition.RECONCILING).reason == Reason.FOLDER_IN_USE
+        assert not think(held, policy()).draft.state.placement.workers, "nothing is made, and so nothing touched"
+        assert think(world, policy()).draft.state.placement.workers
+        began = think(world, policy()).observation
+        goes_on = replace(began, surroundings=held.surroundings)
+        assert think(goes_on, policy()).draft.state.placement.workers == began.state.placement.workers
+        assert self.why(goes_on).reason != Reason.FOLDER_IN_USE
 
     def test_for_its_next_attempt_to_be_placed(self) -> None:
         world = fresh()

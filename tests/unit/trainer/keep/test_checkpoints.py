@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pacekeeper.keep import checkpoints
+from pacekeeper.keep import checkpoints, ownership
 from pacekeeper.keep.checkpoints import CheckpointFolder, described, in_short
 from pacekeeper.keep.manifests import FileSum, Manifest, checksum
 from pacekeeper.keep.rank_state import differences
@@ -31,8 +31,13 @@ def write(folder: CheckpointFolder, step: int, content: bytes = b"weights") -> M
 
 def owned(path: Path, round_: int = 1, keep: int = 3) -> CheckpointFolder:
     folder = CheckpointFolder(path, round_, keep)
-    folder.own()
+    folder.claim()
     return folder
+
+
+def names(path: Path) -> set[str]:
+    """What lies in a folder of checkpoints, but for the claims of earlier owners."""
+    return {its.name for its in path.iterdir() if not its.name.startswith(".owner-")}
 
 
 def steps(folder: CheckpointFolder) -> list[int]:
@@ -44,7 +49,7 @@ def test_what_is_published_is_found_newest_first_and_the_oldest_go(tmp_path: Pat
     for step in (10, 20, 30):
         assert folder.publish(write(folder, step))
     assert steps(folder) == [30, 20]
-    assert {path.name for path in tmp_path.iterdir()} == {"owner.json", "step-00000020", "step-00000030"}
+    assert names(tmp_path) == {"owner.json", "step-00000020", "step-00000030"}
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "manifest"])
@@ -162,7 +167,7 @@ def test_a_checkpoint_that_cannot_take_its_place_leaves_the_one_that_was_there(
     with pytest.raises(OSError, match="Input/output error"):
         folder.publish(manifest)
     folder.discard(10, lambda _: True)
-    assert {path.name for path in tmp_path.iterdir()} == {"owner.json", "step-00000010"}
+    assert names(tmp_path) == {"owner.json", "step-00000010"}
     assert steps(folder) == [10]
     assert (tmp_path / "step-00000010/__0_0.distcp").read_bytes().startswith(b"weights")
     monkeypatch.undo()
@@ -192,7 +197,7 @@ def without_room(monkeypatch: pytest.MonkeyPatch, path: Path, round_: int) -> Ch
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "_write_durably", full)
+        patched.setattr(ownership, "write_durably", full)
         return owned(path, round_)
 
 
@@ -220,7 +225,7 @@ def test_a_round_that_began_without_room_gives_way_to_a_later_one(
 def test_what_earlier_rounds_left_half_written_is_cleared_away(tmp_path: Path) -> None:
     write(owned(tmp_path, round_=1), 10)
     folder = owned(tmp_path, round_=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"owner.json"}
+    assert names(tmp_path) == {"owner.json"}
     assert folder.published() == []
 
 
@@ -245,7 +250,7 @@ def test_who_sees_a_mark_sees_the_same_folder(tmp_path: Path, monkeypatch: pytes
     assert same.sees(mark)
     assert not other.sees(mark)
     here.unmark(mark)
-    assert {path.name for path in (tmp_path / "here").iterdir()} == {"owner.json"}
+    assert names(tmp_path / "here") == {"owner.json"}
 
 
 def test_what_a_volume_shows_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +262,7 @@ def test_what_a_volume_shows_late_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_mark_that_a_killed_rank_has_left_goes_with_the_next_round(tmp_path: Path) -> None:
     owned(tmp_path, round_=1).mark()
     owned(tmp_path, round_=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"owner.json"}
+    assert names(tmp_path) == {"owner.json"}
 
 
 @pytest.mark.parametrize(
@@ -302,7 +307,7 @@ def test_differences_between_models_are_named() -> None:
 )
 def test_a_damaged_manifest_costs_its_checkpoint_and_no_other(tmp_path: Path, key: str, value: object) -> None:
     folder = CheckpointFolder(tmp_path, round_=1)
-    folder.own()
+    folder.claim()
     for step in (100, 200):
         folder.partial(step).mkdir()
         assert folder.publish(Manifest(step, 1, 1, {}, ()))
@@ -339,7 +344,7 @@ def test_a_manifest_of_an_older_version_has_no_checksum_and_one_of_a_newer_one_m
 
 def test_a_manifest_of_another_step_is_none(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, round_=1)
-    folder.own()
+    folder.claim()
     folder.partial(100).mkdir()
     assert folder.publish(Manifest(100, 1, 1, {}, ()))
     (tmp_path / "step-00000100").rename(tmp_path / "step-00000300")

@@ -1,0 +1,244 @@
+"""Which job a folder of checkpoints belongs to, and how a job takes it.
+
+Each claim of the folder is a folder `.owner-<number>/` that appears whole, by one rename, and only if no other job has
+made one of this number: the highest number owns the folder. `owner.json` repeats it, for people and for versions that
+know no claims, and is what the owner looks at before it publishes: it is read afresh on network file systems.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from pacekeeper.environment import JobIdentity
+from pacekeeper_analysis.reading import Longest, Within, parse_json, read
+
+from .durable import sync_folder, write_durably
+
+_OWNER = "owner.json"
+_CLAIM = re.compile(r"\.owner-(\d{8,})")
+_TAKING = ".taking-"
+_CLAIMS_KEPT = 8
+"""A job that still wants to make an older one has been late by so many rounds."""
+_MOST_SUPERSEDED = 64
+_LONGEST_NAME = 4096
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who owns a folder: one round of one job."""
+
+    owner: Annotated[str, Longest(256)]
+    """Of this claim alone."""
+    job: Annotated[str, Longest(_LONGEST_NAME)] = ""
+    """Name of the job; "": unknown, since an older version wrote it."""
+    uid: Annotated[str, Longest(_LONGEST_NAME)] = ""
+    round: Annotated[int, Within(0)] = 0
+    adopted: Annotated[tuple[Annotated[str, Longest(_LONGEST_NAME)], ...], Longest(1024)] = ()
+    """Names of the jobs whose checkpoints `job` has taken over."""
+    superseded: Annotated[tuple[Annotated[str, Longest(_LONGEST_NAME)], ...], Longest(1024)] = ()
+    """UIDs of the jobs and runs that owned the folder before: none of them may come back."""
+    host: Annotated[str, Longest(256)] = ""
+    pid: Annotated[int, Within(0)] = 0
+    started: Annotated[int, Within(0)] = 0
+    """Of rank 0: with its host and its start, in ticks since that was booted, `pid` names one process for good."""
+
+    def names(self) -> str:
+        """The job in words."""
+        return f"{self.job} (UID {self.uid})" if self.uid else self.job
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a folder says of its owners."""
+
+    number: int = 0
+    """Of the newest claim; 0: there is none."""
+    owner: Owner | None = None
+    """None: nobody has owned it."""
+    written: str = ""
+    """The claim that `owner.json` names; "": there is none."""
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """A job that wants a folder."""
+
+    job: JobIdentity
+    round: int
+    adopt: str = ""
+    """Name of the job whose checkpoints it takes over; "": of none."""
+
+    def accepts(self, owner: Owner | None) -> frozenset[str] | None:
+        """Names of the jobs whose checkpoints it may go on from, and delete in time; None: of all."""
+        if not self.job.name:
+            return None
+        adopted = owner.adopted if owner is not None and owner.job == self.job.name else ()
+        return frozenset({self.job.name, "", *adopted, *([self.adopt] if self.adopt else [])})
+
+    def refusal(self, owner: Owner | None, newest: str | None) -> str:
+        """Why it must not use the folder; "": it may.
+
+        newest: name of the job that wrote the newest checkpoint there; None: there is none.
+        """
+        names = self.accepts(owner)
+        if names is None:
+            return ""
+        job = newest if owner is None or not owner.job else owner.job
+        if job is not None and job not in names:
+            who = owner.names() if owner is not None and owner.job else job
+            return (
+                f"holds checkpoints of another job, {who}; this one is {self.job.name}. Nothing was changed. Give this "
+                "job a folder of its own (spec.checkpoint.path, or spec.checkpoint.subPath of a claim), or take the "
+                f"other job's checkpoints over: spec.checkpoint.adopt: {job} "
+                f'(pk.Checkpoints(adopt="{job}")). To evaluate them, open the folder with '
+                "pk.Checkpoints(read_only=True)"
+            )
+        if job is None and self.adopt and self.adopt != self.job.name:
+            return (
+                f"has no checkpoints, and spec.checkpoint.adopt says that those of {self.adopt} are there; set "
+                "spec.checkpoint.path and subPath to where they are, or remove spec.checkpoint.adopt"
+            )
+        if owner is None or owner.job != self.job.name:
+            return ""
+        if not _is_another_run(owner, self.job) and self.round == 0 < owner.round:
+            return (
+                "belongs to the ranks of this job, and this process is none of them. To evaluate its checkpoints, open "
+                "the folder with pk.Checkpoints(read_only=True)"
+            )
+        if _is_another_run(owner, self.job):
+            if self.job.uid and self.job.uid in owner.superseded:
+                return (
+                    f"belongs to a later run of this job by now, {owner.names()}; this one ({self.job.uid}) is over. "
+                    "Give one of them a folder of its own"
+                )
+            if _is_alive(owner):
+                return (
+                    f"is in use by another run of {self.job.name}, process {owner.pid} on this host. End it first, or "
+                    "give this run a folder of its own; runs of one script that differ in PACEKEEPER_JOB are different "
+                    "jobs"
+                )
+        return ""
+
+    def succeed(self, owner: Owner | None, newest: str | None) -> Owner:
+        """The next owner of the folder. `newest`: as in `refusal`."""
+        before = owner or Owner("")
+        job = before.job or newest or ""
+        adopted = [*(before.adopted if before.job == self.job.name else ()), job]
+        uids = [uid for uid in (*before.superseded, before.uid) if uid and uid != self.job.uid]
+        return Owner(
+            f"r{self.round}-{secrets.token_hex(8)}",
+            self.job.name,
+            self.job.uid,
+            self.round,
+            tuple(name for name in dict.fromkeys(adopted) if name not in ("", self.job.name)),
+            tuple(dict.fromkeys(uids))[-_MOST_SUPERSEDED:],
+            socket.gethostname()[:256],
+            os.getpid(),
+            _start_of(os.getpid()),
+        )
+
+
+def read_claims(path: Path) -> Claims:
+    """Raises OSError where the volume cannot be read, which says nothing of owners."""
+    numbers = _numbers(path)
+    written = _read_owner(path / _OWNER)
+    found = (_read_owner(path / _claim_name(number) / _OWNER) for number in numbers)
+    owner = next((owner for owner in found if owner is not None), written)
+    if owner is not None and written is not None and not written.job:
+        owner = replace(owner, owner=written.owner)  # an older version, which knows no names, has gone on since
+    return Claims(max(numbers, default=0), owner, "" if written is None else written.owner)
+
+
+def written_owner(path: Path) -> str:
+    """The claim that `owner.json` names; "": none. Raises OSError as `read_claims`."""
+    written = _read_owner(path / _OWNER)
+    return "" if written is None else written.owner
+
+
+def take(path: Path, number: int, owner: Owner) -> bool:
+    """Makes `owner` the owner by the claim of this number, and says whether it is.
+
+    False, and nothing is changed: another one has been quicker. Raises OSError where the volume refuses. A crash at
+    any line leaves the owner from before or the new one.
+    """
+    text = json.dumps(asdict(owner))
+    coming, claim = path / f"{taking(owner.job)}{secrets.token_hex(8)}", path / _claim_name(number)
+    try:
+        coming.mkdir()
+        write_durably(coming / _OWNER, text)
+        if not claim.exists():
+            coming.rename(claim)
+    except OSError as error:
+        # A server that has done it may have told nobody so: what lies there decides.
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT) and not _is_owned_by(claim, owner):
+            raise
+    finally:
+        shutil.rmtree(coming, ignore_errors=True)
+    numbers = _numbers(path)
+    if max(numbers, default=0) != number or not _is_owned_by(claim, owner):
+        return False
+    sync_folder(path)
+    write_durably(path / _OWNER, text)
+    for old in numbers:
+        if old <= number - _CLAIMS_KEPT:
+            shutil.rmtree(path / _claim_name(old), ignore_errors=True)
+    return True
+
+
+def taking(job: str) -> str:
+    """What the names of folders begin with in which a job of this name prepares a claim."""
+    return f"{_TAKING}{JobIdentity(job).name_mark}-"
+
+
+def _numbers(path: Path) -> list[int]:
+    """Of all claims, newest first."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((int(match[1]) for name in names if (match := _CLAIM.fullmatch(name))), reverse=True)
+
+
+def _claim_name(number: int) -> str:
+    return f".owner-{number:08d}"
+
+
+def _is_owned_by(claim: Path, owner: Owner) -> bool:
+    found = _read_owner(claim / _OWNER)
+    return found is not None and found.owner == owner.owner
+
+
+def _read_owner(path: Path) -> Owner | None:
+    """None: there is none, or it makes no sense. Raises OSError where the volume cannot be read."""
+    try:
+        return read(Owner, parse_json(path.read_text()))
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # InputError among them
+        return None
+
+
+def _is_another_run(owner: Owner, job: JobIdentity) -> bool:
+    return not job.uid or owner.uid != job.uid
+
+
+def _is_alive(owner: Owner) -> bool:
+    """Whether the process that claimed the folder runs on this host, and is not this one."""
+    here = owner.host == socket.gethostname()[:256] and owner.pid != os.getpid()
+    return here and owner.started > 0 and _start_of(owner.pid) == owner.started
+
+
+def _start_of(pid: int) -> int:
+    """When the process started, in ticks since its host was booted; 0: there is none that runs."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return 0 if words[0] in "ZX" else int(words[19])
+    except (OSError, ValueError, IndexError):
+        return 0
