@@ -217,3 +217,28 @@ def test_what_record_writes_explains_the_failure_and_goes_on_to_the_launchers_ow
     words = f"ValueError: no data at {port}"
     assert f"rank 0 ended with code 5 in round 1 before its first step: {words}" in run.log.read_text()
     assert json.loads(own.read_text())["message"]["message"] == words
+
+
+MEETS = """
+import os, sys
+import torch.distributed as dist
+for how in (sys.argv[1], "env://"):
+    dist.init_process_group("gloo", init_method=how, rank=int(os.environ["RANK"]), world_size=2)
+    dist.barrier()
+    dist.destroy_process_group()
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(3)
+print("rank", os.environ["RANK"], "has met the other at", os.environ["MASTER_PORT"], flush=True)
+"""
+
+
+def test_a_script_that_names_the_port_itself_finds_its_peers_there_in_each_round(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(MEETS)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--nnodes=1", "--nproc-per-node=2", "--master-addr=localhost", f"--master-port={port}"]
+    with running(tmp_path, *options, str(tmp_path / "script.py"), f"tcp://localhost:{port}") as run:
+        assert run.end() == 0, run.log.read_text()
+    log = run.log.read_text()
+    assert f"rank 1 has met the other at {port}" in log
+    assert "round 2 starts" in log
