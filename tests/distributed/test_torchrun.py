@@ -222,12 +222,13 @@ def test_what_record_writes_explains_the_failure_and_goes_on_to_the_launchers_ow
 MEETS = """
 import os, sys
 import torch.distributed as dist
-for how in (sys.argv[1], "env://"):
-    dist.init_process_group("gloo", init_method=how, rank=int(os.environ["RANK"]), world_size=2)
-    dist.barrier()
-    dist.destroy_process_group()
-if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+how = "env://" if again else sys.argv[1]
+dist.init_process_group("gloo", init_method=how, rank=int(os.environ["RANK"]), world_size=2)
+dist.barrier()
+if os.environ["RANK"] == "1" and not again:
     sys.exit(3)
+dist.destroy_process_group()
 print("rank", os.environ["RANK"], "has met the other at", os.environ["MASTER_PORT"], flush=True)
 """
 
