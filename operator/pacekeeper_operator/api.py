@@ -547,9 +547,7 @@ class JobStatus:
     round: int | None = None
     step: int | None = None
     last_checkpoint_step: int | None = None
-    checkpoint_sub_path: str | None = (
-        None  # folder of its claim; None: the claim itself, as of older operators
-    )
+    checkpoint_sub_path: str | None = None  # folder of its claim; None: the claim itself, as of older operators
     total_steps: int | None = None  # that the script wants; None: it does not say
     progress: str | None = None  # 24%
     remaining: str | None = None  # a duration, rounded; None: not to be said

@@ -33,7 +33,7 @@ _LONGEST_NAME = 4096
 
 
 @dataclass(frozen=True)
-class Owner:
+class FolderOwner:
     """Who owns a folder: one round of one job."""
 
     owner: Annotated[str, Longest(256)]
@@ -62,7 +62,7 @@ class Claims:
 
     number: int = 0
     """Of the newest claim; 0: there is none."""
-    owner: Owner | None = None
+    owner: FolderOwner | None = None
     """None: nobody has owned it."""
     written: str = ""
     """The claim that `owner.json` names; "": there is none."""
@@ -77,14 +77,14 @@ class Claimant:
     adopt: str = ""
     """Name of the job whose checkpoints it takes over; "": of none."""
 
-    def accepts(self, owner: Owner | None) -> frozenset[str] | None:
-        """Names of the jobs whose checkpoints it may go on from, and delete in time; None: of all."""
+    def accepts(self, owner: FolderOwner | None) -> frozenset[str] | None:
+        """Names of the jobs whose checkpoints it may go on from; None: of all."""
         if not self.job.name:
             return None
-        adopted = owner.adopted if owner is not None and owner.job == self.job.name else ()
+        adopted = owner.adopted if owner is not None and owner.job in (self.job.name, self.adopt) else ()
         return frozenset({self.job.name, "", *adopted, *([self.adopt] if self.adopt else [])})
 
-    def refusal(self, owner: Owner | None, newest: str | None) -> str:
+    def refusal(self, owner: FolderOwner | None, newest: str | None) -> str:
         """Why it must not use the folder; "": it may.
 
         newest: name of the job that wrote the newest checkpoint there; None: there is none.
@@ -128,13 +128,13 @@ class Claimant:
                 )
         return ""
 
-    def succeed(self, owner: Owner | None, newest: str | None) -> Owner:
+    def succeed(self, owner: FolderOwner | None, newest: str | None) -> FolderOwner:
         """The next owner of the folder. `newest`: as in `refusal`."""
-        before = owner or Owner("")
+        before = owner or FolderOwner("")
         job = before.job or newest or ""
-        adopted = [*(before.adopted if before.job == self.job.name else ()), job]
+        adopted = [*before.adopted, job]
         uids = [uid for uid in (*before.superseded, before.uid) if uid and uid != self.job.uid]
-        return Owner(
+        return FolderOwner(
             f"r{self.round}-{secrets.token_hex(8)}",
             self.job.name,
             self.job.uid,
@@ -164,7 +164,7 @@ def written_owner(path: Path) -> str:
     return "" if written is None else written.owner
 
 
-def take(path: Path, number: int, owner: Owner) -> bool:
+def take(path: Path, number: int, owner: FolderOwner) -> bool:
     """Makes `owner` the owner by the claim of this number, and says whether it is.
 
     False, and nothing is changed: another one has been quicker. Raises OSError where the volume refuses. A crash at
@@ -212,24 +212,24 @@ def _claim_name(number: int) -> str:
     return f".owner-{number:08d}"
 
 
-def _is_owned_by(claim: Path, owner: Owner) -> bool:
+def _is_owned_by(claim: Path, owner: FolderOwner) -> bool:
     found = _read_owner(claim / _OWNER)
     return found is not None and found.owner == owner.owner
 
 
-def _read_owner(path: Path) -> Owner | None:
+def _read_owner(path: Path) -> FolderOwner | None:
     """None: there is none, or it makes no sense. Raises OSError where the volume cannot be read."""
     try:
-        return read(Owner, parse_json(path.read_text()))
+        return read(FolderOwner, parse_json(path.read_text()))
     except (FileNotFoundError, NotADirectoryError, ValueError):  # InputError among them
         return None
 
 
-def _is_another_run(owner: Owner, job: JobIdentity) -> bool:
+def _is_another_run(owner: FolderOwner, job: JobIdentity) -> bool:
     return not job.uid or owner.uid != job.uid
 
 
-def _is_alive(owner: Owner) -> bool:
+def _is_alive(owner: FolderOwner) -> bool:
     """Whether the process that claimed the folder runs on this host, and is not this one."""
     here = owner.host == socket.gethostname()[:256] and owner.pid != os.getpid()
     return here and owner.started > 0 and _start_of(owner.pid) == owner.started

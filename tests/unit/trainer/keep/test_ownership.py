@@ -100,6 +100,14 @@ def test_a_later_round_of_the_same_run_is_no_news_of_an_owner(tmp_path: Path) ->
     assert first.taken_by == ""
 
 
+def test_a_process_of_the_job_that_is_none_of_its_ranks_does_not_take_the_folder(tmp_path: Path) -> None:
+    """Such as an evaluation that somebody starts in a worker's container."""
+    folder = claimed(tmp_path, ONE)
+    with pytest.raises(InputError, match=r"this process is none of them.*read_only=True"):
+        CheckpointFolder(tmp_path, 0, job=ONE)
+    assert publish(folder, 300)
+
+
 def test_a_folder_of_an_older_version_is_adopted_by_the_first_and_by_no_second(tmp_path: Path) -> None:
     publish(claimed(tmp_path, ONE), 300)
     make_old(tmp_path)
@@ -148,6 +156,14 @@ def test_adoption_is_asked_for_by_name_and_the_one_before_is_told(tmp_path: Path
     assert steps(later) == [700, 600, 500, 300], "it need not ask again"
     with pytest.raises(InputError, match="team/other"):
         CheckpointFolder(tmp_path, 2, job=ONE)
+
+
+def test_what_a_job_has_adopted_goes_with_it(tmp_path: Path) -> None:
+    publish(claimed(tmp_path, ONE), 300)
+    claimed(tmp_path, OTHER, adopt="team/one")
+    third = JobIdentity("team/third", "uid-9")
+    assert steps(CheckpointFolder(tmp_path, 1, job=third, adopt="team/other")) == [300]
+    assert steps(claimed(tmp_path, third, adopt="team/other")) == [300]
 
 
 def test_there_must_be_something_to_adopt(tmp_path: Path) -> None:
