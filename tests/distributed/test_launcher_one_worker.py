@@ -170,7 +170,7 @@ def test_sigterm_while_torch_is_being_imported_ends_the_launcher(
     runtime = Runtime(tmp_path / "a").make()
     settings = LauncherSettings(worker="a", address="127.0.0.1")
 
-    def import_for_long() -> None:
+    def import_for_long(*_: object) -> None:
         (tmp_path / "importing").touch()
         time.sleep(60)
 
