@@ -238,6 +238,7 @@ def _run(case: Case, folder: Path, main: Callable[[list[str]], object], options:
             raise AssertionError(f"{error}\n{(folder / 'log').read_text()}") from None
         _wait_for_children(folder)
         text = (folder / "stdout").read_text() if (folder / "stdout").exists() else ""
+        text = text.replace(str(folder), "")
         lines = PREFIX.sub("", text) if main is not torch.distributed.run.main else text
         files = {
             str(path.relative_to(folder / "work")): path.read_bytes().decode("latin1")
