@@ -155,7 +155,7 @@ STATE = np.dtype(
         ("device_sequence", "<u4"),  # in this group
         ("share_grain", "<i8"),  # samples that each rank's share is a multiple of; 0: unknown
         ("peer", "<i4"),  # global rank that it sends to or receives from now; -1: whoever comes
-        ("reserved", "<i4"),
+        ("owner", "<i4"),  # process id of who alone may take the ring; 0: any may; -1: the first that does
         # How far it has come in each group: so a peer knows whether it has ever entered what others wait in.
         ("entered", [("group", "<u8"), ("sequence", "<i8")], (ENTERED_PLACES,)),
         ("total_steps", "<i8"),  # optimizer steps that the script wants of the job; 0: without end, or not known

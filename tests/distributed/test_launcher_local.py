@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -193,12 +194,24 @@ def test_sigterm_ends_the_ranks_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert set(Path("/dev/shm").glob("pacekeeper-*")) - before == set()
 
 
+def is_held(folder: Path) -> bool:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
+
+
 def test_what_a_killed_run_has_left_behind_is_swept_up_by_the_next(tmp_path: Path) -> None:
     with local_run(tmp_path, steps=10_000) as pid:
         eventually(lambda: (tmp_path / "diary-0").exists(), "the ranks have started")
-        (left,) = Path("/dev/shm").glob(f"pacekeeper-{pid}-*")
+        (left,) = Path("/dev/shm").glob(f"pacekeeper-run-{pid}-*")
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    eventually(lambda: not is_held(left), "its ranks have ended, too")
     (tmp_path / "next").mkdir()
     with local_run(tmp_path / "next", steps=0) as pid:
         assert exit_code(pid, tmp_path / "next") == 0

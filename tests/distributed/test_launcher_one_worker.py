@@ -19,7 +19,9 @@ from pacekeeper.runtime import Runtime, read_json
 from pacekeeper_analysis.plan import Plan, Stop
 from pacekeeper_analysis.reports import FaultKind, Heartbeat, LauncherState
 from tests.support.launchers import Team, eventually, fork, team
+from tests.support.mounts import fill, leave_the_others_mounts, may_mount, mount_memory
 from tests.support.nvml import GPU_IS_LOST, XID, NvmlDouble, build
+from tests.support.ranks import run_ranks
 
 
 def one_worker(team_: Team, ranks: int = 2, restarts: int = 5) -> None:
@@ -84,6 +86,33 @@ def test_what_rank_0_tells_of_checkpoints_is_in_the_heartbeat(tmp_path: Path) ->
         one.wait_for(lambda: worker.heartbeat().checkpoint_age_seconds > before, "it grows older")
         news.kept(5)
         one.wait_for(lambda: not worker.heartbeat().checkpoint_error, "the next one is kept")
+
+
+@pytest.mark.skipif(not may_mount(), reason="mounts need root")
+def test_a_full_volume_ends_neither_the_training_nor_the_launcher(tmp_path: Path) -> None:
+    """What is not written in between is written when there is room. Records have had their room from the beginning."""
+
+    def main(_: int) -> None:
+        leave_the_others_mounts()
+        mount_memory(tmp_path / "a", megabytes=20)
+        with team(tmp_path, steps=10_000) as one:
+            one_worker(one)
+            one.wait_for_step(2)
+            worker = one.workers["a"]
+            fill(worker.runtime.root / "filler")
+            words = "cannot be written for the operator: the heartbeat: [Errno 28] No space left on device"
+            one.wait_for(lambda: words in worker.log.read_text(), "it says so")
+            step = len(one.diary(0))
+            one.wait_for(
+                lambda: len(one.diary(0)) > step + 300, "the ranks train on, through more than a page of records"
+            )
+            assert worker.poll() is None
+            written = worker.heartbeat().step
+            assert worker.log.read_text().count(words) == 1
+            (worker.runtime.root / "filler").unlink()
+            one.wait_for(lambda: worker.heartbeat().step > written + 100, "it is written again")
+
+    run_ranks(main, 1)
 
 
 def test_a_launcher_gives_signs_of_life_while_nothing_changes_and_none_after_its_end(tmp_path: Path) -> None:
@@ -170,7 +199,7 @@ def test_sigterm_while_torch_is_being_imported_ends_the_launcher(
     runtime = Runtime(tmp_path / "a").make()
     settings = LauncherSettings(worker="a", address="127.0.0.1")
 
-    def import_for_long() -> None:
+    def import_for_long(*_: object) -> None:
         (tmp_path / "importing").touch()
         time.sleep(60)
 

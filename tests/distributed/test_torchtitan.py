@@ -1,34 +1,57 @@
-"""torchtitan trains on GPUs. Here its sources are held to what the integration relies on; and where all that it needs
-is installed, its own loop runs, with everything around the loop left out."""
+"""torchtitan trains on GPUs. Here its sources are held to what the integration relies on, and stand-ins for its loop
+run; where all that it needs is installed, its own loop does, with everything around it left out.
+
+`TORCHTITAN_SOURCES=…/torchtitan pytest tests/distributed/test_torchtitan.py` holds a checkout to the same.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from pacekeeper.integrations.torchtitan import watched
+from pacekeeper.integrations.torchtitan import run, watched
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.records import Kind, Phase
 from tests.support.ranks import run_ranks
 
-FOUND = importlib.util.find_spec("torchtitan")
-pytestmark = pytest.mark.skipif(FOUND is None, reason="torchtitan is not installed")
+SOURCES = "TORCHTITAN_SOURCES"
+"""Names a checkout of torchtitan to be held to the same, as its newest: a folder with `torchtitan/` in it."""
 
 
-def methods(module: str, class_: str) -> dict[str, ast.FunctionDef]:
-    assert FOUND is not None
-    assert FOUND.submodule_search_locations
-    tree = ast.parse((Path(FOUND.submodule_search_locations[0]) / module).read_text())
-    (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_)
+def sources() -> list[Path]:
+    """Folders of the package."""
+    found = importlib.util.find_spec("torchtitan")
+    installed = (found.submodule_search_locations or []) if found is not None else []
+    checked_out = [Path(os.environ[SOURCES], "torchtitan")] if SOURCES in os.environ else []
+    return [Path(folder) for folder in installed[:1]] + checked_out
+
+
+@pytest.fixture(params=sources() or [None], ids=str)
+def titan(request: pytest.FixtureRequest) -> Path:
+    if request.param is None:
+        pytest.skip("torchtitan is not installed")
+    folder: Path = request.param
+    return folder
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def methods(path: Path, class_: str) -> dict[str, ast.FunctionDef]:
+    (found,) = (node for node in tree_of(path).body if isinstance(node, ast.ClassDef) and node.name == class_)
     return {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
 
 
@@ -41,18 +64,22 @@ def names(node: ast.AST) -> set[str]:
     return {ast.unparse(child) for child in ast.walk(node) if isinstance(child, (ast.Attribute, ast.Call))}
 
 
-def test_the_trainer_has_the_methods_that_are_overridden_and_calls_them_in_this_order() -> None:
-    trainer = methods("train.py", "Trainer")
+def test_the_trainer_has_the_methods_that_are_overridden_and_calls_them_in_this_order(titan: Path) -> None:
+    newer = titan / "trainer.py"
+    trainer = methods(newer if newer.exists() else titan / "train.py", "Trainer")
     assert parameters(trainer["train"]) == parameters(trainer["should_continue_training"]) == ["self"]
     assert parameters(trainer["train_step"]) == ["self", "data_iterator"]
     assert parameters(trainer["close"]) == ["self"]
     text = ast.unparse(trainer["train"])
+    config, validates = ("config", "config.validator") if newer.exists() else ("job_config", "job_config.validation")
+    assert f"self.{config} = {config}" in ast.unparse(trainer["__init__"])
     calls = [
         "self.checkpointer.load(",
         "while self.should_continue_training()",
         "self.step += 1",
         "self.train_step(data_iterator)",
-        "self.checkpointer.save(self.step, last_step=self.step == job_config.training.steps)",
+        f"self.checkpointer.save(self.step, last_step=self.step == {config}.training.steps)",
+        f"self.{validates}.enable",
         "self.validator.should_validate(self.step)",
     ]
     places = [text.index(call) for call in calls]
@@ -60,13 +87,37 @@ def test_the_trainer_has_the_methods_that_are_overridden_and_calls_them_in_this_
     assert "self.metrics_processor.log(self.step, global_avg_loss," in ast.unparse(trainer["train_step"])
 
 
-def test_the_checkpointer_saves_when_the_integration_takes_it_to() -> None:
-    checkpointer = methods("components/checkpoint.py", "CheckpointManager")
+def test_main_builds_the_trainer_in_one_of_the_ways_that_are_known(titan: Path) -> None:
+    (main,) = (
+        node for node in tree_of(titan / "train.py").body if isinstance(node, ast.FunctionDef) and node.name == "main"
+    )
+    text = ast.unparse(main)
+    if len(main.args.args) == 1:
+        assert "trainer = trainer_class(config)" in text
+        return
+    assert main.args.args == []
+    steps = ["config_manager = ConfigManager()", "config = config_manager.parse_args()", "trainer = config.build()"]
+    assert [text.index(step) for step in steps] == sorted(text.index(step) for step in steps)
+    configurable = tree_of(titan / "config" / "configurable.py")
+    (build,) = (node for node in ast.walk(configurable) if isinstance(node, ast.FunctionDef) and node.name == "build")
+    assert "return self._owner(config=replace(self))" in ast.unparse(build)
+    (made,) = (
+        node
+        for node in ast.walk(configurable)
+        if isinstance(node, ast.FunctionDef) and node.name == "__init_subclass__"
+    )
+    assert "if 'Config' in cls.__dict__:" in ast.unparse(made), "what is derived from a trainer leaves its Config alone"
+
+
+def test_the_checkpointer_saves_when_the_integration_takes_it_to(titan: Path) -> None:
+    newer = titan / "components" / "checkpointer" / "dcp.py"
+    path = newer if newer.exists() else titan / "components" / "checkpoint.py"
+    checkpointer = methods(path, "CheckpointManager")
     due = ast.unparse(checkpointer["_should_save"])
     assert "if not self.enable or self.load_only:" in due
     assert "curr_step % self.interval == 0" in due
-    assert "self.save_future" in names(checkpointer["save"])
-    assert "self.interval" in names(checkpointer["__init__"])
+    assert "self.save_future" in names(checkpointer["_save" if newer.exists() else "save"])
+    assert {"self.interval", "self.enable", "self.load_only"} <= names(checkpointer["__init__"])
     assert "'.metadata'" in ast.unparse(checkpointer["_find_load_step"])
 
 
@@ -85,6 +136,121 @@ class Checkpointer:
     def save(self, step: int, last_step: bool) -> None:
         if self.enable and (last_step or step % self.interval == 0):
             self.written.append(step)
+
+
+class Loop:
+    """torchtitan's loop without what it trains, as a stand-in: its own needs a GPU."""
+
+    def __init__(self, config: Any) -> None:
+        self.step = 2
+        self.checkpointer: Any = Checkpointer()
+        if not config.keeps:
+            self.checkpointer = SimpleNamespace(enable=False, close=lambda: None, save=lambda *_, **__: None)
+        self.metrics_processor = SimpleNamespace(log=lambda *_: None)
+        self.validator = SimpleNamespace(should_validate=lambda step: step % 3 == 0)
+        self.steps, self.at_step = config.training.steps, config.at_step
+
+    def should_continue_training(self) -> bool:
+        return bool(self.step < self.steps)
+
+    def train_step(self, _: Any) -> None:
+        self.at_step(self.step)
+        self.metrics_processor.log(self.step, 0.5, 0.6, 1.0)
+
+    def train(self) -> None:
+        while self.should_continue_training():
+            self.step += 1
+            self.train_step(iter(()))
+            self.checkpointer.save(self.step, last_step=self.step == self.steps)
+
+    def close(self) -> None:
+        WRITTEN.extend(getattr(self.checkpointer, "written", ()))
+
+
+WRITTEN: list[int] = []
+
+
+def older(config: SimpleNamespace) -> ModuleType:
+    """`torchtitan.train` up to 0.2.2."""
+
+    class Trainer(Loop):
+        def __init__(self, job_config: Any) -> None:
+            self.job_config = job_config
+            super().__init__(job_config)
+
+    def main(trainer_class: type[Trainer]) -> None:
+        trainer_class(config).train()
+
+    config.validation = SimpleNamespace(enable=True)
+    return in_its_place(Trainer=Trainer, main=main)
+
+
+def newer(config: SimpleNamespace) -> ModuleType:
+    """`torchtitan.train` since then."""
+
+    class Trainer(Loop):
+        def __init__(self, config: Any) -> None:
+            self.config = config
+            super().__init__(config)
+
+    class Config(SimpleNamespace):
+        _owner: Any = Trainer
+
+        def build(self) -> Any:
+            return self._owner(config=self)
+
+    class ConfigManager:
+        def parse_args(self) -> Config:
+            return Config(**vars(config), validator=SimpleNamespace(enable=True))
+
+    def main() -> None:
+        ConfigManager().parse_args().build().train()
+
+    return in_its_place(ConfigManager=ConfigManager, main=main)
+
+
+def in_its_place(**names: Any) -> ModuleType:
+    module = ModuleType("torchtitan.train")
+    vars(module).update(names)
+    package = ModuleType("torchtitan")
+    vars(package).update(train=module)
+    sys.modules.update({"torchtitan": package, "torchtitan.train": module})
+    return module
+
+
+@pytest.mark.parametrize("version", [older, newer])
+@pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])
+def test_its_loop_is_told_and_all_ranks_leave_behind_a_checkpoint(
+    version: Callable[[SimpleNamespace], ModuleType], keeps: bool, tmp_path: Path
+) -> None:
+    def rank_main(rank: int) -> tuple[object, list[int]]:
+        dist.init_process_group("gloo")
+
+        def at_step(step: int) -> None:
+            if step == 6 and rank == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+        version(SimpleNamespace(training=SimpleNamespace(steps=20), keeps=keeps, at_step=at_step))
+        try:
+            run()
+        except SystemExit as left:
+            return left.code, WRITTEN
+        return None, WRITTEN
+
+    assert run_ranks(rank_main, 2, runtime=tmp_path) == [(143, [4, 7] if keeps else [])] * 2
+    told_of_a_loop_to_step_7(tmp_path, keeps)
+
+
+def test_a_main_that_is_not_known_is_refused_in_words() -> None:
+    def rank_main(_: int) -> str:
+        in_its_place(main=lambda: None)
+        with pytest.raises(InputError) as refused:
+            run()
+        return str(refused.value)
+
+    (words,) = run_ranks(rank_main, 1)
+    assert "starts in a way that is not known here" in words
+    assert "-m torchtitan.train" in words
 
 
 def loop_of_torchtitan(from_step: int, until: int, at_step: Callable[[int], None], keeps: bool = True) -> Any:
@@ -117,7 +283,7 @@ def loop_of_torchtitan(from_step: int, until: int, at_step: Callable[[int], None
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "none"])
-def test_its_loop_is_told_and_all_ranks_leave_behind_a_checkpoint(keeps: bool, tmp_path: Path) -> None:
+def test_its_own_loop_is_told_where_all_that_it_needs_is_installed(keeps: bool, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan.train", exc_type=ImportError)
 
     def rank_main(rank: int) -> tuple[object, list[int]]:
@@ -135,7 +301,11 @@ def test_its_loop_is_told_and_all_ranks_leave_behind_a_checkpoint(keeps: bool, t
         return None, trainer.checkpointer.written
 
     assert run_ranks(rank_main, 2, runtime=tmp_path) == [(143, [4, 7] if keeps else [])] * 2
-    ring = RingReader(Runtime(tmp_path).ring(0))
+    told_of_a_loop_to_step_7(tmp_path, keeps)
+
+
+def told_of_a_loop_to_step_7(folder: Path, keeps: bool) -> None:
+    ring = RingReader(Runtime(folder).ring(0))
     records = ring.records()
     assert records[records["kind"] == Kind.STEP]["step"].tolist() == [3, 4, 5, 6, 7]
     phases = records[records["kind"] == Kind.PHASE]

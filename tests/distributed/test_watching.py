@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pacekeeper.observe.ring import RingReader
+from pacekeeper.observe.watching import GARBAGE_NS, recorder
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.records import SYMMETRIC, Collective, Kind, Phase
 from tests.support.fake_clock import FakeClock, install
@@ -308,6 +309,58 @@ def test_phases_garbage_and_data_are_recorded_and_no_part_of_the_steps(tmp_path:
     data = duration[found["kind"] == Kind.DATA]
     assert data.tolist().count(0.02) == 4
     assert duration[found["kind"] == Kind.GARBAGE].tolist() == pytest.approx([0.05])
+
+
+class Busy(torch.utils.data.Dataset[Tensor]):
+    """Does in a DataLoader's worker what would be recorded in a rank, and says which callbacks gc has there."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        import gc
+
+        gc.collect()
+        plain: Any = torch.ones(3, 1)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x in torch.utils.data.DataLoader(plain):
+            model(x).sum().backward()
+            optimizer.step()
+        with recorder().during(Phase.EVALUATE):
+            pass
+        return torch.tensor([len([each for each in gc.callbacks if "pacekeeper" in each.__module__])])
+
+
+@pytest.mark.usefixtures("native")
+def test_what_a_rank_forks_is_not_the_rank(tmp_path: Path) -> None:
+    """Whatever a DataLoader's workers do, none of it is in the rank's records and state."""
+
+    def rank_main(_: int) -> tuple[int, int]:
+        import gc
+
+        import pacekeeper.auto  # noqa: F401
+
+        gc.disable()
+        before = len(gc.callbacks)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = torch.utils.data.DataLoader(Busy(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+        callbacks = 0
+        for x in loader:
+            callbacks += int(x.sum())
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        gc.callbacks.append(lambda *_: time.sleep(2 * GARBAGE_NS * 1e-9))
+        gc.collect()
+        return callbacks, len(gc.callbacks) - before
+
+    assert run_ranks(rank_main, 1, runtime=tmp_path) == [(0, 1)]
+    kinds = records(tmp_path, 0)["kind"].tolist()
+    assert [kinds.count(kind) for kind in (Kind.STEP, Kind.GARBAGE, Kind.PHASE)] == [6, 1, 0]
+    assert kinds.count(Kind.DATA) == 7, "the last one finds the end"
+    state = RingReader(Runtime(tmp_path).ring(0)).state()
+    assert (state["step"], state["phase"]) == (6, Phase.TRAIN)
 
 
 @pytest.mark.usefixtures("native")

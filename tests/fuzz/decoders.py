@@ -46,6 +46,7 @@ TRUSTED = {
         "trainer/pacekeeper/launcher/warm.py:Warm.news",
         "trainer/pacekeeper/launcher/warm.py:_serve",
         "trainer/pacekeeper/observe/transport.py:TransportReader.__init__",
+        "trainer/pacekeeper/runtime.py:Runtime.is_lent",
     ),
     "what they hand it to is a border": (
         "trainer/pacekeeper/keep/sources.py:SnapshotSource._unpacked",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import subprocess
@@ -22,7 +23,17 @@ def leave_the_others_mounts() -> None:
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
-def mount_memory(path: Path) -> None:
-    """An empty volume at `path`."""
+def mount_memory(path: Path, megabytes: int = 0) -> None:
+    """An empty volume at `path`; `megabytes`: 0: as large as the kernel likes."""
     path.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", path], check=True)
+    size = ["-o", f"size={megabytes}m"] if megabytes else []
+    subprocess.run(["mount", "-t", "tmpfs", *size, "tmpfs", path], check=True)
+
+
+def fill(path: Path) -> None:
+    """Leaves no room on the volume that the new file lies on."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)):
+                    pass

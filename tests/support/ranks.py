@@ -95,7 +95,7 @@ def _fork(
     try:
         os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
         if runtime is not None:
-            create_ring(Runtime(runtime).ring(rank), rank, int(variables["PACEKEEPER_ROUND"]))
+            create_ring(Runtime(runtime).ring(rank), rank, int(variables["PACEKEEPER_ROUND"]), owner=os.getpid())
         import torch
 
         torch.set_num_threads(1)

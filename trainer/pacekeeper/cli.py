@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from pacekeeper.launcher.processes import open_standard_files
 from pacekeeper.launcher.shim import preload
 from pacekeeper_analysis.errors import InputError
 
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pacekeeper: no command {name!r}\n{_usage()}", file=sys.stderr)
         return 2
     if name == "run" and argv is None:
+        open_standard_files()
         preload()  # starts this process again, before it has imported what takes long
     command: Callable[[Sequence[str]], int] = importlib.import_module(COMMANDS[name][0]).main
     try:

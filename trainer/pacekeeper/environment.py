@@ -61,9 +61,12 @@ class Environment:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    """Which of this worker's ranks it is."""
+    device_index: int = 0
+    """Number of its GPU among those that it sees: LOCAL_RANK, as the script reads it."""
     round: int = 0
     runtime: Runtime | None = None
-    """None: no launcher is there, and nothing is recorded."""
+    """None: no launcher is there, or this process is not the rank but a child of it, and nothing is recorded."""
     checkpoint_path: Path | None = None
     checkpoint_every: int = 0
     """Steps between checkpoints; 0: none but those that are asked for."""
@@ -94,12 +97,16 @@ class Environment:
                 f"{_NEIGHBOUR_MEGABYTES}={megabytes}: give the megabytes a second that snapshots may take of the "
                 "network on their way to another node, or 0 for none"
             )
+        runtime = Runtime.from_environment(variables) if variables.get("PACEKEEPER_RUNTIME") else None
+        device_index = _number(variables, "LOCAL_RANK", 0)
+        local_rank = _number(variables, "PACEKEEPER_LOCAL_RANK", device_index)
         return cls(
             rank=_number(variables, "RANK", 0),
             world_size=_number(variables, "WORLD_SIZE", 1),
-            local_rank=_number(variables, "LOCAL_RANK", 0),
+            local_rank=local_rank,
+            device_index=device_index,
             round=_number(variables, "PACEKEEPER_ROUND", 0),
-            runtime=Runtime.from_environment(variables) if variables.get("PACEKEEPER_RUNTIME") else None,
+            runtime=runtime if runtime is not None and runtime.is_lent(local_rank) else None,
             checkpoint_path=Path(path) if path else None,
             checkpoint_every=_number(variables, "PACEKEEPER_CHECKPOINT_EVERY", 0),
             checkpoint_keep=_number(variables, "PACEKEEPER_CHECKPOINT_KEEP", 3),

@@ -113,7 +113,7 @@ def init(
         raise InputError(f"checkpoints.every={checkpoints.every} must be 0 (only when asked for) or a number of steps")
     course = checked_course(sync_mode, sync_every, sync_seconds)
     folder = _open_folder(checkpoints, environment) if checkpoints else None
-    selected = select_device(device, environment.local_rank)
+    selected = select_device(device, environment.device_index)
     if selected.type == "cpu" and "nccl" in (backend or ""):
         raise InputError(
             f'backend={backend!r}: NCCL needs a GPU, this rank trains on the CPU; leave it out, or say "gloo"'

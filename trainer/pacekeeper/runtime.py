@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.reading import parse_json
+from pacekeeper_analysis.records import STATE
 
 DEFAULT_ROOT = "/run/pacekeeper"
+FIRST_TO_TAKE = -1
+"""Owner of a ring that belongs to the first process that takes it: of a rank that is any program."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class Runtime:
 
     def make(self) -> Runtime:
         """Makes the folder and its parts where they are missing."""
-        told = (self.faults, self.links, self.patterns, self.stacks)
+        told = (self.faults, self.links, self.patterns, self.stacks, self.errors)
         for folder in (self.root, *told, self.rings, self.communicators, self.paths, self.snapshots):
             folder.mkdir(parents=True, exist_ok=True)
         return self
@@ -106,11 +113,33 @@ class Runtime:
         return self.root / "stacks"
 
     @property
+    def errors(self) -> Path:
+        """Where torch's @record writes a rank's exception, by local rank, unless there are log files."""
+        return self.root / "errors"
+
+    @property
     def patterns(self) -> Path:
         return self.root / "patterns"
 
     def ring(self, local_rank: int) -> Path:
         return self.rings / str(local_rank)
+
+    def is_lent(self, local_rank: int) -> bool:
+        """Whether this process may act as the rank: it is the one that the launcher forked, whose process id is in the
+        rank's ring. What that process starts inherits its environment, but not its place.
+
+        True as well where there is no ring, or one that names no owner.
+        """
+        try:
+            with self.ring(local_rank).open("rb") as file:
+                header = file.read(STATE.itemsize)
+        except OSError:
+            return True
+        if len(header) != STATE.itemsize:
+            return True
+        state = np.frombuffer(header, STATE)[0]
+        taken_by = int(state["pid"] if state["owner"] == FIRST_TO_TAKE else state["owner"])
+        return taken_by in (0, os.getpid())
 
     def transport(self, local_rank: int) -> Path:
         """Written by NCCL's profiler plugin in the rank, where it runs."""
@@ -139,6 +168,42 @@ class Runtime:
         return self.faults / f"{name}.json"
 
 
+class Touched:
+    """How long ago another process has touched a file, by the time that has passed here.
+
+    The file has the time of the node's clock, and that may be set at any moment: it only shows that it was touched
+    again. What lay there before is as old as that clock says, or infinitely old where it lies in that clock's future.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sign: int | None = None
+        self._at = -math.inf
+
+    def age(self, now: float, wall: float) -> float:
+        """Seconds; infinity: there is no such file. Call it often.
+
+        now: seconds of `elapsed`. wall: seconds since the epoch, by the node's clock.
+        """
+        try:
+            sign = self._path.stat().st_mtime_ns
+        except FileNotFoundError:
+            self._sign = None
+            return math.inf
+        if self._sign is None:
+            before = wall - sign * 1e-9
+            self._at = now - before if before >= 0.0 else -math.inf
+        elif sign != self._sign:
+            self._at = now
+        self._sign = sign
+        return now - self._at
+
+
+def elapsed() -> float:
+    """Seconds of CLOCK_BOOTTIME: it goes on while the machine is suspended, and nobody can set it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def write_plan(path: Path, plan: WorkerPlan) -> None:
     """Replaces `path` in one step. Only this user may read it: the plan has the membership's secret."""
     _replace(path, _json(plan.to_json()), mode=0o600)
@@ -158,9 +223,13 @@ def _replace(path: Path, text: str, mode: int) -> None:
     """`mode`: of the file, less what the process' mask takes away."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # of a process that was killed, with another mode perhaps
-    with open(temporary, "w", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, mode)) as file:
-        file.write(text)
-    temporary.replace(path)
+    try:
+        with open(temporary, "w", opener=lambda name, flags: os.open(name, flags | os.O_EXCL, mode)) as file:
+            file.write(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _json(data: Mapping[str, Any]) -> str:

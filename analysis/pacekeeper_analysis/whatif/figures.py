@@ -123,7 +123,7 @@ class WhatIf:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What makes the figures doubtful."""
-        found = []
+        found = list(self.window.notes)
         launch = self.launch_slowdown
         if launch is not None and abs(launch - 1.0) > TRUSTED_ERROR:
             found.append(

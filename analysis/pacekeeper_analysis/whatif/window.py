@@ -39,6 +39,8 @@ class Window:
     measured_s: Array | None = None
     """Measured seconds of each step [step]."""
     skipped: tuple[Skipped, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    """What of the recording is left out, or to be read with care, in words."""
     recorded_at: tuple[Array, Array] | None = None
     """When each operation started and ended [operation, *mesh, step], in seconds of its step; None where unknown."""
 

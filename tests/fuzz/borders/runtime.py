@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pacekeeper.launcher.log_files import recorded_error
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.runtime import Runtime
 from pacekeeper.sidecar.client import _parsed
@@ -54,9 +55,16 @@ def answer(data: Any) -> object:
     return _parsed(written(data).decode(errors="replace"))
 
 
+def record() -> dict[str, Any]:
+    """What torch's @record writes."""
+    stack = "Traceback (most recent call last):\nValueError: no data\n"
+    return {"message": {"message": "ValueError: no data", "extraInfo": {"py_callstack": stack, "timestamp": "1"}}}
+
+
 BORDERS = [
     Border("heartbeats in files", lambda: [heartbeat().to_json()], text, lambda: file("heartbeat.json", seen), ()),
     Border("faults in files", lambda: [faults()[1].to_json()], text, lambda: file("f.json", _read_fault), ()),
+    Border("error files of ranks", lambda: [record()], text, lambda: file("e.json", recorded_error), ()),
     Border("rings", lambda: [rings()["0"]], content, lambda: file("0", recorded), cases=300),
     Border("rings copied out of workers", lambda: [rings()["0"]], content, by(heads), ()),
     Border("the operator's answers", lambda: [{"error": "why"}], text, by(answer), ()),

@@ -20,4 +20,5 @@ seen = {
     "module": __name__,
 }
 (Path(sys.argv[1]) / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
+print(f"rank {os.environ['RANK']} is here", flush=True)
 dist.destroy_process_group()

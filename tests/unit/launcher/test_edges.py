@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.utils.api import macros
 
 from pacekeeper import cgroup, cli
 from pacekeeper.launcher import network
-from pacekeeper.launcher.launcher import Script, rank_starts
+from pacekeeper.launcher.heartbeat import MissedWrites
+from pacekeeper.launcher.launcher import Launcher, Script, rank_starts
 from pacekeeper.launcher.output import TAIL_BYTES, TAIL_LINES, OutputPipe
 from pacekeeper.launcher.plans import PlanFile
+from pacekeeper.launcher.rank_options import OutputOptions, RankOptions
 from pacekeeper.launcher.rounds import Start
 from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.launcher.words import describe
@@ -190,6 +193,7 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
         "PACEKEEPER_ROUND": "3",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "errors/1.json"),
     }
     assert {name: second.environment[name] for name in expected} == expected
     assert (first.rank, first.threads, first.arguments) == (4, 1, ["-x"])
@@ -200,6 +204,24 @@ def test_a_rank_gets_what_torchrun_would_give_it(tmp_path: Path, monkeypatch: py
     assert first.threads == 0
     assert "OMP_NUM_THREADS" not in first.environment
     assert first.environment["GLOO_SOCKET_IFNAME"] == "eth9"
+
+
+def test_a_rank_gets_what_the_options_say(tmp_path: Path) -> None:
+    plan = WorkerPlan(role=Role.MEMBER, ranks=(4, 5), world_size=8, workers=4, store="127.0.0.2:29400")
+    settings = LauncherSettings(worker="w", address="127.0.0.1")
+    options = RankOptions("trainer", "x", virtual_local_rank=True, output=OutputOptions(tmp_path / "logs"))
+    script = Script("prog", False, ("--device=${local_rank}", "$HOME", "$$"), is_program=True, options=options)
+    _, second = rank_starts(Start(3, 4711, plan), script, settings, Runtime(tmp_path))
+    expected = {
+        "ROLE_NAME": "trainer",
+        "TORCHELASTIC_RUN_ID": "x",
+        "LOCAL_RANK": "0",
+        "PACEKEEPER_LOCAL_RANK": "1",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "logs/attempt_2/1/error.json"),
+    }
+    assert {name: second.environment[name] for name in expected} == expected
+    assert second.is_program
+    assert second.arguments == macros.substitute(list(script.arguments), "1"), "as torchrun replaces them"
 
 
 def test_nothing_is_missing_that_torchrun_sets(tmp_path: Path) -> None:
@@ -234,6 +256,22 @@ def test_nccl_records_when_collectives_begin_unless_the_user_wants_otherwise(
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
     monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", "0")
     assert given() == [None, None, None]
+
+
+def test_a_fault_that_a_full_volume_refuses_is_handed_over_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = Runtime(tmp_path / "run")
+    launcher = object.__new__(Launcher)
+    launcher._runtime, launcher._volume, launcher._unwritten = runtime, MissedWrites(), []
+    launcher.notify(FAULT)
+    launcher.notify(replace(FAULT, name="m"))
+    assert caplog.text.count("cannot be written for the operator: a fault: [Errno 2]") == 1
+    runtime.make()
+    launcher._hand_over_faults()
+    assert sorted(path.name for path in runtime.faults.iterdir()) == ["m.json", "n.json"]
+    launcher.notify(replace(FAULT, name="o"))
+    assert len(list(runtime.faults.iterdir())) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pacekeeper.keep.news import CheckpointNews
-from pacekeeper.launcher.heartbeat import HeartbeatFile, next_beat
+from pacekeeper.launcher.heartbeat import HeartbeatFile, MissedWrites, next_beat
 from pacekeeper.launcher.rounds import RoundState
 from pacekeeper_analysis.records import STATE
 from pacekeeper_analysis.reports import GpuHealth, Heartbeat, LauncherState
@@ -164,3 +164,23 @@ def test_ranks_that_cannot_be_killed_are_named_until_they_are_gone() -> None:
     assert (beat.state, beat.unkillable_ranks) == (LauncherState.FAILED, (3,))
     gone = RoundState(stage=LauncherState.GATHERING, round=1)
     assert next_beat(beat, gone, None, [], 101.0, 10.0).unkillable_ranks == ()
+
+
+def test_a_heartbeat_that_a_full_volume_refuses_is_said_once_and_written_when_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    volume = tmp_path / "volume"
+    missed, path = MissedWrites(), volume / "heartbeat.json"
+    file = HeartbeatFile(path, "w")
+    assert "the first heartbeat: [Errno 2]" in caplog.text
+    caplog.clear()
+    beat = Heartbeat("w", state=LauncherState.RUNNING, step=3)
+    for now in (1.0, 1.05, 1.1):
+        with missed.tolerated("the heartbeat"):
+            file.write(beat, now)
+    assert caplog.text.count("cannot be written for the operator: the heartbeat: ") == 1
+    assert file.last == beat, "what comes next is counted from it all the same"
+    volume.mkdir()
+    with missed.tolerated("the heartbeat"):
+        file.write(beat, 1.15)
+    assert json.loads(path.read_text())["step"] == 3

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pacekeeper.launcher import local as local_module
 from pacekeeper.launcher.local import (
     ADDRESS,
     ANSWERS,
@@ -20,6 +25,7 @@ from pacekeeper.launcher.local import (
     judge_faults,
     judge_paces,
     judge_refusal,
+    local_runtime,
 )
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.adapt import Hysteresis, Trouble
@@ -300,3 +306,69 @@ def test_nonsense_in_the_runtime_folder_ends_nothing(
     assert json.loads(runtime.plan.read_text()) == plan
     assert not runtime.fault("one").exists()
     assert len(caplog.records) <= 1, "the same is said once"
+
+
+class TestTheFolderOfARun:
+    @pytest.fixture(autouse=True)
+    def parent(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr(local_module, "_SHARED_MEMORY", tmp_path)
+        monkeypatch.setattr(local_module, "_ENOUGH_BYTES", 0)
+        return tmp_path
+
+    def test_another_run_leaves_it_alone_whatever_it_sees_of_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In another process namespace (`docker run --ipc=host`) the first run's process id is nobody's."""
+        real = Path.exists
+        monkeypatch.setattr(Path, "exists", lambda path: not str(path).startswith("/proc/") and real(path))
+        with local_runtime() as first:
+            with local_runtime() as second:
+                assert first.root != second.root
+                assert first.rings.is_dir()
+            assert not second.root.exists()
+            in_fork(lambda: local_module._sweep(first.root.parent))
+            assert first.rings.is_dir(), "a process of the first run does not remove it, either"
+        assert not first.root.exists()
+
+    def test_one_that_was_killed_is_swept_and_one_that_is_being_swept_is_not_taken(
+        self, parent: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dead = parent / "pacekeeper-run-1-dead"
+        (dead / "rings").mkdir(parents=True)
+        others = parent / "pacekeeper-1-older"  # of a version that held nothing
+        others.mkdir()
+        flock, swept = fcntl.flock, []
+
+        def sweep_first(file: int, how: int) -> None:
+            """Another run that begins takes the first folder for one that was left behind."""
+            if not swept and not dead.exists():
+                swept.append(os.readlink(f"/proc/self/fd/{file}"))
+                shutil.rmtree(swept[0])
+            flock(file, how)
+
+        monkeypatch.setattr(fcntl, "flock", sweep_first)
+        with local_runtime() as runtime:
+            assert not dead.exists()
+            assert others.exists()
+            assert swept != [str(runtime.root)]
+            assert runtime.rings.is_dir()
+
+    def test_where_there_are_no_locks_a_run_begins_and_sweeps_nothing(
+        self, parent: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object) -> None:
+            raise OSError("no locks available")
+
+        (parent / "pacekeeper-run-1-dead").mkdir()
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        with local_runtime() as runtime:
+            assert runtime.rings.is_dir()
+        assert [path.name for path in parent.iterdir()] == ["pacekeeper-run-1-dead"]
+
+
+def in_fork(call: Callable[[], object]) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            call()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)

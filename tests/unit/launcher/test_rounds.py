@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -279,15 +280,24 @@ def test_a_finished_launcher_is_ready_again_when_a_peer_fails(running: Machine) 
     assert running.status() is Status.READY
 
 
+def test_ctrl_c_ends_with_the_code_that_shells_know(running: Machine) -> None:
+    running.see(told_to_end=True, end_signal=signal.SIGINT)
+    running.see(ranks=GONE)
+    assert Exit(130, "told to end (SIGINT)") in [*running.see(), *running.see()]
+
+
 def test_a_finished_launcher_that_is_told_to_end_has_succeeded(running: Machine) -> None:
     running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1)))
     running.see()
     assert Exit(0, "its ranks have finished") in running.see(told_to_end=True)
 
 
-def test_what_a_finished_rank_has_left_running_is_killed(running: Machine) -> None:
+def test_what_a_finished_rank_has_left_running_gets_time_to_end_and_is_killed_then(running: Machine) -> None:
     ended = tuple(RankSeen(rank, gone=False, exit_code=0) for rank in (0, 1))
-    assert running.see(ranks=ended) == [Kill()]
+    assert running.see(ranks=ended) == []
+    assert running.status() is Status.FINISHED
+    assert running.see(after=SETTINGS.linger - 1) == []
+    assert running.see(after=1) == [Kill()]
     assert running.status() is Status.FINISHED
 
 

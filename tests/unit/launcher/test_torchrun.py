@@ -7,14 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
+from pacekeeper.environment import Environment
 from pacekeeper.launcher import torchrun
-from pacekeeper.launcher.command import main, parse
+from pacekeeper.launcher.command import _local_settings, main, parse
+from pacekeeper.launcher.launcher import Script
+from pacekeeper.launcher.rank_options import OutputOptions, RankOptions, Std, StreamSelection, rank_environment
+from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper_analysis.errors import InputError
 
 POD = {"PACEKEEPER_WORKER": "gpt-w0-1", "PACEKEEPER_NPROC": "8"}
-OURS = {"--max-restarts", "--max_restarts", "-m", "--module", "-h", "--help"}
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def ranks(line: str, environment: Mapping[str, str] | None = None, devices: Path = Path("/none")) -> int | None:
@@ -22,15 +27,22 @@ def ranks(line: str, environment: Mapping[str, str] | None = None, devices: Path
 
 
 @pytest.mark.oldest_torch
-def test_every_option_of_torchrun_is_known_in_each_spelling_and_takes_as_many_values() -> None:
+def test_every_option_of_torchrun_is_known_in_each_spelling_with_its_variable_and_takes_as_many_values() -> None:
+    """Where torch has a new option, this fails: decide in torchrun.OPTIONS what it does here."""
     known = {
-        name: option.flag
-        for option in torchrun.OPTIONS
+        name: (option.flag, option.by_variable)
+        for option in (*torchrun.OPTIONS, *torchrun.SHARED)
         for name in (option.name, f"--{option.destination}", *option.short)
     }
     for action in get_args_parser()._actions:
-        for name in set(action.option_strings) - OURS:
-            assert known[name] is (action.nargs == 0), name
+        for name in set(action.option_strings) - {"-h", "--help"}:
+            assert known[name] == (action.nargs == 0, isinstance(action, (env, check_env))), name
+
+
+def test_the_documentation_says_what_each_option_does() -> None:
+    assert torchrun.option_table() in (ROOT / "docs/torchrun.md").read_text()
+    for option in (*torchrun.OPTIONS, *torchrun.SHARED):
+        assert option.help, f"{option.name} does nothing, and nothing is said about it"
 
 
 def test_what_follows_the_script_is_the_scripts() -> None:
@@ -85,9 +97,10 @@ def test_in_a_pod_the_plan_says_how_many(line: str) -> None:
         ("--nproc-per-node gpu", {}, r"none is visible here; give the number"),
         ("--nnodes 2:4", {}, r"--nnodes 2:4: without a plan .* spec.replicas 2"),
         ("--nnodes two", {}, r"--nnodes two: give a number"),
+        ("--nnodes 1:20:30", {}, r"--nnodes 1:20:30: .*the smallest and the largest"),
+        ("--nnodes 1:0", {}, r"--nnodes 0: give a number"),
         ("--local 2 --nproc-per-node 4", {}, r"--local 2 and --nproc-per-node 4 contradict"),
-        ("--no-python", POD, r"--no-python: .* give the Python script itself"),
-        ("--virtual-local-rank", {}, r"--virtual-local-rank: .* leave it out"),
+        ("--logs-specs unknown", {}, r"--logs-specs: .* use --log-dir"),
         ("--print-completion bash", {}, r"--print-completion: .* ask torchrun"),
     ],
 )
@@ -96,25 +109,157 @@ def test_contradictions_are_told_with_the_remedy(line: str, environment: dict[st
         ranks(line, environment)
 
 
+def options(line: str, environment: Mapping[str, str] | None = None, ranks: int | None = 2) -> RankOptions:
+    return torchrun.rank_options(parse([*line.split(), "train.py"]), environment or {}, ranks)
+
+
 def test_what_is_passed_over_is_said_in_one_line() -> None:
-    line = "--standalone --rdzv-id x --tee 3 -r 3 --nnodes 1 --nproc-per-node 2 train.py"
-    asked = parse(line.split())
-    assert torchrun.passed_over(asked, local=True) == (
-        "--rdzv-id passed over: the ranks meet on this machine; "
-        "--redirects, --tee passed over: the launcher passes the ranks' output on, each line with its rank"
+    line = "--standalone --rdzv-id x --rdzv-conf a=1 --local-addr h --nnodes 1 --nproc-per-node 2 --max-restarts 3"
+    asked = parse([*line.split(), "train.py"])
+    assert torchrun.passed_over(asked, True, {}) == (
+        "--rdzv-conf, --local-addr passed over: the ranks meet on this machine"
     )
-    assert torchrun.passed_over(asked, local=False).startswith("--nnodes passed over: the plan says who takes part")
-    assert torchrun.passed_over(parse(["--local", "2", "train.py"]), local=True) == ""
+    in_a_pod = torchrun.passed_over(asked, False, {"PYTHON_EXEC": "/usr/bin/python"})
+    assert in_a_pod.startswith("--nnodes passed over: the plan says who takes part")
+    assert "--max-restarts passed over: the plan has its own" in in_a_pod
+    assert "PYTHON_EXEC passed over: ranks run in the launcher's Python" in in_a_pod
+    assert torchrun.passed_over(parse(["--local", "2", "train.py"]), True, {}) == ""
+    filters = parse(["--duplicate-stdout-filters", "loss", "train.py"])
+    assert torchrun.passed_over(filters, True, {}) == (
+        "--duplicate-stdout-filters passed over: they filter the streams that --tee names"
+    )
+
+
+def test_what_torchrun_reads_of_the_environment_counts_unless_the_command_line_says_it() -> None:
+    asked = parse(["--nproc_per_node", "2", "train.py"])
+    environment = {
+        "PET_NPROC_PER_NODE": "4",
+        "PET_NNODES": "1",
+        "PET_RDZV_ID": "x",
+        "PET_NO_PYTHON": "1",
+        "PET_MODULE": "0",
+        "PET_MAX_RESTARTS": "3",
+        "PET_LOGS_SPECS": "none is read of this",
+        "PET_RDZV_CONF": "",
+    }
+    words = torchrun.take_variables(asked, environment)
+    assert words == (
+        "from the environment: PET_NNODES=1, PET_RDZV_ID=x, PET_NO_PYTHON=1, PET_MAX_RESTARTS=3, PET_MODULE=0"
+    )
+    assert (asked.nproc_per_node, asked.nnodes, asked.no_python, asked.module) == ("2", "1", True, False)
+    assert torchrun.restarts(asked) == 3
+    assert torchrun.rank_options(asked, environment, 2).run_id == "x"
+    with pytest.raises(InputError, match="PET_STANDALONE=yes: give 1, or 0"):
+        torchrun.take_variables(parse(["train.py"]), {"PET_STANDALONE": "yes"})
+    asked = parse(["train.py"])
+    torchrun.take_variables(asked, {"PET_MAX_RESTARTS": "many"})
+    with pytest.raises(InputError, match="--max-restarts many: give a number"):
+        torchrun.restarts(asked)
+    assert torchrun.restarts(parse(["train.py"])) == torchrun.DEFAULT_RESTARTS
+
+
+def test_options_of_the_ranks_are_read_as_torchrun_reads_them() -> None:
+    line = (
+        "--role trainer --rdzv-id x --redirect=3 -t 0:1,11:2 --local_ranks_filter=0,2 --shutdown-timeout 0 "
+        "--duplicate-stdout-filters a,,b,c --log-line-prefix-template ${rank}:"
+    )
+    assert options(line) == RankOptions(
+        role="trainer",
+        run_id="x",
+        grace_seconds=0.0,
+        output=OutputOptions(
+            redirects=StreamSelection(Std.OUT | Std.ERR),
+            tee=StreamSelection(by_rank={0: Std.OUT, 11: Std.ERR}),
+            shown=frozenset({0, 2}),
+            prefix_template="${rank}:",
+            stdout_filters=("a,b", "c"),
+        ),
+    )
+    assert options("") == RankOptions()
+    variables = {torchrun.PREFIX_VARIABLE: "[${rank}]", torchrun.GRACE_VARIABLE: "7"}
+    read = options("", variables)
+    assert (read.output.prefix_template, read.grace_seconds) == ("[${rank}]", 7.0)
+    assert options("--shutdown-timeout 3", variables).grace_seconds == 3.0
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("", False),
+        ("--log-dir x", True),
+        ("-r 3", True),
+        ("-t 0:1", True),
+        ("-r 0", False),
+        ("--log-dir /dev/null -t 3", False),
+    ],
+)
+def test_log_files_are_there_where_an_option_asks_for_them(line: str, wanted: bool) -> None:
+    asked = parse([*line.split(), "train.py"])
+    assert torchrun.wants_log_files(asked, torchrun.rank_options(asked, {}, 1)) is wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--no-python -m", "--no-python and --module contradict"),
+        ("-r 4", "--redirects 4: give 1"),
+        ("--tee 0:1,1", "--tee 0:1,1: give 1"),
+        ("--local-ranks-filter 0,x", "--local-ranks-filter 0,x: give local ranks"),
+        ("--master-port http", "--master-port http: give a number below"),
+        ("--shutdown-timeout soon", "--shutdown-timeout soon: give whole seconds"),
+    ],
+)
+def test_nonsense_is_refused_with_the_remedy(line: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        options(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "port"),
+    [("", 0), ("--master-port 29501", 29501), ("--standalone --master-port 1", 0), ("--rdzv-backend c10d", 0)],
+)
+def test_the_store_listens_where_torchrun_would_have_it(line: str, port: int) -> None:
+    assert options(line).master_port == port
+    assert options(line, ranks=None).master_port == 0, "in a pod"
+
+
+def test_ranks_have_so_long_to_leave_as_the_option_says() -> None:
+    assert _local_settings(Script("s.py", False, (), options=options("--shutdown-timeout 3"))).grace == 3.0
+    assert _local_settings(Script("s.py", False, ())).grace == LauncherSettings.grace
+
+
+def test_with_virtual_local_ranks_each_rank_sees_its_own_gpu() -> None:
+    virtual = options("--virtual-local-rank", ranks=None)
+    assert rank_environment(RankOptions(), 1, {}) == {"LOCAL_RANK": "1"}
+    mine = {"LOCAL_RANK": "0", "PACEKEEPER_LOCAL_RANK": "1"}
+    assert rank_environment(virtual, 1, {}) == {**mine, "CUDA_VISIBLE_DEVICES": "1"}
+    assert rank_environment(virtual, 1, {"CUDA_VISIBLE_DEVICES": "4, GPU-5"}) == {
+        **mine, "CUDA_VISIBLE_DEVICES": "GPU-5"
+    }  # fmt: skip
+    amd = {"HIP_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}
+    assert rank_environment(virtual, 1, amd) == {**mine, "HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": "3"}
+    with pytest.raises(InputError, match="local rank 1 has no GPU in CUDA_VISIBLE_DEVICES=7"):
+        options("--virtual-local-rank", {"CUDA_VISIBLE_DEVICES": "7"}, ranks=2)
+    with pytest.raises(InputError, match="local rank 1 has no GPU"):
+        options("--virtual-local-rank", {"CUDA_VISIBLE_DEVICES": "7", "PACEKEEPER_NPROC": "2"}, ranks=None)
+    library = Environment.read(rank_environment(virtual, 1, {}))
+    assert (library.local_rank, library.device_index) == (1, 0)
 
 
 def test_it_is_told_before_anything_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.touch()
     with pytest.raises(InputError, match="--nnodes 2"):
-        main(["--nnodes", "2", "--master-port", "1", str(script)])
+        main(["--nnodes", "2", "--master-addr", "h", str(script)])
     with pytest.raises(InputError, match="PACEKEEPER_WORKER"):
-        main(["--master-port", "1", str(script)])
-    assert "--master-port passed over" in capsys.readouterr().err
+        main(["--master-addr", "h", str(script)])
+    assert "--master-addr passed over" in capsys.readouterr().err
+    program = tmp_path / "no-program"
+    with pytest.raises(InputError, match="no-program is no executable file here"):
+        main(["--local", "1", "--no-python", str(program)])
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=f"--log-dir {tmp_path}/file: .*name a folder"):
+        main(["--local", "1", "--log-dir", str(tmp_path / "file"), str(script)])
     with pytest.raises(SystemExit):
         parse(["--local", "2", "--max-restarts", "-1", str(script)])
     assert "0 or more" in capsys.readouterr().err

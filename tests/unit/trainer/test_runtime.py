@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
-from pacekeeper.runtime import Runtime, read_json, write_json, write_plan
+from pacekeeper.runtime import Runtime, Touched, read_json, write_json, write_plan
 from pacekeeper_analysis.plan import Role, WorkerPlan
 
 
@@ -16,7 +17,7 @@ def test_the_environment_names_the_folder() -> None:
 
 def test_making_the_folder_twice_is_making_it_once(tmp_path: Path) -> None:
     runtime = Runtime(tmp_path / "deep" / "folder").make().make()
-    folders = ["communicators", "faults", "links", "paths", "patterns", "rings", "snapshots", "stacks"]
+    folders = ["communicators", "errors", "faults", "links", "paths", "patterns", "rings", "snapshots", "stacks"]
     assert sorted(path.name for path in runtime.root.iterdir()) == folders
 
 
@@ -38,3 +39,35 @@ def test_the_plan_with_its_secret_is_readable_by_this_user_alone(tmp_path: Path)
         assert path.stat().st_mode & 0o777 == 0o600
     assert WorkerPlan.from_json(read_json(path) or {}) == plan
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_how_long_ago_a_file_was_touched_is_counted_by_time_that_nobody_sets(tmp_path: Path) -> None:
+    path = tmp_path / "contact"
+    touched = Touched(path)
+
+    def touch(wall: float) -> None:
+        path.touch()
+        os.utime(path, (wall, wall))
+
+    assert touched.age(now=100.0, wall=5_000.0) == math.inf
+    touch(4_998.0)
+    assert touched.age(now=100.0, wall=5_000.0) == 2.0, "it lay there before the first look"
+    assert touched.age(now=103.0, wall=1_403.0) == 5.0, "the clock was set back by an hour"
+    touch(1_404.0)
+    assert touched.age(now=104.0, wall=1_404.0) == 0.0
+    assert touched.age(now=110.0, wall=9_999.0) == 6.0, "or forward"
+    path.unlink()
+    assert touched.age(now=111.0, wall=9_999.0) == math.inf
+    touch(9_999.0)
+    assert touched.age(now=112.0, wall=10_000.0) == 1.0
+
+
+def test_a_file_from_the_clocks_future_is_infinitely_old_until_it_is_touched(tmp_path: Path) -> None:
+    """The clock was set back, and then the launcher started again: nothing says when the operator was heard."""
+    path = tmp_path / "contact"
+    path.touch()
+    os.utime(path, (9_000.0, 9_000.0))
+    touched = Touched(path)
+    assert touched.age(now=100.0, wall=5_000.0) == touched.age(now=101.0, wall=5_001.0) == math.inf
+    os.utime(path, (5_002.0, 5_002.0))
+    assert touched.age(now=102.0, wall=5_002.0) == 0.0

@@ -1,5 +1,7 @@
 """torchtitan's Trainer, told to Pacekeeper: `-m pacekeeper.integrations.torchtitan` in place of `-m torchtitan.train`,
-with the same arguments; or, with a Trainer of one's own, `torchtitan.train.main(watched(MyTrainer))`.
+with the same arguments. torchtitan's `main` takes the class of the trainer up to 0.2.2; since then (2026-02-23, #2386)
+it builds the one that the chosen configuration belongs to. Both are supported. With a Trainer of one's own and the
+former: `torchtitan.train.main(watched(MyTrainer))`.
 
 It goes by what torchtitan has its own trainers override: `train`, `train_step`, `should_continue_training`. Restarts go
 on from the newest checkpoint, as torchtitan does by itself. Data, parallelism and gradients stay torchtitan's.
@@ -7,11 +9,13 @@ on from the newest checkpoint, as torchtitan does by itself. Data, parallelism a
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from typing import Any
 
 from pacekeeper.environment import LEFT_WHEN_TOLD
+from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.records import Phase
 
 from .training import FrameworkTraining, Told
@@ -22,7 +26,7 @@ _log = logging.getLogger(__name__)
 def watched(trainer: type[Any]) -> type[Any]:
     """A Trainer that is `trainer` and tells what it does.
 
-    trainer: torchtitan.train.Trainer, or one that is made from it.
+    trainer: torchtitan's Trainer, or one that is made from it.
     """
 
     class Watched(trainer):  # type: ignore[misc]  # a class that is known when it runs
@@ -46,8 +50,10 @@ def watched(trainer: type[Any]) -> type[Any]:
                 self._training = FrameworkTraining()
                 self._training.begin(self.step)
                 _hear_losses(self.metrics_processor, self._training)
-                self._interval = self.checkpointer.interval
-            self.checkpointer.interval = self._interval
+                if self._writes_checkpoints():
+                    self._interval = self.checkpointer.interval
+            if self._writes_checkpoints():
+                self.checkpointer.interval = self._interval
             if self._saves:
                 self._saves = False
                 self._finish_saving(self._training)
@@ -58,19 +64,22 @@ def watched(trainer: type[Any]) -> type[Any]:
             super().train_step(data_iterator)
             assert self._training is not None, "torchtitan has asked whether to continue"
             self._told = self._training.step_ended()
-            checkpointer = self.checkpointer
-            if self._told.save:
-                checkpointer.interval = 1  # it is due at this step, then
-            last = self.step == self.job_config.training.steps
-            writes = checkpointer.enable and not checkpointer.load_only
-            self._saves = writes and (last or self.step % checkpointer.interval == 0)
+            writes, config = self._writes_checkpoints(), _config_of(self)
+            if self._told.save and writes:
+                self.checkpointer.interval = 1  # it is due at this step, then
+            last = self.step == config.training.steps
+            self._saves = writes and (last or self.step % self.checkpointer.interval == 0)
             if self._told.leave and not writes:
                 _log.warning("told to leave, and torchtitan's checkpoints are off (checkpoint.enable): nothing is kept")
                 sys.exit(LEFT_WHEN_TOLD)
             if self._saves:
                 self._training.enter(Phase.CHECKPOINT)
-            elif self.job_config.validation.enable and self.validator.should_validate(self.step):
+            elif _validates(config) and self.validator.should_validate(self.step):
                 self._training.enter(Phase.EVALUATE)
+
+        def _writes_checkpoints(self) -> bool:
+            """Where they are off, newer checkpointers have no settings."""
+            return bool(self.checkpointer.enable and not self.checkpointer.load_only)
 
         def _finish_saving(self, training: FrameworkTraining) -> None:
             """What is still being written in the background is not told, unless somebody waits for it."""
@@ -85,6 +94,15 @@ def watched(trainer: type[Any]) -> type[Any]:
     return Watched
 
 
+def _config_of(trainer: Any) -> Any:
+    return trainer.config if hasattr(trainer, "config") else trainer.job_config  # the latter up to 0.2.2
+
+
+def _validates(config: Any) -> bool:
+    section = config.validator if hasattr(config, "validator") else config.validation  # the latter up to 0.2.2
+    return bool(section.enable)
+
+
 def _hear_losses(metrics: Any, training: FrameworkTraining) -> None:
     """Each that torchtitan logs, a mean over all ranks."""
     log = metrics.log
@@ -96,7 +114,38 @@ def _hear_losses(metrics: Any, training: FrameworkTraining) -> None:
     metrics.log = log_and_tell
 
 
-if __name__ == "__main__":
-    from torchtitan.train import Trainer, main
+def run() -> None:
+    """Does what `python -m torchtitan.train` does, and tells it.
 
-    main(watched(Trainer))
+    Raises InputError where torchtitan's `main` is neither of those that are known.
+    """
+    from torchtitan import train
+
+    if len(inspect.signature(train.main).parameters) == 1:
+        train.main(watched(train.Trainer))
+        return
+    try:
+        _watch_what_is_built(train.ConfigManager)
+    except AttributeError as error:
+        raise InputError(
+            f"this torchtitan starts in a way that is not known here ({error}): run -m torchtitan.train, with "
+            "`import pacekeeper.auto` in a module of yours that it imports, or torchtitan 0.2.2"
+        ) from error
+    train.main()
+
+
+def _watch_what_is_built(manager: Any) -> None:
+    """Has each configuration that is read from now on build a trainer that tells what it does."""
+    parse = manager.parse_args
+
+    def parse_args(*arguments: Any, **options: Any) -> Any:
+        config = parse(*arguments, **options)
+        kind = type(config)
+        kind._owner = watched(kind._owner)
+        return config
+
+    manager.parse_args = parse_args
+
+
+if __name__ == "__main__":
+    run()

@@ -5,23 +5,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pacekeeper.runtime import Runtime
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import MODES, SyncMode
 
-from . import torchrun
+from . import processes, torchrun
+from .end_signals import default_signals, handled_signals, parse_signals, publish_signals
 from .heartbeat import HeartbeatFile, SignOfLife
+from .imports import ALWAYS, Needs, needs_of
 from .launcher import Launcher, Script
 from .local import LocalController, local_runtime, local_settings
-from .processes import adopt_orphans
-from .rounds import LEFT_EXIT_CODE
+from .log_files import make_run_folder
+from .program import check_program
+from .rounds import exit_code_of
 from .settings import LauncherSettings
 from .warm import Warm, log_as_launcher, preimport, start_warm
+
+log = logging.getLogger(__name__)
 
 AUTO = "Auto"
 DESCRIPTION = """Runs a training script's ranks and starts them again in place when one fails. In a worker's pod it
@@ -31,17 +38,42 @@ follows the operator's plan; with --local it needs no cluster and decides by its
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = parse(argv)
-    script = Script(arguments.script, arguments.module, tuple(arguments.arguments))
-    if not script.is_module and not os.path.isfile(script.name):
-        raise InputError(f"{script.name}: no such file; give the training script's path, or -m and a module's name")
+    variables = torchrun.take_variables(arguments, os.environ)
     ranks = torchrun.local_ranks(arguments, os.environ)
-    if words := torchrun.passed_over(arguments, local=ranks is not None):
-        print(f"pacekeeper run: {words}", file=sys.stderr)
+    restarts = torchrun.restarts(arguments)
+    signals = _signals(arguments.signals_to_handle)
+    options = torchrun.rank_options(arguments, os.environ, ranks)
+    script = Script(
+        arguments.script, arguments.module, tuple(arguments.arguments), is_program=arguments.no_python, options=options
+    )
+    if script.is_program:
+        check_program(script.name)
+    elif not script.is_module and not os.path.isfile(script.name):
+        raise InputError(f"{script.name}: no such file; give the training script's path, or -m and a module's name")
+    for words in (variables, torchrun.passed_over(arguments, ranks is not None, os.environ)):
+        if words:
+            print(f"pacekeeper run: {words}", file=sys.stderr)
+    if torchrun.wants_log_files(arguments, options):
+        script = _with_log_files(script, arguments.log_dir or "")
+    publish_signals(signals)
     if ranks is None:
         settings = LauncherSettings.from_environment(os.environ)
         return launch(script, settings, Runtime.from_environment().make())
     mode = None if arguments.sync_mode == AUTO else SyncMode(arguments.sync_mode)
-    return launch_locally(script, ranks, arguments.max_restarts, mode, arguments.max_rounds_without_progress)
+    return launch_locally(script, ranks, restarts, mode, arguments.max_rounds_without_progress)
+
+
+def _signals(text: str | None) -> tuple[signal.Signals, ...]:
+    return default_signals() if text is None else parse_signals(text)
+
+
+def _with_log_files(script: Script, log_dir: str) -> Script:
+    """Make the folder of this run's log files, and name it where the user has not. Raises InputError."""
+    run_id = script.options.run_id or os.environ.get("PACEKEEPER_JOB", "local")
+    folder = make_run_folder(log_dir, run_id)
+    print(f"pacekeeper run: log files are in {folder}", file=sys.stderr)
+    output = replace(script.options.output, folder=folder)
+    return replace(script, options=replace(script.options, output=output))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -53,7 +85,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-restarts",
         "--max_restarts",
         type=_not_negative,
-        default=10,
         metavar="K",
         help="with --local: rounds after the first (default 10); the plan has its own (spec.remediation.maxRestarts)",
     )
@@ -80,7 +111,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def launch(script: Script, settings: LauncherSettings, runtime: Runtime) -> int:
     """Imports torch, forks the warm process, and follows the plan until the end; the exit code."""
     sign = SignOfLife(runtime.alive)
-    heartbeat, warm = _prepare(settings, runtime)
+    heartbeat, warm = _prepare(settings, runtime, script)
     return asyncio.run(Launcher(script, settings, runtime, warm, heartbeat, sign).run())
 
 
@@ -93,9 +124,9 @@ def launch_locally(
     without limit.
     """
     with local_runtime() as runtime:
-        settings = local_settings(dict(os.environ))
+        settings = _local_settings(script)
         sign = SignOfLife(runtime.alive)
-        heartbeat, warm = _prepare(settings, runtime)
+        heartbeat, warm = _prepare(settings, runtime, script)
 
         async def run() -> int:
             launcher = Launcher(script, settings, runtime, warm, heartbeat, sign)
@@ -110,19 +141,39 @@ def launch_locally(
         return asyncio.run(run())
 
 
-def _prepare(settings: LauncherSettings, runtime: Runtime) -> tuple[HeartbeatFile, Warm]:
+def _local_settings(script: Script) -> LauncherSettings:
+    settings = local_settings(dict(os.environ))
+    grace = script.options.grace_seconds
+    return settings if grace is None else replace(settings, grace=grace)
+
+
+def _prepare(settings: LauncherSettings, runtime: Runtime, script: Script) -> tuple[HeartbeatFile, Warm]:
     log_as_launcher()
     heartbeat = HeartbeatFile(runtime.heartbeat, settings.worker)  # says that the launcher is starting
-    signal.signal(signal.SIGTERM, _leave_early)  # process 1 would ignore it; the launcher's loop has its own handler
-    adopt_orphans()
-    preimport()
+    for signum in handled_signals():
+        # Process 1 would ignore it, another leave its folder behind; the launcher's loop has its own handler.
+        signal.signal(signum, _leave_early)
+    processes.adopt_orphans()
+    path = [os.getcwd(), *sys.path]
+    needs = Needs() if script.is_program else needs_of(script.name, script.is_module, path)
+    if needs.sets:
+        log.warning(
+            "the script sets %s, which torch reads when it is imported: each rank imports torch itself, and starts "
+            "some seconds later for it. Set it in the environment of `pacekeeper run` instead",
+            ", ".join(needs.sets),
+        )
+    preimport(needs.first)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # what is still in there would come out of every rank again
-    return heartbeat, start_warm()
+        if stream is not None:
+            stream.flush()  # what is still in there would come out of every rank again
+    warm = start_warm(None if script.is_program else needs)  # a program imports for itself
+    if needs.sets:
+        preimport(ALWAYS)  # for the store where ranks meet
+    return heartbeat, warm
 
 
-def _leave_early(*_: object) -> None:
-    raise SystemExit(LEFT_EXIT_CODE)
+def _leave_early(signum: int, _: object) -> None:
+    raise SystemExit(exit_code_of(signum))
 
 
 def _at_least_one(text: str) -> int:

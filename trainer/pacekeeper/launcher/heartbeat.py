@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +24,29 @@ PERIOD = 0.5
 
 SIGN_PERIOD = 0.5
 """Seconds between two signs of life."""
+
+SAY_AGAIN = 60.0
+"""Seconds until the log says again that something cannot be written."""
+
+log = logging.getLogger(__name__)
+
+
+class MissedWrites:
+    """What a full volume keeps the launcher from writing: said from time to time, and no reason to end the training."""
+
+    def __init__(self) -> None:
+        self._said_at: dict[str, float] = {}
+
+    @contextmanager
+    def tolerated(self, what: str) -> Iterator[None]:
+        """`what` is written inside of it, or else another time, soon."""
+        try:
+            yield
+        except OSError as error:
+            now = time.monotonic()
+            if now - self._said_at.get(what, float("-inf")) >= SAY_AGAIN:
+                self._said_at[what] = now
+                log.warning("cannot be written for the operator: %s: %s; training goes on", what, error)
 
 
 class SignOfLife:
@@ -47,16 +73,20 @@ class HeartbeatFile:
 
     def __init__(self, path: Path, worker: str) -> None:
         self._path = path
-        self._beat = Heartbeat(worker=worker)
+        self._beat = self._written = Heartbeat(worker=worker)
         self._written_at = float("-inf")
-        write_json(path, self._beat.to_json())
+        with MissedWrites().tolerated("the first heartbeat"):
+            write_json(path, self._beat.to_json())
 
     def write(self, beat: Heartbeat, now: float) -> None:
-        """`now`: seconds of the monotonic clock."""
-        if beat == self._beat or (_what_is_rare(beat) == _what_is_rare(self._beat) and now - self._written_at < PERIOD):
+        """`now`: seconds of the monotonic clock. Raises OSError where the volume is full; call it again, then."""
+        if beat == self._written:
             return
+        if _what_is_rare(beat) == _what_is_rare(self._written) and now - self._written_at < PERIOD:
+            return
+        self._beat = beat
         write_json(self._path, beat.to_json())
-        self._beat, self._written_at = beat, now
+        self._written, self._written_at = beat, now
 
     @property
     def last(self) -> Heartbeat:

@@ -8,36 +8,57 @@ import math
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING
 
 from pacekeeper import cgroup
 from pacekeeper.keep.news import read_news
-from pacekeeper.runtime import Runtime, write_json
+from pacekeeper.runtime import Runtime, Touched, elapsed, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
 
 from . import processes
+from .end_signals import handled_signals
 from .gpu import GpuEvent, open_gpus
-from .heartbeat import HeartbeatFile, SignOfLife, next_beat
+from .heartbeat import HeartbeatFile, MissedWrites, SignOfLife, next_beat
 from .inspection import Inspector
+from .log_files import ERROR_FILE, RankOutput, error_file
 from .meeting import Status
 from .nccl import crashed, has_gpus, plugin_after, plugin_environment, usable_plugin
 from .network import bind, interface_of
+from .outlet import LogStream, Outlet
 from .path_finder import PathFinder
 from .plans import PlanFile
 from .probe import ProbeHost, Prober
 from .rank import RankStart
+from .rank_options import RankOptions, rank_environment
 from .ranks import RankProcesses
-from .rounds import Command, Exit, Kill, Notify, RoundState, Seen, Start, Terminate, decide, is_alone, report
+from .rounds import (
+    Command,
+    Exit,
+    Kill,
+    Notify,
+    RoundState,
+    Seen,
+    Start,
+    Terminate,
+    decide,
+    exit_code_of,
+    is_alone,
+    report,
+    signal_name,
+)
 from .settings import LauncherSettings
 from .shim import why_missing
 from .sockets import SocketFile
-from .warm import Warm, start_warm_anew
+from .stdin import StandardInput
+from .warm import ErrorStream, Warm, log_to, start_warm_anew
 from .wire import MeetingClient, MeetingHost
 from .words import describe
 
@@ -49,6 +70,10 @@ TICK = 0.05
 
 _BIND_PAUSE = 0.2
 _GPU_PERIOD = 1.0
+_AGAIN = 0.5
+"""Seconds after which a signal to end counts as a second one."""
+_ASKED_BY_HAND = {signal.SIGINT, signal.SIGTERM, signal.SIGQUIT}
+_DRAIN = 0.2  # seconds between two looks whether the output is still to be waited for
 _LINGER = 5.0  # how long the host of a meeting lets the others learn that all have finished
 _STORE_TIMEOUT = timedelta(seconds=300)
 
@@ -62,6 +87,8 @@ class Script:
     name: str  # path, or the name of a module
     is_module: bool
     arguments: tuple[str, ...]
+    is_program: bool = False  # not Python's: `name` is what is executed
+    options: RankOptions = field(default_factory=RankOptions)
 
 
 class Launcher:
@@ -80,11 +107,20 @@ class Launcher:
         self._settings = settings
         self._runtime = runtime
         self._warm = warm
-        self._ranks = RankProcesses(warm, runtime)
+        self._stdin = StandardInput(0 if sys.__stdin__ is not None else -1)
+        self._stdout = Outlet(1 if sys.stdout is not None else -1, "standard output")
+        self._stderr = Outlet(2 if sys.stderr is not None else -1, "standard error")
+        self._named: list[Outlet] = []  # whose reader has gone
+        self._ranks = RankProcesses(
+            warm, runtime, RankOutput(script.options, (self._stdout, self._stderr)), self._stdin.open
+        )
         self._state = RoundState()
         self._plan = PlanFile(runtime.plan)
         self._heartbeat = heartbeat
         self._sign = sign
+        self._contact = Touched(runtime.contact)
+        self._volume = MissedWrites()
+        self._unwritten: list[Fault] = []
         self._wake = asyncio.Event()
         self._client = MeetingClient(on_view=self._wake.set)
         self._host: MeetingHost | None = None
@@ -103,14 +139,16 @@ class Launcher:
         self._gpus = open_gpus()
         self._gpus_at = 0.0
         self._gpu_faults: set[str] = set()
-        self._told_to_end = False
+        self._told_at: float | None = None  # when it was told to end, on the monotonic clock
+        self._end_signal = signal.SIGTERM
         self._exit: Exit | None = None
 
     async def run(self) -> int:
         """The launcher's exit code."""
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._end)
+        for signum in handled_signals():
+            loop.add_signal_handler(signum, self._end, signum)
+        log_to(LogStream(self._stderr))
         loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
         self._listen_to_warm()
         await self._probe_host.serve(self._probe_listener)
@@ -127,11 +165,25 @@ class Launcher:
             self._prober.close()
             self._paths.close()
             self._probe_host.close()
+            self._stdin.close()
             self._ranks.close()
             self._sign.end()
-        log.info("ends with code %d: %s", self._exit.code, self._exit.why)
+        if self._exit.code:
+            self._ranks.pass_error_on(os.environ)
         await self._part_from_peers(self._exit.code)
+        if self._exit.code == 0:
+            self._name_processes("outlive the run", processes.adopted(except_for=self._warm.pid))
+        log.info("ends with code %d: %s", self._exit.code, self._exit.why)
+        await self._write_all()
+        log_to(ErrorStream())
         return self._exit.code
+
+    async def _write_all(self) -> None:
+        """Waits for who reads our output, unless we are told to end: then for a moment only."""
+        for outlet in (self._stdout, self._stderr):
+            while not await asyncio.to_thread(outlet.drain, _DRAIN):
+                if self._told_at is not None and time.monotonic() - self._told_at >= _LINGER:
+                    break
 
     def give_up(self, why: str) -> None:
         """Ends the ranks and the launcher, as failed."""
@@ -154,7 +206,7 @@ class Launcher:
                 return
             log.warning("the process that ranks are forked from ends (%s), and they with it; another one starts", how)
             warm.connection.close()
-            self._warm = start_warm_anew()
+            self._warm = start_warm_anew(warm.needs)
             self._ranks.change_warm(self._warm, f"the process that it was forked from has ended: {how}")
             self._listen_to_warm()
         else:
@@ -162,13 +214,28 @@ class Launcher:
                 words = f"the process that ranks are forked from has not started within {limit:g} s"
                 self._exit = Exit(1, f"{words}; mend the storage of the image, or raise PACEKEEPER_IMPORT_SECONDS")
 
-    def _end(self) -> None:
-        self._told_to_end = True
+    def _name_closed_outlets(self) -> None:
+        for outlet in (self._stdout, self._stderr):
+            if outlet.closed_by_reader and outlet not in self._named:
+                self._named.append(outlet)
+                log.warning("%s", outlet.closed_by_reader)
+
+    def _end(self, signum: signal.Signals) -> None:
+        """The first signal lets the ranks write a checkpoint and leave; a second one ends them at once. A terminal that
+        is closed may send several in one moment."""
+        now = time.monotonic()
+        if self._told_at is None:
+            self._told_at, self._end_signal = now, signum
+        elif now - self._told_at >= _AGAIN and signum in _ASKED_BY_HAND:
+            self._exit = Exit(exit_code_of(signum), f"told to end again ({signal_name(signum)})")
         self._wake.set()
 
     async def _turn(self) -> None:
         """One look at the world and what follows from it; again at once while something does."""
-        self._sign.give(time.monotonic())
+        with self._volume.tolerated("the sign of life"):
+            self._sign.give(time.monotonic())
+        self._hand_over_faults()
+        self._name_closed_outlets()
         processes.reap(except_for=self._warm.pid)
         self._take_news(time.monotonic())
         plan = self._plan.read()
@@ -176,15 +243,24 @@ class Launcher:
         seen = self._see(plan)
         self._state, commands = decide(before, seen, time.monotonic(), self._settings)
         if is_alone(self._state, seen):
-            self._runtime.alone.touch()
+            with self._volume.tolerated("that no peer is heard"):
+                self._runtime.alone.touch()
         if self._state.stage is not before.stage:
             log.info("%s (membership %d, round %d)", self._state.stage, self._state.membership, self._state.round)
+            if self._state.stage is LauncherState.FINISHED and (left := self._ranks.left_behind()):
+                self._name_processes(f"may go on for {self._settings.linger:g} s: the ranks have started them", left)
+        if before.running and not self._state.running:
+            self._name_processes(f"outlive round {before.running}", processes.adopted(except_for=self._warm.pid))
         for command in commands:
             self._do(command)
         await self._meet(plan)
         self._observe(plan, time.monotonic())
         if commands:
             self._wake.set()
+
+    def _name_processes(self, what: str, found: Mapping[int, str]) -> None:
+        if found:
+            log.warning("processes %s: %s", what, processes.in_words(found))
 
     def _observe(self, plan: WorkerPlan | None, now: float) -> None:
         """What is to be told: the heartbeat, stalls, GPU errors."""
@@ -193,8 +269,10 @@ class Launcher:
         last, ranks = self._heartbeat.last, states.values()
         beat = next_beat(last, self._state, plan, ranks, time.time(), now, self._refused(), checkpoints)
         ports = {"meeting_port": self._meeting_port, "probe_port": self._probe_listener.getsockname()[1]}
-        self._heartbeat.write(replace(beat, **ports, gpus=self._gpus.health, paths=self._paths.reports()), now)
-        self._sockets.look(self._ranks.pids_by_rank(), now)
+        with self._volume.tolerated("the heartbeat"):
+            self._heartbeat.write(replace(beat, **ports, gpus=self._gpus.health, paths=self._paths.reports()), now)
+        with self._volume.tolerated("which rank has which socket"):
+            self._sockets.look(self._ranks.pids_by_rank(), now)
         if self._state.running and self._state.ending_since is None:
             neighbours = plan.neighbours if plan is not None else ()
             pids = self._ranks.pids()
@@ -221,30 +299,25 @@ class Launcher:
             plan=plan,
             view=self._client.view,
             ranks=self._ranks.seen(),
-            told_to_end=self._told_to_end,
-            operator_age=self._operator_age(),
+            told_to_end=self._told_at is not None,
+            end_signal=self._end_signal,
+            operator_age=self._contact.age(elapsed(), time.time()),
             peers_age=self._peers_age(plan),
         )
-
-    def _operator_age(self) -> float:
-        try:
-            return time.time() - self._runtime.contact.stat().st_mtime
-        except FileNotFoundError:
-            return math.inf
 
     def _peers_age(self, plan: WorkerPlan | None) -> float:
         if plan is None or plan.workers <= 1:
             return 0.0
         if self._host is not None and plan.serves_store:
-            return time.monotonic() - self._host.heard_others_at(self._settings.worker)
-        return time.monotonic() - self._client.heard_at
+            return elapsed() - self._host.heard_others_at(self._settings.worker)
+        return elapsed() - self._client.heard_at
 
     def _do(self, command: Command) -> None:
         match command:
             case Start():
                 self._start_round(command)
             case Terminate():
-                self._ranks.signal(signal.SIGTERM)
+                self._ranks.signal(self._end_signal)
             case Kill():
                 self._inspector.stop()
                 self._ranks.signal(signal.SIGKILL)
@@ -254,9 +327,16 @@ class Launcher:
                 self._exit = command
 
     def notify(self, fault: Fault) -> None:
-        """Hands a fault to the sidecar, and says it in the log."""
+        """Hands a fault to the sidecar, as soon as there is room for it, and says it in the log."""
         log.warning("%s", describe(fault))
-        write_json(self._runtime.fault(fault.name), fault.to_json())
+        self._unwritten.append(fault)
+        self._hand_over_faults()
+
+    def _hand_over_faults(self) -> None:
+        with self._volume.tolerated("a fault"):
+            while self._unwritten:
+                write_json(self._runtime.fault(self._unwritten[0].name), self._unwritten[0].to_json())
+                del self._unwritten[0]
 
     async def _meet(self, plan: WorkerPlan | None) -> None:
         """Sits in the meeting that the plan names, serves it where the plan says so, and says how things stand."""
@@ -304,7 +384,8 @@ class Launcher:
         """A fresh store for the process group of a new round; the one before ends, its ranks are gone."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not list it
 
-        listener = socket.create_server((self._settings.address, 0), family=_family(self._settings.address))
+        self._store = None  # it frees the port that the user may have named
+        listener = self._store_listener()
         port: int = listener.getsockname()[1]
         self._store = TCPStore(
             self._settings.address,
@@ -315,6 +396,16 @@ class Launcher:
             master_listen_fd=listener.detach(),
         )
         return port
+
+    def _store_listener(self) -> socket.socket:
+        address, wanted = self._settings.address, self._script.options.master_port
+        try:
+            return socket.create_server((address, wanted), family=_family(address))
+        except OSError as error:
+            if not wanted:
+                raise
+            log.warning("--master-port %d: %s; the ranks meet at another port", wanted, error.strerror)
+            return socket.create_server((address, 0), family=_family(address))
 
     def _start_round(self, command: Start) -> None:
         log.info(
@@ -380,14 +471,14 @@ def rank_starts(
         "LOCAL_WORLD_SIZE": str(len(plan.ranks)),
         "GROUP_RANK": str(plan.ranks[0] * plan.workers // plan.world_size),  # of the worker
         "GROUP_WORLD_SIZE": str(plan.workers),
-        "ROLE_NAME": "default",
+        "ROLE_NAME": script.options.role,
         "ROLE_WORLD_SIZE": str(plan.world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(command.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(command.round - 1),  # scripts ask it whether this is their first start
         "TORCHELASTIC_MAX_RESTARTS": str(plan.restarts),
-        "TORCHELASTIC_RUN_ID": os.environ.get("PACEKEEPER_JOB", "local"),
+        "TORCHELASTIC_RUN_ID": script.options.run_id or os.environ.get("PACEKEEPER_JOB", "local"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         "PACEKEEPER_ROUND": str(command.round),
         "PACEKEEPER_RUNTIME": str(runtime.root),
@@ -408,12 +499,13 @@ def rank_starts(
             round=command.round,
             script=script.name,
             is_module=script.is_module,
-            arguments=list(script.arguments),
+            arguments=[Template(text).safe_substitute(local_rank=local_rank) for text in script.arguments],
             environment={
                 **environment,
                 "RANK": str(rank),
-                "LOCAL_RANK": str(local_rank),
+                **rank_environment(script.options, local_rank, os.environ),
                 "ROLE_RANK": str(rank),
+                ERROR_FILE: str(error_file(script.options, command.round - 1, local_rank, runtime.errors)),
                 "PACEKEEPER_RING": str(runtime.ring(local_rank)),
                 "PACEKEEPER_PATHS": str(runtime.paths_of(local_rank)),
                 **plugin_environment(os.environ, profiler, runtime.transport(local_rank)),
@@ -421,6 +513,7 @@ def rank_starts(
             ring=str(runtime.ring(local_rank)),
             stack=str(runtime.stack(local_rank)),
             threads=threads,
+            is_program=script.is_program,
         )
         for local_rank, rank in enumerate(plan.ranks)
     ]

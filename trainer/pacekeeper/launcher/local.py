@@ -8,6 +8,7 @@ batch shares, planned garbage collection, Local-SGD and back.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import secrets
@@ -47,7 +48,7 @@ ANSWERS = 3
 HOLD_SECONDS = 60.0
 """A mode is kept so long at least, and longer each time that it is left again soon."""
 _SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "pacekeeper-"
+_PREFIX = "pacekeeper-run-"
 _ENOUGH_BYTES = 1 << 30
 
 log = logging.getLogger(__name__)
@@ -270,23 +271,49 @@ def local_runtime() -> Iterator[Runtime]:
     shared = os.access(_SHARED_MEMORY, os.W_OK) and shutil.disk_usage(_SHARED_MEMORY).free >= _ENOUGH_BYTES
     parent = _SHARED_MEMORY if shared else Path(tempfile.gettempdir())
     _sweep(parent)
-    # Not a TemporaryDirectory: its finalizer would also run in every rank that ends.
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+    folder, held = _make_held(parent)
     try:
         yield Runtime(folder).make()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _make_held(parent: Path) -> tuple[Path, int]:
+    """A folder of this run's own, and the open file whose lock holds it for as long as a process of the run is left."""
+    while True:
+        # Not a TemporaryDirectory: its finalizer would also run in every rank that ends.
+        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        with suppress(FileNotFoundError):  # a run that sweeps was faster than the lock
+            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_there = folder.exists()
+            except BlockingIOError:
+                is_there = False  # it is being swept
+            except OSError:
+                is_there = True  # a file system without locks: nobody can take this one and remove the folder
+            if is_there:
+                return folder, file
+            os.close(file)
 
 
 def _sweep(parent: Path) -> None:
-    """Removes what killed runs of this user have left: the name tells whose process it was."""
-    for folder in parent.glob(f"{_PREFIX}*-*"):
-        process = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if not process.isdecimal() or Path(f"/proc/{process}").exists():
-            continue
-        with suppress(FileNotFoundError):  # another run that begins sweeps, too
-            if folder.stat().st_uid == os.getuid():
+    """Removes what killed runs of this user have left.
+
+    A lock says which runs are over, to every process that sees the folder. A process id would not: in a container that
+    shares `/dev/shm` alone, it is another process's, or nobody's.
+    """
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is held, or another user's, or another run sweeps it
+            if folder.stat().st_uid != os.getuid():
+                continue
+            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(file)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,48 +4,68 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections import deque
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
+
+from .outlet import Outlet
 
 TAIL_LINES = 50
 TAIL_BYTES = 64 * 2**10
+PARTIAL_SECONDS = 1.0
+"""A line that has not ended is passed on after this time: it may be a question, or a progress bar."""
 _CHUNK = 1 << 16
+_AT_ONCE = 16
+"""Chunks that are read before others have their turn. A pipe holds less."""
 _LONGEST_LINE = 1 << 20  # a line beyond this is passed on in pieces
+_LINE_ENDS = re.compile(rb"(\r\n|\r|\n)")
+
+
+class Copy(Protocol):
+    """Takes what comes out of a pipe as it is, next to the pipe's target."""
+
+    def write(self, chunk: bytes) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class OutputPipe:
     """One pipe from a rank. Its writing end is for the rank; what comes out goes to `target`."""
 
-    def __init__(self, target: BinaryIO, prefix: bytes = b"") -> None:
+    def __init__(self, target: BinaryIO | Outlet, prefix: bytes = b"", copy: Copy | None = None) -> None:
         self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_end, False)
         self._open = True
         self._target = target
         self._prefix = prefix
-        self._rest = b""
+        self._copy = copy
+        self._rest = b""  # of the last line, for the tail
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
-        asyncio.get_running_loop().add_reader(self._read_end, self.pump)
+        self._pending = b""  # of the last line, not passed on yet
+        self._in_line = False  # whether a part of the last line has been passed on
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._listen()
 
     def pump(self) -> None:
         """Passes on what is there; at its end, closes."""
-        while self._open:
+        for _ in range(_AT_ONCE):
+            if not self._open:
+                return
             try:
                 chunk = os.read(self._read_end, _CHUNK)
             except BlockingIOError:
                 return
             if not chunk:
-                self._keep(self._rest)
-                self._rest = b""
                 self.close()
                 return
-            if not self._prefix:
-                self._write(chunk)  # at once: a progress bar has no line ends
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            for line in lines:
-                self._keep(line + b"\n")
-            if len(self._rest) > _LONGEST_LINE:
-                self._keep(self._rest + b"\n")
-                self._rest = b""
+            if self._copy is not None:
+                self._copy.write(chunk)
+            self._remember(chunk)
+            if self._prefix:
+                self._pass_on(chunk)
+            else:
+                self._write(chunk)
 
     def tail(self) -> str:
         """The last lines that came through, but `TAIL_BYTES` at most: a line may be as long as it likes."""
@@ -54,15 +74,71 @@ class OutputPipe:
     def close(self) -> None:
         if self._open:
             self._open = False
-            asyncio.get_running_loop().remove_reader(self._read_end)
+            self._loop.remove_reader(self._read_end)
             os.close(self._read_end)
+            self._pass_on_rest()
+            if self._rest:
+                self._tail.append(self._rest)
+                self._rest = b""
+            if self._copy is not None:
+                self._copy.close()
 
-    def _keep(self, line: bytes) -> None:
-        if not line:
+    def _listen(self) -> None:
+        if self._open:
+            self._loop.add_reader(self._read_end, self._readable)
+
+    def _readable(self) -> None:
+        """Leaves it in the pipe while there is no room for it: the rank that writes more has to wait."""
+        if isinstance(self._target, Outlet) and self._target.full:
+            self._loop.remove_reader(self._read_end)
+            self._target.when_room(self._listen)
+        else:
+            self.pump()
+
+    def _remember(self, chunk: bytes) -> None:
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        self._tail.extend(line + b"\n" for line in lines)
+        if len(self._rest) > _LONGEST_LINE:
+            self._tail.append(self._rest + b"\n")
+            self._rest = b""
+
+    def _pass_on(self, chunk: bytes) -> None:
+        """Whole lines at once, the rest a moment later. `\\r` ends a line, too, which the next one overwrites."""
+        text = self._pending + chunk
+        end = max(text.rfind(b"\n"), text.rfind(b"\r", 0, -1)) + 1  # a last \r may be the first half of \r\n
+        self._pending = text[end:]
+        self._write_lines(text[:end])
+        if len(self._pending) > _LONGEST_LINE:
+            self._pass_on_rest()
+        elif self._pending and self._timer is None:
+            self._timer = self._loop.call_later(PARTIAL_SECONDS, self._pass_on_rest)
+
+    def _pass_on_rest(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        pending, self._pending = self._pending, b""
+        self._write_lines(pending)
+
+    def _write_lines(self, text: bytes) -> None:
+        if not text:
             return
-        self._tail.append(line)
-        if self._prefix:
-            self._write(self._prefix + line)
+        parts = []
+        if isinstance(self._target, Outlet) and self._target.line_of is not self:
+            if self._target.line_of is not None and not text.startswith(b"\r"):
+                parts.append(b"\n")  # somebody else's line ends here
+            self._in_line = False
+        for part in _LINE_ENDS.split(text):
+            if part == b"":
+                continue
+            is_end = part in (b"\r\n", b"\r", b"\n")
+            if not self._in_line and part != b"\r":
+                parts.append(self._prefix)
+            parts.append(part)
+            self._in_line = not is_end
+        if isinstance(self._target, Outlet):
+            self._target.line_of = self if self._in_line else None
+        self._write(b"".join(parts))
 
     def _write(self, output: bytes) -> None:
         self._target.write(output)

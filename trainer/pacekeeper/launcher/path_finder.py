@@ -118,7 +118,11 @@ class PathFinder:
                 file.unlink(missing_ok=True)
             else:
                 lines = entries(rank, plan.paths, self._own, tuple(self._found.values()), knocked)
-                write_text(file, "".join(f"{line}\n" for line in lines))
+                try:
+                    write_text(file, "".join(f"{line}\n" for line in lines))
+                except OSError as error:  # the volume is full; those of the round before lead elsewhere
+                    file.unlink(missing_ok=True)
+                    log.warning("the network chooses the paths of rank %d: %s", rank, error)
 
     def _knock(self, paths: WorkerPaths) -> None:
         deadline = time.monotonic() + KNOCK_SECONDS

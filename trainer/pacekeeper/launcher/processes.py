@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_COMMAND_CHARACTERS = 80
 _libc = ctypes.CDLL(None, use_errno=True)
+
+TERMINATING = frozenset(
+    {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU}
+)
+"""Signals by which others ask a process to end: a terminal, a batch system, an administrator."""
+
+
+@functools.cache
+def ignored_at_start() -> frozenset[int]:
+    """Those of `TERMINATING` that were ignored when this process, or the one that it was forked from, asked first."""
+    return frozenset(signum for signum in TERMINATING if signal.getsignal(signum) is signal.SIG_IGN)
 
 
 def die_with_parent(parent: int) -> None:
@@ -16,6 +33,17 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def open_standard_files() -> None:
+    """Opens what this process was started without (`<&-`, `>&-`): another file would get its number, and a rank would
+    take that for its input or output."""
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(file, True)
+    os.close(file)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def adopt_orphans() -> None:
@@ -35,6 +63,27 @@ def reap(except_for: int) -> None:
         os.waitpid(ended.si_pid, 0)
 
 
+def adopted(except_for: int) -> dict[int, str]:
+    """Processes that ranks have left behind, with their command lines. `except_for` is a child that is no such."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    found = {}
+    for pid in map(int, children):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if pid != except_for and (command := _command(pid)):
+                found[pid] = command
+    return found
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for the signal. One that has not would die of it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
 def group_exists(group: int) -> bool:
     """Whether any process of the process group is left, a zombie included."""
     try:
@@ -42,6 +91,26 @@ def group_exists(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def group_members(group: int) -> dict[int, str]:
+    """Processes of the group that run, with their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and (command := _command(int(folder.name))):
+                found[int(folder.name)] = command
+    return found
+
+
+def in_words(found: Mapping[int, str]) -> str:
+    return ", ".join(f"{pid} ({command[:_COMMAND_CHARACTERS]})" for pid, command in found.items())
+
+
+def _command(pid: int) -> str:
+    """Its command line; "": it has ended."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def kill_group(group: int, signum: signal.Signals) -> None:
@@ -55,3 +124,8 @@ def _prctl(option: int, argument: int) -> None:
     if _libc.prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def flush_c_streams() -> None:
+    """Write out what C code has printed."""
+    _libc.fflush(None)

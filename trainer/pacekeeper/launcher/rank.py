@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import faulthandler
+import io
 import os
+import pkgutil
 import runpy
+import select
 import signal
 import sys
 import threading
-import traceback
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
 
 import numpy as np
 
 from pacekeeper.observe.ring import create_ring
+from pacekeeper.runtime import FIRST_TO_TAKE
 
-from . import processes
+from . import end_signals, processes
+from .ending import end
+from .late import name_late_variables
+from .program import become_program
+from .threads import limit_threads
 
 STACK_SIGNAL = signal.SIGRTMIN + 10
 """On this signal a rank writes its Python stacks to its stack file, whatever it is doing."""
@@ -39,45 +47,95 @@ class RankStart:
     ring: str  # path of its ring of records
     stack: str  # path of its stack file
     threads: int  # of torch's operations; 0: torch's default
+    is_program: bool = False  # the script is any program, and the rank becomes it
+
+    @property
+    def is_first_here(self) -> bool:
+        """Whether it is the first rank of its worker."""
+        return self.environment.get("PACEKEEPER_LOCAL_RANK", self.environment.get("LOCAL_RANK")) == "0"
 
 
-def run_rank(start: RankStart, parent: int, stdout: int, stderr: int) -> NoReturn:
-    """Turns this process, forked by `parent`, into the rank, runs the script as `__main__` and ends as Python would."""
+def run_rank(start: RankStart, parent: int, stdout: int, stderr: int, stdin: int | None = None) -> NoReturn:
+    """Turns this process, forked by `parent`, into the rank, runs the script as `__main__` and ends as Python would.
+
+    stdin: its standard input; None: it has none.
+    """
     processes.die_with_parent(parent)
     os.setpgid(0, 0)
     _reset_signals()
-    _connect_output(stdout, stderr)
+    _connect(stdin, stdout, stderr)
+    imported = dict(os.environ)  # that torch has seen
     os.environ.update(start.environment)
-    create_ring(Path(start.ring), start.rank, start.round)
-    _write_stacks_on_signal(start.stack)
+    _make_files(start)
+    if start.is_program:
+        become_program(start.script, start.arguments, STACK_SIGNAL)
     np.random.seed()  # a forked generator would be the same in every rank; Python's own reseeds itself
     if start.threads:
-        import torch
-
-        torch.set_num_threads(start.threads)
-    code = _run_script(start)
+        limit_threads(start.threads)
+    if start.is_first_here:  # once a worker is enough
+        name_late_variables({**imported, **start.environment})
+    code, failed = _run_script(start)
     _note_end()
-    _end(code)
+    end(code, failed)
 
 
-def _run_script(start: RankStart) -> int:
-    """The script's exit code."""
+def _make_files(start: RankStart) -> None:
+    """Without room for them the rank trains unwatched, as it would without a launcher."""
+    try:
+        owner = FIRST_TO_TAKE if start.is_program else os.getpid()  # a shell may start what is to be watched
+        create_ring(Path(start.ring), start.rank, start.round, owner=owner)
+        _write_stacks_on_signal(start.stack)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            Path(start.ring).unlink(missing_ok=True)  # of the round before
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        print(f"pacekeeper: rank {start.rank} is not watched in this round: {error}", file=sys.stderr)
+
+
+def _run_script(start: RankStart) -> tuple[int, bool]:
+    """The script's exit code, negative for a signal; whether it has ended by an exception."""
     sys.argv = [start.script, *start.arguments]
     try:
-        if start.is_module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(start.script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(start.script).resolve().parent))
-            runpy.run_path(start.script, run_name="__main__")
+        _run_as_main(start)
     except SystemExit as exit_:
-        return _exit_code(exit_.code)
+        return _exit_code(exit_.code), False
     except BaseException as error:
         error.__traceback__ = _script_part(error.__traceback__)  # torch's own hook takes it from here
         sys.excepthook(type(error), error, error.__traceback__)
-        # As Python itself does: a KeyboardInterrupt that nobody has caught ends by the signal's code.
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+        # As Python itself does: a KeyboardInterrupt that nobody has caught ends by its signal.
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1, True
+    return 0, False
+
+
+def _run_as_main(start: RankStart) -> None:
+    """Run the script or module as `python` does. Its module stays `__main__` until the process ends: what pickles at
+    the end (a thread pool, `atexit`) looks its classes up there."""
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if start.is_module:
+        sys.argv[0] = "-m"
+        _add_path(os.getcwd())
+        runpy._run_module_as_main(start.script)  # type: ignore[attr-defined]  # as `python -m`; sets sys.argv[0]
+        return
+    path = os.path.abspath(start.script)
+    if pkgutil.get_importer(path) is not None:  # a folder or an archive with a __main__.py
+        _add_path(path)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # the same
+        return
+    _add_path(str(Path(path).resolve().parent))
+    names = {"__file__": path, "__cached__": None, "__loader__": SourceFileLoader("__main__", path)}
+    main.__dict__.update(names, __annotations__={})
+    with io.open_code(path) as file:
+        code = pkgutil.read_code(file)  # type: ignore[no-untyped-call]  # of a .pyc file
+    if code is None:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _add_path(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
 
 
 def _note_end() -> None:
@@ -106,38 +164,44 @@ def _script_part(trace: TracebackType | None) -> TracebackType | None:
     return part or trace
 
 
-def _end(code: int) -> NoReturn:
-    """Ends as Python does, but without tearing down C++ libraries: some wait for peers in their destructors."""
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's non-daemon threads
-        atexit._run_exitfuncs()
-    except BaseException:
-        traceback.print_exc()
-        code = code or 1
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            code = code or 1
-    os._exit(code)
-
-
 def _reset_signals() -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-        signal.signal(signum, signal.SIG_DFL)
+    """To Python's own; a signal that was ignored when the launcher started (`nohup`) stays ignored."""
+    for signum in {*end_signals.handled_signals(), signal.SIGCHLD}:
+        if signum not in processes.ignored_at_start():
+            signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def _connect_output(stdout: int, stderr: int) -> None:
-    """No input; output and error are the launcher's pipes, line by line, so that nothing is lost in a kill."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (stdout, 1), (stderr, 2)):
-        os.dup2(source, target)
-        os.close(source)
-    sys.stdin = os.fdopen(0, closefd=False)
-    sys.stdout = os.fdopen(1, "w", 1, "utf-8", "backslashreplace", closefd=False)
-    sys.stderr = os.fdopen(2, "w", 1, "utf-8", "backslashreplace", closefd=False)
+class _Unbuffered(io.FileIO):
+    """A file of which each write is whole, however many signals arrive: a text file does not look at what is left."""
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        left = view
+        while left:
+            written = super().write(left)
+            if written is None:  # the script has made its output non-blocking, as asyncio's pipes do
+                select.select([], [self], [])
+            left = left[written or 0 :]
+        return len(view)
+
+
+def _connect(stdin: int | None, stdout: int, stderr: int) -> None:
+    """Output and error are the launcher's pipes, unbuffered as under torchrun, so that nothing is lost in a kill."""
+    source = os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin
+    for descriptor, target in ((source, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    text = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    sys.stdin = sys.__stdin__ = text  # type: ignore[misc]  # both are the rank's from here on
+    sys.stdout = sys.__stdout__ = _text(1)  # type: ignore[misc]  # the same
+    sys.stderr = sys.__stderr__ = _text(2)  # type: ignore[misc]  # the same
+
+
+def _text(descriptor: int) -> io.TextIOWrapper:
+    raw: Any = _Unbuffered(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", newline="\n", write_through=True)
 
 
 def _write_stacks_on_signal(path: str) -> None:
@@ -145,6 +209,7 @@ def _write_stacks_on_signal(path: str) -> None:
     wherever the file ends by then: its reader drops what it has read."""
     Path(path).write_text(f"main thread 0x{threading.main_thread().ident:016x}\n")
     file = open(path, "a")  # noqa: SIM115  # faulthandler keeps it for the life of the process
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what is in force again once faulthandler no longer listens
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=True, chain=False)
     _stack_files.append(file)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,8 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.transport import running_in_words
 
 from . import processes
-from .output import OutputPipe
+from .end_signals import signal_for_rank
+from .log_files import ERROR_FILE, RankOutput, RankStream, explain, pass_error_on, recorded_error
 from .rank import RankStart
 from .rounds import RankSeen
 from .stacks import StackFile
@@ -39,13 +41,18 @@ log = logging.getLogger(__name__)
 @dataclass
 class _Rank:
     start: RankStart
-    stdout: OutputPipe
-    stderr: OutputPipe
+    stdout: RankStream
+    stderr: RankStream
     pid: int | None = None  # None: not forked yet
     exit_code: int | None = None
     epitaph: str = ""  # what else is known of its end
+    recorded: str = ""  # what torch's @record has written of it
     ring: RingReader | None = None
     transport: TransportReader | None = None
+
+    @property
+    def error_file(self) -> Path:
+        return Path(self.start.environment[ERROR_FILE])
 
     @property
     def gone(self) -> bool:
@@ -58,6 +65,9 @@ class RankProcesses:
 
     warm: Warm
     runtime: Runtime
+    output: RankOutput = field(default_factory=RankOutput)
+    stdin: Callable[[], int | None] = lambda: None
+    """Gives a descriptor that the first rank reads, which is ours to close."""
     _ranks: list[_Rank] = field(default_factory=list)
     _oom_kills: int = 0  # at the round's start
 
@@ -69,28 +79,39 @@ class RankProcesses:
         self._ranks = []
         for local, start in enumerate(starts):
             self.runtime.transport(local).unlink(missing_ok=True)
-            prefix = f"[{start.rank}] ".encode() if len(starts) > 1 else b""
-            stdout, stderr = OutputPipe(sys.stdout.buffer, prefix), OutputPipe(sys.stderr.buffer, prefix)
-            self.warm.fork(start, stdout.write_end, stderr.write_end)
-            os.close(stdout.write_end)
-            os.close(stderr.write_end)
+            stdout, stderr = self.output.open(start, local, several=len(starts) > 1)
+            files = [stdout.write_end, stderr.write_end]
+            if local == 0 and (stdin := self.stdin()) is not None:
+                files.append(stdin)
+            self.warm.fork(start, *files)
+            for file in files:
+                os.close(file)
             self._ranks.append(_Rank(start, stdout, stderr))
 
     def signal(self, signum: signal.Signals) -> None:
-        """SIGKILL goes to all that a rank has started, other signals to the rank itself."""
+        """Send SIGKILL to all that a rank has started, others to the rank itself, in the form that it handles.
+
+        A rank that is any program may be a shell, which passes nothing on: its whole group gets it, as under torchrun.
+        """
         for rank in self._ranks:
             if rank.pid is None:
                 continue
-            if signum is signal.SIGKILL:
+            if signum is signal.SIGKILL or (rank.start.is_program and rank.exit_code is None):
                 processes.kill_group(rank.pid, signum)
             elif rank.exit_code is None:
                 with suppress(ProcessLookupError):  # it has ended, and the warm process has not said so yet
-                    os.kill(rank.pid, signum)
+                    os.kill(rank.pid, signal_for_rank(signum, partial(processes.catches, rank.pid)))
+
+    def left_behind(self) -> dict[int, str]:
+        """Processes in the groups of ranks that have ended, with their command lines."""
+        ended = [rank.pid for rank in self._ranks if rank.exit_code is not None and rank.pid is not None]
+        return {pid: command for group in ended for pid, command in processes.group_members(group).items()}
 
     def close(self) -> None:
         """Ends all that is left."""
         self.signal(signal.SIGKILL)
         self._close_output()
+        self.output.close()
 
     def _close_output(self) -> None:
         for rank in self._ranks:
@@ -109,6 +130,15 @@ class RankProcesses:
                 case Exited():
                     rank.exit_code = news.code
                     rank.stderr.pump()  # its last words
+                    if news.code:
+                        rank.recorded = recorded_error(rank.error_file)
+
+    def pass_error_on(self, environment: Mapping[str, str]) -> None:
+        """Copy what @record has written of the rank that explains the end best to the launcher's own error file."""
+        told = [rank for rank in self._ranks if rank.recorded and rank.exit_code]
+        told.sort(key=lambda rank: lost_a_peer(rank.exit_code or 0, rank.recorded))
+        for rank in told[:1]:
+            pass_error_on(rank.error_file, environment)
 
     def change_warm(self, warm: Warm, why: str) -> None:
         """The warm process has ended, and by the kernel's hand what it has forked. `why`: in words."""
@@ -186,7 +216,7 @@ def _see(rank: _Rank, state: np.void | None, memory_ran_out: bool, ended: int | 
                     watched=state is not None, steered=state is not None and int(state["sync_mode"]) >= 0)  # fmt: skip
     if not rank.exit_code:
         return seen
-    tail = rank.stderr.tail()
+    tail = explain(rank.stderr.tail(), rank.recorded)
     lost_peer = rank.start.environment.get("WORLD_SIZE") != "1" and lost_a_peer(rank.exit_code, tail)
     return replace(
         seen,

@@ -6,6 +6,7 @@ the edge (`launcher.py`) carries out. It is level-triggered: it acts on what is 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -48,7 +49,8 @@ class Seen:
     plan: WorkerPlan | None = None
     view: View | None = None  # the newest of the meeting that the launcher has joined
     ranks: Sequence[RankSeen] = ()
-    told_to_end: bool = False  # SIGTERM
+    told_to_end: bool = False  # by a signal
+    end_signal: int = signal.SIGTERM  # the one by which it is told to end
     operator_age: float = float("inf")  # seconds since the operator was heard
     peers_age: float = float("inf")  # seconds since a peer was heard in the meeting; 0 where there is none to hear
 
@@ -158,7 +160,7 @@ def decide(state: RoundState, seen: Seen, now: float, settings: LauncherSettings
     _settle_failure(turn)
     if seen.told_to_end:
         turn.notify_once(turn.fault(FaultKind.TERMINATING))
-        _leave_for_good(turn, code=LEFT_EXIT_CODE, why="told to end (SIGTERM)")
+        _leave_for_good(turn, code=exit_code_of(seen.end_signal), why=f"told to end ({signal_name(seen.end_signal)})")
     elif seen.plan is None:
         turn.set(stage=LauncherState.WARM)
     elif seen.plan.stop is Stop.FINISH and not turn.state.running:
@@ -173,6 +175,15 @@ def decide(state: RoundState, seen: Seen, now: float, settings: LauncherSettings
         _take_part(turn, seen.plan)
     _carry_out_ending(turn)
     return turn.state, turn.commands
+
+
+def exit_code_of(signum: int) -> int:
+    """The launcher's where it is told to end by this signal: a shell's 130 for Ctrl-C, else that it has left."""
+    return 128 + signum if signum == signal.SIGINT else LEFT_EXIT_CODE
+
+
+def signal_name(signum: int) -> str:
+    return signal.Signals(signum).name
 
 
 def report(state: RoundState, plan: WorkerPlan, settings: LauncherSettings) -> Report:
@@ -218,7 +229,7 @@ def _look_at_ranks(turn: _Turn) -> None:
             _note_failure(turn, min(failures, key=_ending_of))
         elif len(exits) == len(ranks):
             turn.set(stage=LauncherState.FINISHED, finished_round=state.running)
-            _end_ranks(turn)
+            _end_ranks(turn, patience=turn.settings.linger)
         return
     if state.ending is Ending.CONNECTION and state.killed_at is None:
         better = [rank for rank in ranks if rank.exit_code and _ending_of(rank) < Ending.CONNECTION]

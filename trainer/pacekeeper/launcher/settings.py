@@ -31,6 +31,8 @@ class LauncherSettings:
     """How long the other launchers may take to come before a fault says that they have not."""
     settle: float = 2.0
     """How long a failed rank's launcher waits for its peers' word on which of them failed first."""
+    linger: float = 60.0
+    """How long processes that ranks have started may go on when all ranks have ended with code 0: an upload, say."""
     contact_timeout: float = 8.0
     """Without contact to operator and peers for so long, the ranks end: their worker may have been replaced."""
     unwatched_step: float = 30.0
@@ -61,6 +63,7 @@ class LauncherSettings:
             kill_timeout=_seconds(environment, _KILL) or cls.kill_timeout,
             import_timeout=_seconds(environment, _IMPORT) or cls.import_timeout,
             gather_timeout=_seconds(environment, "PACEKEEPER_GATHER_SECONDS") or cls.gather_timeout,
+            linger=_seconds(environment, "PACEKEEPER_LINGER_SECONDS") or cls.linger,
             contact_timeout=_seconds(environment, "PACEKEEPER_CONTACT_SECONDS") or cls.contact_timeout,
             hang=_seconds(environment, "PACEKEEPER_HANG_SECONDS"),
             phase_deadline=_seconds(environment, "PACEKEEPER_PHASE_SECONDS") or cls.phase_deadline,

@@ -6,6 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
+from .processes import catches
 from .rank import STACK_SIGNAL
 from .waits import describe_wait, helper_ticks
 from .watch import Look
@@ -58,6 +59,8 @@ async def look_at(pid: int, file: StackFile) -> Look:
     """One look at the process; never longer than `_PATIENCE`."""
     state, ticks = process_state(pid)
     if state in {"", "T", "t", "Z", "X"}:
+        return Look(state, ticks)
+    if not catches(pid, STACK_SIGNAL):  # it has become another program, or the script has taken the handler away
         return Look(state, ticks)
     offset, helpers = file.forget(), helper_ticks(pid)
     try:

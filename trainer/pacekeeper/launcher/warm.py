@@ -18,11 +18,14 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
-from . import processes
+from . import end_signals, processes
+from .imports import Needs
+from .outlet import LogStream
 from .rank import RankStart, run_rank
 
 PREIMPORTS = (
@@ -34,20 +37,45 @@ PREIMPORTS = (
     "torch._dynamo",  # an optimizer's first zero_grad() imports it
     "pacekeeper.job",
 )
-"""What training scripts import, and what torch itself imports at first use."""
+"""What training scripts import, and what torch itself imports at first use: for processes that fork many of them."""
 
 _MESSAGE_BYTES = 1 << 20
+_IDLE_SECONDS = 0.2
+"""Without an order for this duration, the warm process imports what the next ranks will need."""
+
+
+class ErrorStream:
+    """Whatever is the standard error at the time: a rank's is another one than its launcher's."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def log_as_launcher() -> None:
-    """Has this process, and all that it forks, write the launcher's log."""
-    logging.basicConfig(level=logging.INFO, format="pacekeeper %(asctime)s %(message)s", datefmt="%H:%M:%S")
+    """Has this process, and all that it forks, write our log. The root logger is the script's to configure."""
+    handler = logging.StreamHandler(ErrorStream())
+    handler.setFormatter(logging.Formatter("pacekeeper %(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    for name in ("pacekeeper", "pacekeeper_analysis"):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+def log_to(stream: ErrorStream | LogStream) -> None:
+    """Have this process write our log to this stream, where `log_as_launcher` was called."""
+    for handler in logging.getLogger("pacekeeper").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(stream)
 
 
 def preimport(names: Sequence[str] = PREIMPORTS) -> None:
-    """Imports what the ranks will need. What is not installed, no rank can need."""
+    """Imports what the ranks will need. What is not installed, no rank can need; what fails, fails in the rank."""
     for name in names:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
 
 
@@ -70,19 +98,21 @@ class Exited:
 class Warm:
     """The launcher's handle on its warm process."""
 
-    def __init__(self, pid: int, connection: socket.socket, ready: bool = True) -> None:
+    def __init__(self, pid: int, connection: socket.socket, ready: bool = True, needs: Needs | None = None) -> None:
         self.pid = pid
+        self.needs = needs or Needs()
         self.connection = connection  # non-blocking: readable when there is news
         self.ready = ready
         """Whether it has imported all; it takes orders before."""
         self.started = time.monotonic()
 
-    def fork(self, start: RankStart, stdout: int, stderr: int) -> None:
-        """Orders a rank with these two files as its output; `news` tells its process id, or that there is nobody to
-        fork it."""
+    def fork(self, start: RankStart, stdout: int, stderr: int, stdin: int | None = None) -> None:
+        """Orders a rank with these files as its output, and as its input (None: it has none); `news` tells its process
+        id, or that there is nobody to fork it."""
         message = json.dumps({"rank": asdict(start)}).encode()
+        files = [stdout, stderr] if stdin is None else [stdout, stderr, stdin]
         with contextlib.suppress(ConnectionError):
-            socket.send_fds(self.connection, [message], [stdout, stderr])
+            socket.send_fds(self.connection, [message], files)
 
     def news(self) -> Iterator[Forked | Exited]:
         """What has happened since the last call. Raises EOFError when the warm process is gone."""
@@ -109,29 +139,34 @@ class Warm:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def start_warm() -> Warm:
-    """Forks the warm process. The caller must still be single-threaded, and has imported what the ranks need."""
+def start_warm(needs: Needs | None = None) -> Warm:
+    """Forks the warm process. The caller must still be single-threaded, and has imported what the ranks need first.
+
+    needs: what it imports while the first ranks run.
+    """
     ours, theirs = _connection()
     gc.collect()
     launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        processes.die_with_parent(launcher)
-        _serve(theirs)
+        with _never_returning():
+            ours.close()
+            processes.die_with_parent(launcher)
+            _serve(theirs, needs.later if needs else ())
     theirs.close()
-    return Warm(pid, ours)
+    return Warm(pid, ours, needs=needs)
 
 
-def start_warm_anew() -> Warm:
+def start_warm_anew(needs: Needs | None = None) -> Warm:
     """The same by a caller that has threads: another interpreter, which takes some seconds to import all again."""
     ours, theirs = _connection()
     theirs.set_inheritable(True)
-    given = json.dumps({"parent": os.getpid(), "connection": theirs.fileno()})
+    needs = needs or Needs()
+    given = json.dumps({"parent": os.getpid(), "connection": theirs.fileno(), "names": [*needs.first, *needs.later]})
     command = [sys.executable, "-c", _ANEW, json.dumps(sys.path), __name__, given]
     pid = os.posix_spawn(sys.executable, command, os.environ)
     theirs.close()
-    return Warm(pid, ours, ready=False)
+    return Warm(pid, ours, ready=False, needs=needs)
 
 
 _ANEW = """
@@ -142,11 +177,13 @@ importlib.import_module(sys.argv[2]).serve_anew(**json.loads(sys.argv[3]))
 """With the launcher's own path: ranks are to find what they have found before."""
 
 
-def serve_anew(parent: int, connection: int) -> NoReturn:
-    """The life of a warm process that was not forked. connection: its end of the socket pair."""
+def serve_anew(parent: int, connection: int, names: Sequence[str]) -> NoReturn:
+    """The life of a warm process that was not forked. connection: its end of the socket pair; names: its imports."""
     processes.die_with_parent(parent)
+    processes.ignored_at_start()
+    ignore_signals()
     log_as_launcher()
-    preimport()
+    preimport(names)
     gc.collect()
     theirs = socket.socket(fileno=connection)
     theirs.set_inheritable(False)
@@ -163,12 +200,35 @@ def _connection() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-def _serve(connection: socket.socket) -> NoReturn:
-    """The warm process's life: fork ranks, and say when they end."""
+def _serve(connection: socket.socket, later: Sequence[str] = ()) -> NoReturn:
+    """The warm process's life. It ends without a word: the launcher says why the run ends."""
+    code = 1
+    try:
+        _fork_and_report(connection, [*later])
+        code = 0  # the launcher is gone; the ranks go with this process
+    except ConnectionError:
+        code = 0  # the same
+    except BaseException:
+        logging.getLogger(__name__).exception("the process that ranks are forked from fails")
+    finally:
+        os._exit(code)
+
+
+def ignore_signals() -> None:
+    """A terminal's Ctrl-C reaches the whole group, a batch system's signal all of a job: the launcher decides what it
+    means."""
+    for signum in end_signals.handled_signals():
+        signal.signal(signum, signal.SIG_IGN)
+
+
+def _fork_and_report(connection: socket.socket, later: list[str]) -> None:
+    """Fork ranks, and say when they end, until the launcher hangs up. Raises ConnectionError where it is gone.
+
+    later: modules to import while there is nothing else to do.
+    """
     gc.freeze()  # the collector then writes to no page that the forks share
-    # A terminal's Ctrl-C reaches the whole group; the launcher decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.ignored_at_start()
+    ignore_signals()
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, _do_nothing)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -184,33 +244,64 @@ def _serve(connection: socket.socket) -> NoReturn:
             os.close(descriptor)
 
     while True:
-        ready = [key.fileobj for key, _ in selector.select()]
+        ready = [key.fileobj for key, _ in selector.select(_IDLE_SECONDS if later else None)]
+        if not ready and later:
+            preimport([later.pop(0)])
+            gc.freeze()
         if read_end in ready:
             os.read(read_end, 4096)
             for pid, code in _ended(keys):
                 connection.send(json.dumps({"exited": {"key": keys.pop(pid), "code": code}}).encode())
         if connection in ready:
-            message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
+            message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
             if not message:
-                os._exit(0)  # the launcher is gone; the ranks go with this process
+                return
             start = RankStart(**json.loads(message)["rank"])
-            pid = _fork_rank(start, descriptors, forget_parents_things)
-            keys[pid] = start.key
+            try:
+                pid = _fork_rank(start, descriptors, forget_parents_things)
+            except (
+                OSError
+            ) as error:  # of processes, or memory, there are no more: the round fails, this process goes on
+                words = f"pacekeeper: the process of rank {start.rank} cannot be forked: {error}\n"
+                os.write(descriptors[1], words.encode())
+                news: dict[str, object] = {"exited": {"key": start.key, "code": 1}}
+            else:
+                keys[pid] = start.key
+                news = {"forked": {"key": start.key, "pid": pid}}
             for descriptor in descriptors:
                 os.close(descriptor)
-            connection.send(json.dumps({"forked": {"key": start.key, "pid": pid}}).encode())
+            connection.send(json.dumps(news).encode())
 
 
-def _fork_rank(start: RankStart, output: Sequence[int], forget_parents_things: Callable[[], None]) -> int:
+def _fork_rank(start: RankStart, files: Sequence[int], forget_parents_things: Callable[[], None]) -> int:
     warm = os.getpid()
     pid = os.fork()
     if pid == 0:
-        stdout, stderr = output
-        forget_parents_things()
-        run_rank(start, warm, stdout, stderr)
+        with _never_returning(files[1]):
+            forget_parents_things()
+            run_rank(start, warm, *files)
     with contextlib.suppress(PermissionError, ProcessLookupError):
         os.setpgid(pid, pid)  # the child does it too: whoever comes first, the group is there from now on
     return pid
+
+
+@contextlib.contextmanager
+def _never_returning(stderr: int = 2) -> Iterator[None]:
+    """Inside a forked process: it ends here, whatever happens. What lies above on the stack is its parent's: cleaning
+    up there would remove what the parent works with.
+
+    stderr: where to say why; it may have become descriptor 2 by then.
+    """
+    try:
+        target = os.fstat(stderr)
+        try:
+            yield
+        except Exception:
+            words = traceback.format_exc().encode()
+            descriptor = 2 if os.path.samestat(os.fstat(2), target) else stderr
+            os.write(descriptor, words)
+    finally:
+        os._exit(1)
 
 
 def _ended(keys: dict[int, str]) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pacekeeper.runtime import elapsed
 from pacekeeper.seal import LONGEST_LINE, Channel, Forged, greet_guest, greet_host
 
 from .meeting import Meeting, MeetingStage, Report, View, advance
@@ -60,7 +61,7 @@ class MeetingHost:
         self._secrets: dict[int, str] = {}  # by membership
         self._learned = asyncio.Event()  # a membership's secret, since somebody began to wait for it
         self._left = asyncio.Event()  # somebody has
-        self._heard: dict[str, float] = {}  # monotonic time of each worker's last report
+        self._heard: dict[str, float] = {}  # `elapsed` at each worker's last report
 
     async def serve(self, listener: socket.socket) -> None:
         """`listener`: bound to the meeting's address."""
@@ -156,7 +157,7 @@ class MeetingHost:
         hall = self._halls.setdefault(report.membership, _Hall(Meeting(report.membership)))
         hall.reports[report.worker] = report
         hall.channels[report.worker] = channel
-        self._heard[report.worker] = time.monotonic()
+        self._heard[report.worker] = elapsed()
         if not self._proceed(hall):
             channel.write(hall.meeting.view(report.worker, report.incarnation).to_json())
 
@@ -186,7 +187,7 @@ class MeetingClient:
 
     def __init__(self, on_view: Callable[[], None]) -> None:
         self.view: View | None = None
-        self.heard_at = float("-inf")  # monotonic time of the last view
+        self.heard_at = float("-inf")  # `elapsed` at the last view
         self._on_view = on_view
         self._report: Report | None = None
         self._changed = asyncio.Event()
@@ -247,7 +248,7 @@ class MeetingClient:
         try:
             while (message := await _within_silence(channel)) is not None:
                 view = View.from_json(message)
-                self.heard_at = time.monotonic()
+                self.heard_at = elapsed()
                 if view != self.view:
                     self.view = view
                     self._on_view()

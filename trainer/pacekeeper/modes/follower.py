@@ -93,7 +93,10 @@ class PlanReader:
 
     def _say(self, place: Path, refused: str) -> None:
         """For people: in the runtime folder, from where the launcher passes it on, and in the log."""
-        write_text(place, refused)
+        try:
+            write_text(place, refused)
+        except OSError as error:  # a full volume is no reason to end the training
+            _log.warning("the operator does not hear which plan is refused: %s", error)
         if refused:
             _log.warning("plan not taken, the last good one goes on: %s", refused)
 

@@ -59,7 +59,7 @@ def watch_collectives(watcher: Watcher) -> None:
     atexit.register(watcher.stop)
 
     def watch(group: dist.ProcessGroup) -> None:
-        if isinstance(group, ProcessGroup):
+        if isinstance(group, ProcessGroup) and not watcher.stopped:
             watcher.watch(group)
 
     torch_internals.on_new_process_group(watch)
@@ -130,6 +130,7 @@ class Watcher:
         self._backward = -1
         """The backward pass at whose end we are called back."""
         self._groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self.stopped = False
         recorder.notice_ends = self.notice_ends
 
     def watch(self, group: dist.ProcessGroup) -> None:
@@ -256,7 +257,8 @@ class Watcher:
         self.recorder.reduced()
 
     def stop(self) -> None:
-        """Python ends: hooks must not outlive it."""
+        """Watches no group any more: Python ends, and hooks must not outlive it; or this is a fork of the rank."""
+        self.stopped = True
         for group in self._groups:
             unwatch(group)
 

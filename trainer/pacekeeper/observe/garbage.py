@@ -7,7 +7,9 @@ wait. Collected in the same step on all ranks, they wait once (arXiv 2505.05713,
 from __future__ import annotations
 
 import gc
+import os
 import time
+import weakref
 from collections.abc import Callable
 
 from pacekeeper_analysis.errors import InputError
@@ -24,6 +26,7 @@ class PlannedCollection:
         """Steps between two collections; 0: Python collects as it likes."""
         self._automatic = False
         self._seen = 0
+        _planned.add(self)
 
     def boundary(self, step: int, every: int) -> None:
         """After step number `step`; collects where it is a multiple of `every`, or one was passed since the last call.
@@ -39,6 +42,11 @@ class PlannedCollection:
         if every and step // every > self._seen // every:
             gc.collect()
         self._seen = step
+
+    def leave_to_parent(self) -> None:
+        """Gives collection back to Python in a process that the rank has just forked: no step ends there."""
+        if self.every:
+            self._change(0)
 
     def _change(self, every: int) -> None:
         if self.every == 0:
@@ -70,3 +78,14 @@ def time_collections(
 
     gc.callbacks.append(collecting)
     return lambda: gc.callbacks.remove(collecting)
+
+
+_planned: weakref.WeakSet[PlannedCollection] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for planned in list(_planned):
+        planned.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -175,6 +175,16 @@ class Recorder:
         self.write_reached()
         self.notice_ends()
 
+    def leave_to_parent(self) -> None:
+        """Ends the rank's records in a process that it has just forked: hooks stay, and touch neither the rank's files
+        nor its device, which no fork may use. The ring is left to the rank by itself (ring.py)."""
+        self.clock, self._finds_clock = HostClock(), False
+        self.communicators = Communicators(None)
+        self.notice_ends = self.step_ended = _nothing
+        self.notice_wait = _no_wait
+        self._in_flight.clear()
+        self._begin()
+
     def enter(self, phase: Phase, now: int | None = None) -> None:
         self.phase = phase
         self.ring.enter_phase(phase, now)

@@ -6,11 +6,13 @@ half a microsecond and a reader drops the few slots that were being written whil
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import os
 import struct
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +35,15 @@ from pacekeeper_analysis.records import (
 
 DEFAULT_CAPACITY = 131_072
 """Records a ring holds. 80 layers under FSDP2 make 242 collectives a microbatch, 882 with tensor parallelism: 32 steps
-(`detection.windowSteps`) of four microbatches are 113,000. 8 MiB, which only a rank that writes so many comes to
-use."""
+(`detection.windowSteps`) of four microbatches are 113,000. 8 MiB."""
 
 _RECORD = struct.Struct(RECORD_FORMAT)
 _UNWRITTEN = -1
 
 
 class RingWriter:
-    """The rank's side. Its methods may be called from any thread, from signal handlers and from gc's callbacks.
+    """The rank's side. Its methods may be called from any thread, from signal handlers and from gc's callbacks. In a
+    process that the rank forks they write into that process's own memory.
 
     `state` holds the fields of `records.STATE` as attributes: `ring.state.step = 7`. Each assignment is one store of an
     aligned word, so that readers see it whole.
@@ -57,6 +59,18 @@ class RingWriter:
         self._written = _newest(np.frombuffer(self._map, RECORD, offset=HEADER_BYTES)["index"])
         """Index of the last record that was there before."""
         self._counter = itertools.count(self._written + 1)
+        _writers.add(self)
+
+    def leave_to_parent(self) -> None:
+        """Puts memory of this process, just forked, in the place of the ring.
+
+        Views and addresses of it stay as they are, so that this holds for all that writes here, the part in C included.
+        """
+        header, size = self._map[:HEADER_BYTES], len(self._map)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        self._map[:HEADER_BYTES] = header
 
     def write(
         self,
@@ -203,26 +217,33 @@ class StateFields:
         return getattr(self, view), position
 
 
-def create_ring(path: Path, rank: int, round_: int, capacity: int = DEFAULT_CAPACITY) -> None:
-    """Puts a fresh ring at `path` in one step, for a rank of round `round_` that is still to start."""
+def create_ring(path: Path, rank: int, round_: int, capacity: int = DEFAULT_CAPACITY, owner: int = 0) -> None:
+    """Puts a fresh ring at `path` in one step, for a rank of round `round_` that is still to start.
+
+    owner: process id of the only process that may take it (`Runtime.is_lent`); 0: any may, -1: the first that does.
+    Raises OSError where the volume has no room for all of it.
+    """
     header = np.zeros((), STATE)
     for name in ("step", "checkpoint_step", "snapshot_step", "restored_step", "sync_mode", "bad_loss_step", "peer"):
         header[name] = _UNWRITTEN
     header["magic"], header["capacity"] = MAGIC, capacity
-    header["rank"], header["round"] = rank, round_
+    header["rank"], header["round"], header["owner"] = rank, round_, owner
     header["phase"], header["phase_since_ns"] = Phase.START, time.monotonic_ns()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(header.tobytes())
-        file.truncate(ring_bytes(capacity))
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, ring_bytes(capacity))  # or a write to a full volume would be a SIGBUS
+            file.write(header.tobytes())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _newest(index: NDArray[np.uint64]) -> int:
     """Index of the newest record; 0: there is none. `index`: of all slots, shape (capacity,).
 
-    By bisection, since the slots are filled in order, time and again: to look at all of them would have the kernel find
-    memory for those that nobody has written yet, and charge it to the container that reads.
+    By bisection, since the slots are filled in order, time and again.
     """
     if index[0] == 0:  # it is written right now, behind the last one
         return int(index[-1])
@@ -280,3 +301,18 @@ _SEQUENCE, _COLLECTIVE_SINCE, _ENTERED = (
 _PHASE, _PHASE_SINCE = _PLACES["phase"][1], _PLACES["phase_since_ns"][1]
 _LONGEST_LOAD = _PLACES["longest_load_ns"][1]
 _STEP, _STEPS_IN_ROUND, _STEP_END = (_PLACES[name][1] for name in ("step", "steps_in_round", "step_end_ns"))
+
+_MAP_FIXED = 0x10
+"""Of Linux, on all machines; Python's mmap module does not have it."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_writers: weakref.WeakSet[RingWriter] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for writer in list(_writers):
+        writer.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)

@@ -5,7 +5,9 @@ What it costs is measured by bench/overhead.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +22,7 @@ from pacekeeper_analysis.records import Kind, Phase
 
 from .behaviour import watch_behaviour
 from .clock import HostClock, Mark
-from .collectives import watch_collectives
+from .collectives import Watcher, watch_collectives
 from .flight import watch_flight
 from .garbage import time_collections
 from .opening import open_recorder, watcher_of
@@ -42,14 +44,16 @@ def recorder() -> Recorder:
         environment = Environment.read()
         _recorder = open_recorder(environment)
         if not isinstance(_recorder.ring, NoRing):
-            watch_collectives(watcher_of(_recorder))
+            watcher = watcher_of(_recorder)
+            watch_collectives(watcher)
             watch_flight(_recorder.ring.state)
             _watch_loaders(_recorder)
-            _watch_garbage(_recorder)
+            stop_timing = _watch_garbage(_recorder)
             _watch_compilation(_recorder)
             _watch_files(_recorder)
             _watch_end(_recorder)
             watch_behaviour(_recorder, environment)
+            _leave_to_parent_when_forked(_recorder, watcher, stop_timing)
     return _recorder
 
 
@@ -69,13 +73,25 @@ def note_end() -> None:
         _recorder.enter(Phase.FINISHED)
 
 
+def _leave_to_parent_when_forked(watched: Recorder, watcher: Watcher, stop_timing: Callable[[], None]) -> None:
+    """What the rank forks (a DataLoader's workers, a pool) is not the rank: what is watched ends there."""
+
+    def leave() -> None:
+        with contextlib.suppress(ValueError):  # the script has taken gc's callbacks away
+            stop_timing()
+        watcher.stop()
+        watched.leave_to_parent()
+
+    os.register_at_fork(after_in_child=leave)
+
+
 def _watch_loaders(watched: Recorder) -> None:
     torch_internals.time_loader(watched.load)
 
 
-def _watch_garbage(watched: Recorder) -> None:
+def _watch_garbage(watched: Recorder) -> Callable[[], None]:
     """Collections of everything, as a plan has them; on a device, as long as they leave it without work. Those of the
-    young are part of the work: a plan that collects everything in their place may take longer."""
+    young are part of the work: a plan that collects everything in their place may take longer. Returns what ends it."""
     begun: Mark | None = None
 
     def begins(generation: int) -> None:
@@ -90,7 +106,7 @@ def _watch_garbage(watched: Recorder) -> None:
         elif begun is not None:
             watched.collected(begun, watched.clock.mark())
 
-    time_collections(collected, at_least_ns=GARBAGE_NS, begins=begins)
+    return time_collections(collected, at_least_ns=GARBAGE_NS, begins=begins)
 
 
 def _watch_compilation(watched: Recorder) -> None:

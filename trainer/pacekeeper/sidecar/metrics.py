@@ -86,7 +86,8 @@ class WorkerMetrics(Collector):
         )
         path = self._settings.runtime.contact
         if path.exists():
-            contact.add_metric((self._settings.job, self._settings.worker), time.time() - path.stat().st_mtime)
+            age = max(0.0, time.time() - path.stat().st_mtime)  # the node's clock may have been set back
+            contact.add_metric((self._settings.job, self._settings.worker), age)
         yield contact
 
     def _sent(self) -> Iterator[Metric]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import random
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from pacekeeper.runtime import read_json, write_plan
+from pacekeeper.runtime import Touched, elapsed, read_json, write_plan
 from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import EvidencePart, Role, WorkerPlan
@@ -64,6 +63,7 @@ class Sidecar:
         self._connections = connections
         self._plan = _plan_on_disk(settings.runtime.plan)
         self._launcher = LauncherSeen(settings.runtime, settings.worker)
+        self._alone, self._contact = Touched(self._runtime.alone), Touched(self._runtime.contact)
         self._figures = FiguresTold()
         self._told: dict[str, object] = {}
 
@@ -91,7 +91,7 @@ class Sidecar:
         while (now := self._loud()) != self._told:
             try:
                 await self._tell(now)
-            except (Unavailable, Rejected, InputError) as error:
+            except (Unavailable, Rejected, InputError, OSError) as error:
                 await backoff.sleep("the last heartbeat is not sent", error)
         await asyncio.gather(*(self._deliver(path) for path in self._reported()))
 
@@ -122,7 +122,7 @@ class Sidecar:
                 news = await self._poll(wait, min(self._settings.hold_seconds, max(wait, 2 * held)))
                 held = held if news else time.monotonic() - began
                 backoff.reset()
-            except (Unavailable, Rejected, InputError) as error:
+            except (Unavailable, Rejected, InputError, OSError) as error:  # the volume is full
                 await backoff.sleep("no plan", error)
 
     async def _tell_changes(self) -> None:
@@ -132,17 +132,20 @@ class Sidecar:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = self._loud()
-            if now == self._told and not self._is_asked_for_contact():
+            asked = self._is_asked_for_contact()  # at each look, or it would not know since when
+            if now == self._told and not asked:
                 continue
             try:
                 await self._tell(now)
                 backoff.reset()
-            except (Unavailable, Rejected, InputError) as error:
+            except (Unavailable, Rejected, InputError, OSError) as error:  # the volume has no room for the answer
                 await backoff.sleep("heartbeat not sent", error)
 
     def _is_asked_for_contact(self) -> bool:
         """A launcher without peers ends its ranks by the age of the operator's last answer."""
-        return _age(self._runtime.alone) < ALONE_SECONDS and _age(self._runtime.contact) > CONTACT_SECONDS
+        now, wall = elapsed(), time.time()
+        alone, contact = self._alone.age(now, wall), self._contact.age(now, wall)
+        return alone < ALONE_SECONDS and contact > CONTACT_SECONDS
 
     async def _tell(self, loud: dict[str, object]) -> None:
         await self._poll(wait=0)
@@ -312,14 +315,6 @@ def _pattern_in(path: Path) -> bytes:
     if path.stat().st_size > MOST_ANSWER_BYTES:
         raise InputError(f"{path.name}: must be {MOST_ANSWER_BYTES} bytes at most")
     return path.read_bytes()
-
-
-def _age(path: Path) -> float:
-    """Seconds since the file was touched; infinity: there is none."""
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return math.inf
 
 
 def _forget(path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pacekeeper_analysis.whatif.inputs.parquet import metadata_of, read_metadata, read_parquet
@@ -31,7 +31,7 @@ def load(paths: Sequence[Path], meta: Path | None = None) -> Loaded:
 
     Raises TraceError where the content cannot be analysed, OSError where a file cannot be read.
     """
-    first = paths[0]
+    first, notes = paths[0], tuple[str, ...]()
     if is_ring(first):
         rings = dict(read_ring(path) for path in paths)
         return Loaded(window_from_records(rings), f"{len(rings)} ranks, from their records")
@@ -44,14 +44,14 @@ def load(paths: Sequence[Path], meta: Path | None = None) -> Loaded:
     elif _begins_with(first, GZIP) or _begins_with(first, b"{"):
         from pacekeeper_analysis.whatif.inputs.kineto import read_kineto
 
-        trace = read_kineto(paths)
+        trace, notes = read_kineto(paths)
         title = f"{trace.metadata.dp_size} ranks, from the PyTorch profiler"
     else:
         raise TraceError(
             f"{first} is empty, damaged or of an unknown kind; give a parquet file in the published schema, "
             "or the PyTorch profiler's traces or the rings of all ranks"
         )
-    return Loaded(window_from_trace(trace), title, trace.worker_ranks())
+    return Loaded(replace(window_from_trace(trace), notes=notes), title, trace.worker_ranks())
 
 
 def _begins_with(path: Path, signature: bytes) -> bool:

@@ -9,14 +9,17 @@ A profiled step of a data-parallel rank becomes four operations:
 
 Forward and backward are the rank's own work: time in which a collective is under way and nothing else runs is taken
 out, and its smallest share over all ranks, which is nobody's lateness, becomes a fifth operation, params-all-gather
-(FSDP). Clocks of different hosts need not agree: a collective ends on all ranks at once, which aligns them.
+(FSDP). Clocks of different hosts need not agree: a collective ends on all ranks of its group at once, which aligns
+them.
+
+What cannot be read, or does not fit the rest, is left out and told in notes: they are warnings of the analysis.
 """
 
 from __future__ import annotations
 
 import bisect
-import gzip
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.reading import parse_json
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.whatif.inputs.damaged import read_trace
 from pacekeeper_analysis.whatif.trace import (
     ALL_GATHER,
     BACKWARD,
@@ -46,6 +50,11 @@ COLLECTIVE = re.compile(r"(gloo|nccl|mpi|ucc|xccl|hccl):", re.IGNORECASE)
 LATEST = 1e18
 """Microseconds since the epoch, or since the host was started: thousands of years."""
 
+Group = tuple[int, ...]
+"""Global ranks of a process group; (): which one it is, the trace does not say."""
+
+MOST_GROUPS_NAMED = 6
+
 Spans = NDArray[np.float64]
 """Begin and end of spans of time, [span, 2], in seconds."""
 
@@ -65,6 +74,12 @@ class RankTrace:
     optimizer: Spans
     collectives: Spans
     """In the order in which they ended."""
+    groups: tuple[Group, ...]
+    """Of each of these collectives."""
+    knows: frozenset[Group]
+    """The groups that the rank is in, as far as they have more ranks than one."""
+    notes: tuple[str, ...] = ()
+    """What of the trace is left out, in words."""
 
     def shifted(self, seconds: float) -> RankTrace:
         """By a clock that is `seconds` ahead."""
@@ -78,8 +93,8 @@ class RankTrace:
         )
 
 
-def read_kineto(paths: Sequence[Path]) -> Trace:
-    """Reads the traces of all ranks of a job.
+def read_kineto(paths: Sequence[Path]) -> tuple[Trace, tuple[str, ...]]:
+    """Reads the traces of all ranks of a job, and says what of them is left out.
 
     Raises TraceError where ranks are missing or doubled, or a trace has no steps, backward passes or optimizer.
     """
@@ -88,59 +103,103 @@ def read_kineto(paths: Sequence[Path]) -> Trace:
     if world != len(ranks) or [trace.rank for trace in ranks] != list(range(world)):
         found = ", ".join(str(trace.rank) for trace in ranks)
         raise TraceError(f"the job has {world} ranks, the traces are of rank {found}; give one trace of each")
-    aligned = align_clocks(ranks)
-    common = sorted(set.intersection(*(set(trace.steps) for trace in aligned)))
+    notes = [note for trace in ranks for note in trace.notes]
+    aligned, more = align_clocks(ranks)
+    steps_of = [set(trace.steps) for trace in aligned]
+    common = sorted(set.intersection(*steps_of))
+    if odd := sorted(set.union(*steps_of).difference(common)):
+        more.append(f"left out: {_listed('step', odd)}, which not every rank's trace has")
     rows: list[tuple[int, int, str, float, float]] = []
+    incomplete = ""
     for step in common:
-        rows += _step_rows(aligned, step)
+        try:
+            rows += _step_rows(aligned, step)
+        except TraceError as error:
+            incomplete = f"left out: {error}"
+            more.append(incomplete)
     if not rows:
-        raise TraceError("no step was profiled on every rank; profile the same steps everywhere")
+        raise TraceError(incomplete or "no step was profiled on every rank; profile the same steps everywhere")
     steps, dp_rank, optype, start, duration = (np.array(column) for column in zip(*rows, strict=True))
     zeros = np.zeros(len(rows), dtype=np.int64)
     of_chunk = np.where(optype == OPTIMIZER, -1, 0)
     columns = {"step": steps, "dp_rank": dp_rank, "stage": zeros, "rank": dp_rank, "optype": optype, "seq_id": zeros}
     columns |= {"mc": of_chunk, "mb_id": of_chunk, "start_ts": start, "duration": duration}
-    return trace_from_columns(columns, Metadata(dp_size=world, world_size=world))
+    return trace_from_columns(columns, Metadata(dp_size=world, world_size=world)), (*notes, *more)
 
 
 def read_rank(path: Path) -> RankTrace:
     """Reads one rank's trace (.json or .json.gz)."""
-    content = _content(path)
+    content, notes = _content(path)
     about = content.get("distributedInfo")
-    rank, world_size = (about.get(key) if isinstance(about, dict) else None for key in ("rank", "world_size"))
+    about = about if isinstance(about, dict) else {}
+    rank, world_size = (about.get(key) for key in ("rank", "world_size"))
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
         raise TraceError(f"{path} does not say its rank; profile after torch.distributed.init_process_group")
-    events = _events(content, path)
+    events, timeless = _events(content, path)
+    if timeless:
+        count, name = sum(timeless.values()), next(iter(timeless))
+        notes.append(f"{count} events have no times and are left out, such as {name!r}")
+    by_name = _groups_of(about)
     steps, spans = _by_processor(events)
     for name, missing in (("step", steps), ("backward pass", spans["backward"]), ("optimizer", spans["optimizer"])):
         if not missing:
             raise TraceError(f"{path} shows no {name}; profile CPU activities, profiler.step() after each step")
     if any(event.get("cat") == "kernel" for event in events):
         steps, spans = _by_gpu(events, steps, spans)
-    tables = {name: np.array(sorted(found)).reshape(-1, 2) for name, found in spans.items()}
-    tables["collectives"] = tables["collectives"][np.argsort(tables["collectives"][:, 1], kind="stable")]
-    return RankTrace(rank, world_size, steps, **tables)
+    tables = {name: np.array(sorted(span[:2] for span in found)).reshape(-1, 2) for name, found in spans.items()}
+    collectives = sorted(spans["collectives"], key=lambda span: span[1])
+    tables["collectives"] = np.array([span[:2] for span in collectives]).reshape(-1, 2)
+    groups = tuple(by_name.get(name, ()) for *_, name in collectives)
+    knows = frozenset(group for group in by_name.values() if len(group) > 1)
+    said = tuple(f"{path.name}: {note}" for note in notes)
+    return RankTrace(rank, world_size, steps, **tables, groups=groups, knows=knows, notes=said)
 
 
-Span = tuple[float, float]
+Span = tuple[float, float, str]
+"""Begin, end (seconds), and the name of the process group; "": it is none's, or not known."""
 Event = dict[str, Any]
 
 
-def _events(content: dict[str, Any], path: Path) -> list[Event]:
-    """Those that have lasted for a while. Raises TraceError where one's times are none."""
+def _groups_of(about: dict[str, Any]) -> dict[str, Group]:
+    """The ranks of the process groups, by the names that torch gives them."""
+    found = {}
+    config = about.get("pg_config")
+    for each in config if isinstance(config, list) else ():
+        ranks = each.get("ranks") if isinstance(each, dict) else None
+        if isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
+            found[str(each.get("pg_name"))] = tuple(sorted(ranks))
+    return found
+
+
+def _events(content: dict[str, Any], path: Path) -> tuple[list[Event], Counter[str]]:
+    """Those that have lasted for a while; and how many have no times, by name."""
     listed = content.get("traceEvents", [])
     if not isinstance(listed, list):
         raise TraceError(f"{path}: traceEvents is no list; export the trace again")
-    found = []
+    found, timeless = [], Counter[str]()
     for event in listed:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
         times = event.get("ts"), event.get("dur", 0.0)
         if not all(isinstance(time, (int, float)) and abs(time) < LATEST for time in times) or event.get("dur", 0) < 0:
-            name = str(event.get("name"))[:80]
-            raise TraceError(f"{path}: ts and dur of event {name!r} must be microseconds; export the trace again")
-        found.append(event if isinstance(event.get("args"), dict) else {**event, "args": {}})
-    return found
+            timeless[str(event.get("name"))[:80]] += 1
+        else:
+            found.append(event if isinstance(event.get("args"), dict) else {**event, "args": {}})
+    earliest = _earliest(found)
+    for event in found:
+        if event["ts"] <= 0.0 < earliest:
+            timeless[str(event.get("name"))[:80]] += 1
+    return [event for event in found if event["ts"] > 0.0 or earliest <= 0.0], timeless
+
+
+def _earliest(events: Sequence[Event]) -> float:
+    """The first microsecond that can be one of the profiled steps: they begin no earlier before the first of them than
+    they take together. The profiler gives time 0 to what it has lost the time of; a clock may also begin with 0."""
+    steps = [event for event in events if STEP.fullmatch(str(event.get("name", ""))) and event["ts"] > 0.0]
+    if not steps:
+        return 0.0
+    begin = min(float(event["ts"]) for event in steps)
+    return begin - (max(float(event["ts"]) + float(event.get("dur", 0.0)) for event in steps) - begin)
 
 
 def _correlation(event: Event) -> int | None:
@@ -149,16 +208,16 @@ def _correlation(event: Event) -> int | None:
     return number if type(number) is int else None
 
 
-def _by_processor(events: Sequence[Event]) -> tuple[dict[int, Span], dict[str, list[Span]]]:
+def _by_processor(events: Sequence[Event]) -> tuple[dict[int, tuple[float, float]], dict[str, list[Span]]]:
     """Steps and spans as the processor saw them."""
-    steps: dict[int, Span] = {}
+    steps: dict[int, tuple[float, float]] = {}
     spans: dict[str, list[Span]] = {"operations": [], "backward": [], "optimizer": [], "collectives": []}
     for event in events:
         name, category = str(event.get("name", "")), event.get("cat")
         if category not in ("cpu_op", "user_annotation"):
             continue
         if match := STEP.fullmatch(name):
-            steps[int(match[1])] = _span(event)
+            steps[int(match[1])] = _span(event)[:2]
         elif COLLECTIVE.match(name):
             spans["collectives"].append(_span(event))
         elif name.startswith(OPTIMIZER_STEP):
@@ -171,8 +230,8 @@ def _by_processor(events: Sequence[Event]) -> tuple[dict[int, Span], dict[str, l
 
 
 def _by_gpu(
-    events: Sequence[Event], steps: dict[int, Span], spans: dict[str, list[Span]]
-) -> tuple[dict[int, Span], dict[str, list[Span]]]:
+    events: Sequence[Event], steps: dict[int, tuple[float, float]], spans: dict[str, list[Span]]
+) -> tuple[dict[int, tuple[float, float]], dict[str, list[Span]]]:
     """The same as the GPU saw them: a kernel belongs to the step and the pass in which the processor launched it."""
     launched = {
         number: float(event["ts"]) * 1e-6
@@ -208,25 +267,101 @@ def _by_gpu(
 
 def _span(event: Event) -> Span:
     begin = float(event["ts"]) * 1e-6
-    return begin, begin + float(event.get("dur", 0.0)) * 1e-6
+    group = event["args"].get("Process Group Name", "")
+    return begin, begin + float(event.get("dur", 0.0)) * 1e-6, group if isinstance(group, str) else ""
 
 
-def _contains(merged: list[Span], instant: float) -> bool:
+def _contains(merged: list[tuple[float, float]], instant: float) -> bool:
     """Whether one of the sorted spans contains an instant."""
     at = bisect.bisect_right(merged, (instant, float("inf"))) - 1
     return at >= 0 and merged[at][0] <= instant <= merged[at][1]
 
 
-def align_clocks(ranks: Sequence[RankTrace]) -> list[RankTrace]:
-    """The traces by one clock: the n-th collective ended on all ranks at the same instant."""
-    counts = {len(trace.collectives) for trace in ranks}
-    if len(counts) > 1 or counts == {0}:
-        raise TraceError(
-            "the ranks recorded different numbers of collectives, or none; profile the same steps everywhere"
+def align_clocks(ranks: Sequence[RankTrace]) -> tuple[list[RankTrace], list[str]]:
+    """The traces by one clock, and what is to be told of that: a collective of a group ended on all of its ranks at the
+    same instant.
+
+    Raises TraceError where a rank has no collectives.
+    """
+    for trace in ranks:
+        if not len(trace.collectives):
+            raise TraceError(f"rank {trace.rank} recorded no collectives; profile the same steps everywhere")
+    known = all(group for trace in ranks for group in trace.groups)
+    shared = {group for trace in ranks for group in (trace.groups if known else ()) if len(group) > 1}
+    notes = _told_of_groups(set().union(*(trace.knows for trace in ranks)), known)
+    offsets = {0: 0.0}
+    while True:  # from rank 0 on, through groups that have ranks in common
+        reached = {
+            rank: (first, group)
+            for group in sorted(shared)
+            for first in [next((rank for rank in group if rank in offsets), None)]
+            if first is not None
+            for rank in group
+            if rank not in offsets and rank < len(ranks)
+        }
+        if not reached:
+            break
+        for rank, (first, group) in reached.items():
+            offsets[rank] = offsets[first] + _offset(ranks[first], ranks[rank], group, notes)
+    for trace in ranks:
+        if trace.rank not in offsets:
+            offsets[trace.rank] = _offset(ranks[0], trace, (), notes)
+    return [trace.shifted(offsets[trace.rank]) for trace in ranks], notes
+
+
+def _told_of_groups(groups: set[Group], known: bool) -> list[str]:
+    if len(groups) < 2:
+        return []
+    named = "; ".join(" ".join(map(str, group)) for group in sorted(groups)[:MOST_GROUPS_NAMED])
+    more = f" and {len(groups) - MOST_GROUPS_NAMED} more" if len(groups) > MOST_GROUPS_NAMED else ""
+    told = f"the ranks talk in {len(groups)} groups ({named}{more}), and all of them are taken for data-parallel ranks"
+    unknown = "" if known else "; which group a collective is of, the traces do not say, so that clocks may be off"
+    return [told + unknown]
+
+
+def _offset(one: RankTrace, other: RankTrace, group: Group, notes: list[str]) -> float:
+    """Seconds that the clock of `one` is ahead of that of `other`, by the collectives of `group`; (): by all."""
+    differences, odd = [], []
+    for step in sorted(one.steps.keys() & other.steps.keys()):
+        ends = [_ends(trace, group, *trace.steps[step]) for trace in (one, other)]
+        differences.append(_differences(*ends))
+        if len(ends[0]) != len(ends[1]):
+            odd.append((step, len(ends[1]), len(ends[0])))
+    found = np.concatenate(differences) if differences else np.empty(0)
+    if not len(found):  # none of them is in a step
+        everywhere = (-np.inf, np.inf)
+        found = _differences(_ends(one, group, *everywhere), _ends(other, group, *everywhere))
+    if odd:
+        step, here, there = odd[0]
+        notes.append(
+            f"rank {other.rank} has another number of collectives than rank {one.rank} in {len(odd)} of "
+            f"{len(differences)} steps ({here} and {there} in step {step}); clocks go by those that both have"
         )
-    ends = np.array([trace.collectives[:, 1] for trace in ranks])
-    offsets = np.median(ends[0] - ends, axis=1)
-    return [trace.shifted(float(offset)) for trace, offset in zip(ranks, offsets, strict=True)]
+    return float(np.median(found)) if len(found) else 0.0
+
+
+def _ends(trace: RankTrace, group: Group, begin: float, end: float) -> NDArray[np.float64]:
+    """When the group's collectives have ended whose middle lies between two instants, in order."""
+    middle = trace.collectives.mean(axis=1)
+    chosen = (begin <= middle) & (middle < end)
+    if group:
+        chosen &= np.array([each == group for each in trace.groups], dtype=bool)
+    return np.asarray(trace.collectives[chosen, 1])
+
+
+def _differences(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of the ends of the same collectives on two ranks. Where one has more, it has them in a row: those without which
+    the rest fits best."""
+    surplus = len(one) - len(other)
+    if surplus < 0:
+        return -_differences(other, one)
+    tried = (np.concatenate([one[:at], one[at + surplus :]]) - other for at in range(len(other) + 1 if surplus else 1))
+    return min(tried, key=lambda found: float(np.abs(found - np.median(found)).sum()) if len(found) else 0.0)
+
+
+def _listed(what: str, numbers: Sequence[int]) -> str:
+    few = ", ".join(map(str, numbers[:5]))
+    return f"{what}{'s' if len(numbers) > 1 else ''} {few}{' …' if len(numbers) > 5 else ''}"
 
 
 def _step_rows(ranks: Sequence[RankTrace], step: int) -> list[tuple[int, int, str, float, float]]:
@@ -238,9 +373,7 @@ def _step_rows(ranks: Sequence[RankTrace], step: int) -> list[tuple[int, int, st
         begin, end = trace.steps[step]
         backward, optimizer = (_of_step(spans, begin, end) for spans in (trace.backward, trace.optimizer))
         if not len(backward) or not len(optimizer):
-            raise TraceError(
-                f"step {step}, rank {trace.rank} has no backward pass or no optimizer; leave that step out"
-            )
+            raise TraceError(f"step {step}, of which rank {trace.rank} shows no backward pass or no optimizer")
         first, last, update = float(backward[0, 0]), float(backward[:, 1].max()), float(optimizer[0, 0])
         exposed = _exposed(trace, begin, first), _exposed(trace, first, last)
         waits.append(sum(exposed))
@@ -277,7 +410,7 @@ def _within(spans: Spans, begin: float, end: float) -> Spans:
 def _merged(spans: Spans | list[Any]) -> list[tuple[float, float]]:
     """The same time as spans that do not overlap."""
     merged: list[tuple[float, float]] = []
-    for begin, end in sorted((float(begin), float(end)) for begin, end in spans):
+    for begin, end in sorted((float(begin), float(end)) for begin, end, *_ in spans):
         if merged and begin <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
@@ -289,13 +422,10 @@ def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _content(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What the trace says, and what of it cannot be read."""
     try:
-        raw = path.read_bytes()
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        content = parse_json(text)
-    except (EOFError, gzip.BadGzipFile, ValueError) as error:
+        readable = read_trace(path.read_bytes())
+    except InputError as error:
         raise TraceError(f"{path} is not a readable profiler trace ({error}); export it again") from error
-    if not isinstance(content, dict):
-        raise TraceError(f"{path} is not a trace of the PyTorch profiler; use export_chrome_trace")
-    return content
+    return readable.content, readable.notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,6 +85,19 @@ def test_another_plan_begins_at_the_step_where_it_comes(collections: Collections
     for step, every in ((99, 3), (100, 3), (102, 3)):
         planned.boundary(step, every)
     assert len(collections) == 2
+
+
+def test_what_a_rank_forks_collects_as_python_likes() -> None:
+    """A DataLoader's worker comes to no boundary, and would keep all its garbage."""
+    planned = PlannedCollection()
+    planned.boundary(1, every=5)
+    assert not gc.isenabled()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if gc.isenabled() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not gc.isenabled()
+    planned.boundary(2, every=0)
 
 
 def test_the_timer_leaves_short_collections_out_and_ends() -> None:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import tempfile
 import threading
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pacekeeper.observe.ring import NO_PLACE, RingReader, RingWriter, create_ring
+from pacekeeper.observe.ring import DEFAULT_CAPACITY, NO_PLACE, RingReader, RingWriter, create_ring
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import ENTERED_PLACES, HEADER_BYTES, STATE, Collective, Device, Kind, Phase
+from pacekeeper_analysis.records import (
+    ENTERED_PLACES,
+    HEADER_BYTES,
+    STATE,
+    Collective,
+    Device,
+    Kind,
+    Phase,
+    ring_bytes,
+)
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -118,16 +130,63 @@ def test_a_slot_that_is_being_written_is_left_out(path: Path, place: int) -> Non
     assert reader.records()["index"].tolist() == list(range(place + 2, 64 + place + 1))
 
 
-def test_a_reader_has_the_kernel_find_no_memory_for_records_to_come() -> None:
-    """It would be charged to the container that reads; and small jobs never come to use most of a ring."""
+def test_a_ring_has_all_of_its_memory_from_the_beginning() -> None:
+    """On a volume that fills up later, a write to a page that is not there yet would kill the rank by SIGBUS."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder, "0")
         create_ring(path, rank=0, round_=1)
-        writer, reader = RingWriter(path), RingReader(path)
-        for step in range(100):
-            writer.write(Kind.STEP, 0, 0, step)
-        assert len(reader.records()) == 100
-        assert path.stat().st_blocks * 512 < 40 * 4096
+        assert path.stat().st_blocks * 512 >= ring_bytes(DEFAULT_CAPACITY)
+
+
+def test_a_full_volume_is_told_and_nothing_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        create_ring(tmp_path / "0", rank=0, round_=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_rank_forks_writes_nothing_into_its_ring(path: Path) -> None:
+    writer, reader = RingWriter(path), RingReader(path)
+    writer.write(Kind.STEP, 0, 0, 1)
+    place = writer.take_place(7)
+    writer.end_step(1, 2_000)
+
+    def as_a_worker() -> None:
+        for step in range(200):
+            writer.write(Kind.GARBAGE, 0, 0, step)
+        writer.enter_phase(Phase.EVALUATE)
+        writer.enter_collective(Collective.BARRIER, 7, 3, 1_000, place)
+        writer.end_step(8, 3_000)
+        writer.end_load(5_000)
+        writer.state.loss = 3.0
+        assert (writer.state.step, writer.state.rank) == (8, 3), "it reads what it has written, and what was there"
+
+    before = path.read_bytes()
+    in_fork(as_a_worker)
+    in_fork(lambda: in_fork(as_a_worker))
+    assert path.read_bytes() == before
+    writer.write(Kind.STEP, 0, 0, 2)
+    writer.end_step(2, 4_000)
+    assert reader.records()["step"].tolist() == [1, 2], "the rank itself goes on"
+    assert reader.state()["step"] == 2
+
+
+def in_fork(call: Callable[[], None]) -> None:
+    """`call` has succeeded in a process that is forked from this one."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            call()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_second_writer_goes_on_behind_the_first(path: Path) -> None:

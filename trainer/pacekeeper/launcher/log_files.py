@@ -1,0 +1,256 @@
+"""The ranks' log files (torchrun's --log-dir, --redirects, --tee), and the error files that torch's @record writes.
+
+Layout, as torchrun has it: `<log dir>/<run id>_<random>/attempt_<N>/<local rank>/{stdout.log,stderr.log,error.json}`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.reading import parse_json
+
+from .outlet import Outlet
+from .output import TAIL_BYTES, TAIL_LINES, OutputPipe
+from .rank import RankStart
+from .rank_options import OutputOptions, RankOptions, RankPlace, Std, StreamPlan
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable that tells torch's @record where to write the exception that ended a rank."""
+_ERROR_BYTES = 1 << 20
+_PENDING_BYTES = 64 << 20
+"""What may wait for the file system. What comes on top of it is lost to the file, and counted."""
+_DRAIN_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+def make_run_folder(log_dir: str, run_id: str) -> Path:
+    """Make the folder of one run's log files. log_dir: "" for a temporary folder. Raises InputError."""
+    try:
+        parent = Path(log_dir).absolute() if log_dir else Path(tempfile.mkdtemp(prefix="pacekeeper-logs-"))
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f"{run_id.replace('/', '_')}_", dir=parent))
+    except OSError as error:
+        raise InputError(f"--log-dir {log_dir}: {error.strerror}; name a folder that this user may write to") from error
+
+
+class RankStream(Protocol):
+    """One output of a rank, as the launcher holds it."""
+
+    write_end: int
+    """File descriptor for the rank."""
+
+    def pump(self) -> None: ...
+
+    def tail(self) -> str: ...
+
+    def close(self) -> None: ...
+
+
+class RankFile:
+    """A file that the rank itself writes to: nothing of it passes through the launcher."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._path = path
+        self.write_end = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+    def pump(self) -> None:
+        """Do nothing: the rank has written it all."""
+
+    def tail(self) -> str:
+        """Return the last lines, as `OutputPipe` does."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+                lines = file.read(TAIL_BYTES).splitlines(keepends=True)
+        except OSError:
+            return ""
+        return b"".join(lines[-TAIL_LINES:]).decode(errors="replace")
+
+    def close(self) -> None:
+        """Do nothing: the rank holds it alone."""
+
+
+class FileWriter:
+    """Writes to files in its own thread: a file system that stands still does not hold up the launcher."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[BinaryIO, bytes | None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._given = 0  # bytes; the launcher's thread alone counts them
+        self._done = 0  # the writer's thread alone
+        self._lost = 0
+
+    def write(self, file: BinaryIO, data: bytes) -> None:
+        if self._given - self._done > _PENDING_BYTES:
+            self._lost += len(data)
+            return
+        self._given += len(data)
+        self._put((file, data))
+
+    def close_file(self, file: BinaryIO) -> None:
+        self._put((file, None))
+
+    def close(self) -> None:
+        """Wait until all is written, but not for long, and report what is not."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_DRAIN_SECONDS)
+        if lost := self._lost + self._given - self._done:
+            log.warning("log files lack %d bytes of the ranks' output: their file system did not take them", lost)
+
+    def _put(self, item: tuple[BinaryIO, bytes | None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="log-files", daemon=True)
+            self._thread.start()
+        self._queue.put(item)
+
+    def _run(self) -> None:
+        broken: set[BinaryIO] = set()
+        while (item := self._queue.get()) is not None:
+            file, data = item
+            try:
+                if data is None:
+                    file.close()
+                elif file not in broken:
+                    rest = memoryview(data)
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                    self._done += len(data)
+            except OSError as error:
+                broken.add(file)
+                log.warning("%s cannot be written to: %s", file.name, error.strerror)
+
+
+class LogCopy:
+    """What a teed stream writes to files, next to the console."""
+
+    def __init__(self, writer: FileWriter, plan: StreamPlan) -> None:
+        """Raises OSError."""
+        assert plan.file is not None
+        self._writer = writer
+        self._file: BinaryIO = plan.file.open("wb", buffering=0)
+        # All ranks append to this one.
+        self._filtered: BinaryIO | None = plan.filtered.open("ab", buffering=0) if plan.filtered is not None else None
+        self._filters = [text.encode() for text in plan.filters]
+        self._prefix = plan.prefix.encode()
+        self._rest = b""
+
+    def write(self, chunk: bytes) -> None:
+        self._writer.write(self._file, chunk)
+        if self._filtered is not None:
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            self._filter(lines)
+
+    def close(self) -> None:
+        if self._filtered is not None:
+            self._filter([self._rest] if self._rest else [])
+            self._writer.close_file(self._filtered)
+        self._writer.close_file(self._file)
+
+    def _filter(self, lines: list[bytes]) -> None:
+        assert self._filtered is not None
+        for line in lines:
+            if any(text in line for text in self._filters):
+                self._writer.write(self._filtered, self._prefix + line + b"\n")
+
+
+@cache
+def _nowhere() -> BinaryIO:
+    """Return the console of ranks that --local-ranks-filter leaves out."""
+    return open(os.devnull, "wb", buffering=0)
+
+
+@dataclass
+class RankOutput:
+    """Opens the outputs of ranks as the options say."""
+
+    options: RankOptions = field(default_factory=RankOptions)
+    consoles: tuple[BinaryIO | Outlet, BinaryIO | Outlet] = field(
+        default_factory=lambda: (sys.stdout.buffer, sys.stderr.buffer)
+    )
+    _writer: FileWriter = field(default_factory=FileWriter)
+
+    def open(self, start: RankStart, local_rank: int, several: bool) -> tuple[RankStream, RankStream]:
+        """Return the rank's stdout and stderr, and remove what an earlier rank left as its error file."""
+        output = self.options.output
+        attempt = int(start.environment["TORCHELASTIC_RESTART_COUNT"])
+        folder = output.rank_folder(attempt, local_rank)
+        if folder is not None:
+            with suppress(OSError):  # the files then say it, and the output goes to the console alone
+                folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):
+            Path(start.environment[ERROR_FILE]).unlink(missing_ok=True)
+        place = RankPlace(start.rank, local_rank, attempt, several)
+        return self._stream(output, Std.OUT, place), self._stream(output, Std.ERR, place)
+
+    def close(self) -> None:
+        """Wait for the files. The streams are closed."""
+        self._writer.close()
+
+    def _stream(self, output: OutputOptions, stream: Std, place: RankPlace) -> RankStream:
+        plan = output.plan_stream(stream, place, self.options.role, socket.gethostname())
+        console = self.consoles[0 if stream is Std.OUT else 1]
+        try:
+            if plan.file is not None and not plan.console:
+                return RankFile(plan.file)
+            copy = LogCopy(self._writer, plan) if plan.file is not None else None
+        except OSError as error:
+            log.warning("no log file for rank %d: %s", place.rank, error)
+            copy = None
+        target = console if plan.console else _nowhere()
+        return OutputPipe(target, plan.prefix.encode(), copy)
+
+
+def error_file(options: RankOptions, attempt: int, local_rank: int, errors: Path) -> Path:
+    """Return where @record is to write. errors: the folder for it where there are no log files."""
+    folder = options.output.rank_folder(attempt, local_rank)
+    return folder / "error.json" if folder is not None else errors / f"{local_rank}.json"
+
+
+def recorded_error(path: Path) -> str:
+    """Return what @record has written: the traceback, or the message; "" where there is nothing of that kind."""
+    try:
+        with path.open("rb") as file:
+            content = parse_json(file.read(_ERROR_BYTES), path.name)
+    except (OSError, InputError):
+        return ""
+    message = content.get("message") if isinstance(content, Mapping) else None
+    if isinstance(message, Mapping):
+        extra = message.get("extraInfo")
+        stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
+        message = stack if isinstance(stack, str) else message.get("message")
+    return message.strip()[-TAIL_BYTES:] if isinstance(message, str) else ""
+
+
+def explain(tail: str, recorded: str) -> str:
+    """Return the last words of a rank: of its standard error, and what @record has written unless it is there."""
+    last = recorded.rpartition("\n")[2]
+    if not recorded or tail.rstrip().endswith(last):
+        return tail
+    return f"{tail.rstrip()}\n{recorded}\n".lstrip("\n")
+
+
+def pass_error_on(path: Path, environment: Mapping[str, str]) -> None:
+    """Copy a rank's error file to the launcher's own, where whoever started it has named one, as torchrun does."""
+    own = environment.get(ERROR_FILE)
+    if own and path.is_file():
+        try:
+            shutil.copyfile(path, own)
+        except OSError as error:
+            log.warning("%s=%s: %s", ERROR_FILE, own, error.strerror)

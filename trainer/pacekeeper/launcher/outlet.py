@@ -1,0 +1,118 @@
+"""The launcher's standard output and error: written by a thread, so that a reader that stands still stops nothing else.
+
+What waits to be written is bounded by those who write: they look at `full`, and stop reading from the ranks' pipes. A
+rank then waits in its own write, as it would with the reader's pipe in its hands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+
+FULL_BYTES = 1 << 20
+ROOM_BYTES = FULL_BYTES // 4
+_CHUNK = 1 << 16
+_AGAIN_SECONDS = 1.0
+_Waiting = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
+
+
+class Outlet:
+    """One file descriptor to which bytes are written in order, by a thread that starts with the first ones."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        """`name`: of the descriptor, for people."""
+        self.closed_by_reader = ""
+        """Why nothing is written any more; "": it is."""
+        self.line_of: object = None
+        """Who has begun a line that has not ended."""
+        self._descriptor = descriptor
+        self._name = name
+        self._queue: deque[bytes] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._waiting: list[_Waiting] = []
+
+    def write(self, data: bytes) -> int:
+        """Takes the bytes at once, whatever waits already."""
+        with self._changed:
+            if not data or self.closed_by_reader:
+                return len(data)
+            self._queue.append(data)
+            self._bytes += len(data)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"writes {self._name}", daemon=True)
+                self._thread.start()
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    @property
+    def full(self) -> bool:
+        return self._bytes > FULL_BYTES
+
+    def when_room(self, callback: Callable[[], None]) -> None:
+        """Calls back once, in the loop, when it is no longer full."""
+        loop = asyncio.get_running_loop()
+        with self._changed:
+            if self._bytes <= ROOM_BYTES:
+                loop.call_soon(callback)
+            else:
+                self._waiting.append((loop, callback))
+
+    def drain(self, seconds: float) -> bool:
+        """Waits until all is written, this long at most; whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._bytes, seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue))
+                data = b"".join(self._queue)
+                self._queue.clear()
+            for start in range(0, len(data), _CHUNK):
+                chunk = data[start : start + _CHUNK]
+                self._write(chunk)
+                with self._changed:
+                    self._bytes -= len(chunk)
+                    self._changed.notify_all()
+                    waiting, self._waiting = (self._waiting, []) if self._bytes <= ROOM_BYTES else ([], self._waiting)
+                for loop, callback in waiting:
+                    with contextlib.suppress(RuntimeError):  # the loop has ended
+                        loop.call_soon_threadsafe(callback)
+
+    def _write(self, data: bytes) -> None:
+        """All of it, unless there is nobody to read it."""
+        while data and not self.closed_by_reader:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:  # whoever has given us this file has made it non-blocking
+                select.select([], [self._descriptor], [], _AGAIN_SECONDS)
+            except OSError as error:
+                self.closed_by_reader = (
+                    f"{self._name} cannot be written to any more ({error.strerror}): what ranks print is dropped"
+                )
+
+
+class LogStream:
+    """A stream for log lines: each begins a line of its own, whatever the ranks have printed."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+
+    def write(self, text: str) -> int:
+        begun = b"\n" if self._outlet.line_of is not None else b""
+        self._outlet.line_of = None
+        self._outlet.write(begun + text.encode(errors="backslashreplace"))
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back."""

@@ -1,0 +1,40 @@
+"""How many threads the libraries for linear algebra use that this process has loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+_SETTERS = (
+    "openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "scipy_openblas_set_num_threads64_",
+    "MKL_Set_Num_Threads",
+)
+"""Each takes an int. numpy's and scipy's wheels rename OpenBLAS's."""
+_LIBRARIES = ("openblas", "libmkl_rt")
+
+
+def limit_threads(threads: int) -> None:
+    """Limit torch's operations, and numpy's: both have read OMP_NUM_THREADS before this process became a rank."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(threads)
+    for path in loaded_libraries():
+        library = ctypes.CDLL(path)
+        for name in _SETTERS:
+            if hasattr(library, name):
+                getattr(library, name)(ctypes.c_int(threads))
+
+
+def loaded_libraries(maps: Path = Path("/proc/self/maps")) -> set[str]:
+    """Paths of those in this process that have threads of their own for linear algebra."""
+    try:
+        lines = maps.read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and "/" in line}
+    return {path for path in paths if any(name in Path(path).name for name in _LIBRARIES) and Path(path).exists()}
