@@ -112,7 +112,9 @@ def test_own_work_is_told_apart_from_waiting(slow: tuple[list[Path], list[float]
     assert by_type[REDUCE_SCATTER].max() < waits / 2
 
 
-def test_missing_traces_are_refused_and_of_a_damaged_one_what_can_be_read_is_taken(healthy: list[Path], tmp_path: Path) -> None:
+def test_missing_traces_are_refused_and_of_a_damaged_one_what_can_be_read_is_taken(
+    healthy: list[Path], tmp_path: Path
+) -> None:
     paths = healthy
     with pytest.raises(TraceError, match="4 ranks, the traces are of rank 0, 1, 3"):
         load([paths[0], paths[1], paths[3]])

@@ -145,7 +145,8 @@ def test_a_program_that_a_rank_starts_leaves_the_file_to_the_rank(driver: Driver
     create_ring(ring, 0, 1, capacity=64, owner=owner)
     driver.run(5, scenario, transport=str(path), ring=str(ring))
     assert path.exists() == (owner == 0)
-    assert f"OWNER_AT = {(STATE.fields or {})['owner'][1]}" in PLUGIN_SOURCE.read_text()
+    assert STATE.fields is not None
+    assert f"OWNER_AT = {STATE.fields['owner'][1]}" in PLUGIN_SOURCE.read_text()
 
 
 def test_a_full_volume_is_no_crash(driver: Driver) -> None:
