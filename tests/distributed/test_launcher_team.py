@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,8 +215,15 @@ def test_without_operator_and_peers_the_ranks_end(tmp_path: Path) -> None:
     with team(tmp_path, steps=10_000, contact_timeout=1.5) as one:
         three(one)
         one.wait_for_step(3)
+        later = time.time() + 3600.0  # c's clock is then set back by an hour
+        os.utime(one.workers["c"].runtime.contact, (later, later))
         one.workers["a"].kill(signal.SIGSTOP)
-        one.wait_for_state("c", LauncherState.LOST)
+
+        def c_is_lost() -> bool:
+            one.workers["b"].runtime.contact.touch()  # or b ended its rank first, now and then, which c would hear of
+            return one.workers["c"].heartbeat().state is LauncherState.LOST
+
+        one.wait_for(c_is_lost, "c ends its rank")
         one.wait_for(lambda: not Path(f"/proc/{one.pids(2)[-1]}").exists(), "rank 2 is gone")
         one.workers["a"].kill(signal.SIGCONT)
         one.wait_for_state("c", LauncherState.RUNNING)

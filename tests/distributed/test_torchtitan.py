@@ -38,7 +38,7 @@ def sources() -> list[Path]:
     return [Path(folder) for folder in installed[:1]] + checked_out
 
 
-@pytest.fixture(params=sources() or [None], ids=str)
+@pytest.fixture(params=[*sources(), *([] if sources() else [None])], ids=str)
 def titan(request: pytest.FixtureRequest) -> Path:
     if request.param is None:
         pytest.skip("torchtitan is not installed")

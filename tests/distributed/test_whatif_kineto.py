@@ -112,11 +112,21 @@ def test_own_work_is_told_apart_from_waiting(slow: tuple[list[Path], list[float]
     assert by_type[REDUCE_SCATTER].max() < waits / 2
 
 
-def test_missing_and_damaged_traces_are_refused(healthy: list[Path], tmp_path: Path) -> None:
+def test_missing_traces_are_refused_and_of_a_damaged_one_what_can_be_read_is_taken(
+    healthy: list[Path], tmp_path: Path
+) -> None:
     paths = healthy
     with pytest.raises(TraceError, match="4 ranks, the traces are of rank 0, 1, 3"):
         load([paths[0], paths[1], paths[3]])
     cut = tmp_path / "rank2.json.gz"
-    cut.write_bytes(paths[2].read_bytes()[:5000])
+    content = paths[2].read_bytes()
+    cut.write_bytes(content[:100])
     with pytest.raises(TraceError, match=r"rank2\.json\.gz is not a readable profiler trace"):
         load([paths[0], paths[1], cut, paths[3]])
+    cut.write_bytes(content[: 3 * len(content) // 4])
+    window = load([paths[0], paths[1], cut, paths[3]]).window
+    assert window.notes[0].startswith("rank2.json.gz: the end is missing: what comes after")
+    assert any(note.startswith("left out: step") for note in window.notes)
+    whole = load(paths).window
+    assert whole.notes == ()
+    assert set(window.steps) < set(whole.steps)

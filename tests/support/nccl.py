@@ -32,10 +32,10 @@ class Driver:
         self.run(version, scenario, *numbers, transport=str(path))
         return TransportReader(path)
 
-    def run(self, version: int, scenario: str, *numbers: int, transport: str) -> str:
+    def run(self, version: int, scenario: str, *numbers: int, transport: str, ring: str = "") -> str:
         """What the driver says. Raises AssertionError with its complaint where it fails."""
         command = [str(self.folder / "nccl_driver"), str(self.plugin), str(version), scenario, *map(str, numbers)]
-        environment = {**os.environ, "PACEKEEPER_TRANSPORT": transport}
+        environment = {**os.environ, "PACEKEEPER_TRANSPORT": transport, "PACEKEEPER_RING": ring}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{scenario} ends with {done.returncode}: {done.stderr[-4000:]}"
         return done.stdout

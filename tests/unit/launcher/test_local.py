@@ -335,7 +335,7 @@ class TestTheFolderOfARun:
         (dead / "rings").mkdir(parents=True)
         others = parent / "pacekeeper-1-older"  # of a version that held nothing
         others.mkdir()
-        flock, swept = fcntl.flock, []
+        flock, swept = fcntl.flock, list[str]()
 
         def sweep_first(file: int, how: int) -> None:
             """Another run that begins takes the first folder for one that was left behind."""

@@ -259,9 +259,7 @@ def _fork_and_report(connection: socket.socket, later: list[str]) -> None:
             start = RankStart(**json.loads(message)["rank"])
             try:
                 pid = _fork_rank(start, descriptors, forget_parents_things)
-            except (
-                OSError
-            ) as error:  # of processes, or memory, there are no more: the round fails, this process goes on
+            except OSError as error:  # no processes, or no memory, are left: the round fails, this process goes on
                 words = f"pacekeeper: the process of rank {start.rank} cannot be forked: {error}\n"
                 os.write(descriptors[1], words.encode())
                 news: dict[str, object] = {"exited": {"key": start.key, "code": 1}}

@@ -415,11 +415,24 @@ static int record_event_state(void *handle, int state, const union state_argumen
 /* A process that a rank has forked shares the file, but not the numbers: it writes nothing. */
 static void forked(void) { SET_LAST(ring, NULL); }
 
+/* Whether this process is the rank whose ring of records lies at $PACEKEEPER_RING, and no program that a rank has
+ * started: one inherits its environment. The ring names the rank's process id; 0, or no ring: nobody is left out. */
+enum { OWNER_AT = 220 }; /* pacekeeper_analysis.records.STATE */
+static int is_rank(void) {
+    const char *path = getenv("PACEKEEPER_RING");
+    int32_t owner = 0;
+    int file = path && *path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
+    if (file < 0) return 1;
+    if (pread(file, &owner, sizeof owner, OWNER_AT) != (ssize_t)sizeof owner) owner = 0;
+    close(file);
+    return !owner || owner == (int32_t)getpid();
+}
+
 /* The file at $PACEKEEPER_TRANSPORT, whole before it has its name; the first process that asks for it has it. */
 static void open_ring(void) {
     const char *path = getenv("PACEKEEPER_TRANSPORT");
     char temporary[4096];
-    if (!path || !*path) return;
+    if (!path || !*path || !is_rank()) return;
     own_pid = getpid();
     if (snprintf(temporary, sizeof temporary, "%s.%d", path, (int)own_pid) >= (int)sizeof temporary) return;
     unlink(temporary);

@@ -77,26 +77,22 @@ def _read_events(text: str, error: InputError) -> Readable:
     unreadable, has_end, at = 0, False, start.end()
     while not has_end:
         at = _SEPARATORS.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
-        if text.startswith("]", at) and '"ph"' not in text[at:]:
+        if text.startswith("]", at):
             has_end = True
             continue
-        try:
-            event, at = _decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            following = _BETWEEN_EVENTS.search(text, at)
-            end = len(text) if following is None else following.start() + 1
-            repaired = _NO_NUMBER.sub(r"\1NaN", text[at:end])
-            try:
-                event, used = _decoder.raw_decode(repaired)
-            except (ValueError, RecursionError):
-                has_end = following is None and _LAST.search(text, at) is not None
-                if following is None and not has_end:
-                    break
-                unreadable += 1
-                at = end
-                continue
-            at = end - (len(repaired) - used)
-        events.append(event)
+        following = _BETWEEN_EVENTS.search(text, at)
+        end = len(text) if following is None else following.start() + 1
+        event, rest = _read_event(text[at:end])
+        if rest >= 0:
+            events.append(event)
+            at = end - rest
+        elif following is not None:
+            unreadable += 1
+            at = end
+        elif _LAST.search(text, at):
+            unreadable, has_end = unreadable + 1, True
+        else:
+            break
     if not events:
         raise error
     content: dict[str, Any] = {"traceEvents": events}
@@ -109,3 +105,15 @@ def _read_events(text: str, error: InputError) -> Readable:
     if not has_end:
         notes.append(f"the end is missing: what comes after {len(events)} events is left out")
     return Readable(content, notes)
+
+
+def _read_event(chunk: str) -> tuple[Any, int]:
+    """What the text begins with, and how many characters there are behind it; -1: it cannot be read.
+
+    Of a text of its own, since the decoder counts the lines before an error.
+    """
+    for text in (chunk, _NO_NUMBER.sub(r"\1NaN", chunk)):
+        with contextlib.suppress(ValueError, RecursionError):
+            event, used = _decoder.raw_decode(text)
+            return event, len(text) - used
+    return None, -1

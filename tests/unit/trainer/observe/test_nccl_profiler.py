@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pacekeeper.observe.ring import create_ring
 from pacekeeper.observe.transport import TransportReader, open_transport
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.records import Collective
+from pacekeeper_analysis.records import STATE, Collective
 from pacekeeper_analysis.reports import FlowWindow
 from pacekeeper_analysis.transport import (
     COMMUNICATOR,
@@ -27,7 +28,7 @@ from pacekeeper_analysis.transport import (
     flows,
     running_in_words,
 )
-from tests.support.nccl import Driver, build
+from tests.support.nccl import PLUGIN_SOURCE, Driver, build
 
 MS = 1_000_000
 
@@ -136,6 +137,16 @@ def test_the_first_process_has_the_file(driver: Driver) -> None:
     driver.run(6, "inert", transport=str(driver.folder / "0.transport"))
     assert reader.operations().tobytes() == before
     assert [path.name for path in driver.folder.glob("*.transport*")] == ["0.transport"]
+
+
+@pytest.mark.parametrize(("owner", "scenario"), [(0, "normal"), (1, "inert")])
+def test_a_program_that_a_rank_starts_leaves_the_file_to_the_rank(driver: Driver, owner: int, scenario: str) -> None:
+    ring, path = driver.folder / f"ring-{owner}", driver.folder / f"owned-{owner}.file"
+    create_ring(ring, 0, 1, capacity=64, owner=owner)
+    driver.run(5, scenario, transport=str(path), ring=str(ring))
+    assert path.exists() == (owner == 0)
+    assert STATE.fields is not None
+    assert f"OWNER_AT = {STATE.fields['owner'][1]}" in PLUGIN_SOURCE.read_text()
 
 
 def test_a_full_volume_is_no_crash(driver: Driver) -> None:

@@ -54,7 +54,7 @@ def test_a_program_in_the_place_of_the_rank_is_the_rank_and_what_it_starts_is_no
     environment = {**os.environ, "PACEKEEPER_RUNTIME": str(runtime.root), "TAKES_PART": TAKES_PART}
     take_ring = "import os, sys; from pathlib import Path; from pacekeeper.observe.ring import create_ring"
     become_rank = f"{take_ring}; create_ring(Path({str(runtime.ring(0))!r}), 0, 1, 64, owner=os.getpid())"
-    program = f"{sys.executable} -c \"$TAKES_PART\"; exec {sys.executable} -c \"$TAKES_PART\""
+    program = f'{sys.executable} -c "$TAKES_PART"; exec {sys.executable} -c "$TAKES_PART"'
     code = f"{become_rank}; os.execv('/bin/sh', ['sh', '-c', {program!r}])"
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
