@@ -5,7 +5,10 @@ import os
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
+os.environ["OMP_NUM_THREADS"] = "3"  # which torch reads when it is imported
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 dist.init_process_group("gloo")
 dist.barrier()  # a rank that leaves before its peer has connected to it holds the peer up for minutes
@@ -18,6 +21,7 @@ seen = {
     "environment": {name: os.environ[name] for name in promised},
     "torchelastic": dist.is_torchelastic_launched(),
     "module": __name__,
+    "threads": torch.get_num_threads(),
 }
 (Path(sys.argv[1]) / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
 dist.destroy_process_group()
