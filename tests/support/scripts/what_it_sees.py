@@ -7,8 +7,8 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "3"  # which torch reads when it is imported
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
 dist.init_process_group("gloo")
 dist.barrier()  # a rank that leaves before its peer has connected to it holds the peer up for minutes

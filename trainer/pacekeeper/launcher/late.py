@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 READ_AT_IMPORT = frozenset(
     {
@@ -36,7 +36,7 @@ READ_BY_COMPILER = ("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_")
 """Prefixes of those that torch._dynamo and torch._inductor read when they are imported."""
 
 
-def is_read_at_import(name: str, modules: Mapping[str, object] | None = None) -> bool:
+def is_read_at_import(name: str, modules: Collection[str] | None = None) -> bool:
     """Whether it is too late to set this variable. `modules`: those that are imported; None: any may be later."""
     if name.startswith(READ_BY_COMPILER):
         return modules is None or "torch._dynamo" in modules
@@ -46,7 +46,7 @@ def is_read_at_import(name: str, modules: Mapping[str, object] | None = None) ->
 def name_late_variables(seen: Mapping[str, str]) -> None:
     """From here on, warn of each variable that this process sets too late, once. `seen`: the environment at import."""
     put, named = os.putenv, set[str]()
-    modules = {name: None for name in ("torch", "torch._dynamo") if name in sys.modules}
+    modules = [name for name in ("torch", "torch._dynamo") if name in sys.modules]
 
     def putenv(name: str | bytes, value: str | bytes) -> None:
         put(name, value)

@@ -102,7 +102,7 @@ def _run_as_main(start: RankStart) -> None:
     names = {"__file__": path, "__cached__": None, "__loader__": SourceFileLoader("__main__", path)}
     main.__dict__.update(names, __annotations__={})
     with io.open_code(path) as file:
-        code = pkgutil.read_code(file)  # type: ignore[no-untyped-call]  # of a .pyc file
+        code = pkgutil.read_code(file)  # of a .pyc file
     if code is None:
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)
