@@ -23,7 +23,7 @@ from pacekeeper.observe.ring import create_ring
 
 from . import processes
 from .ending import end
-from .late import name_late_variables
+from .late import heed_late_variables
 from .threads import limit_threads
 
 STACK_SIGNAL = signal.SIGRTMIN + 10
@@ -62,8 +62,7 @@ def run_rank(start: RankStart, parent: int, stdout: int, stderr: int, stdin: int
     np.random.seed()  # a forked generator would be the same in every rank; Python's own reseeds itself
     if start.threads:
         limit_threads(start.threads)
-    if start.environment.get("LOCAL_RANK") == "0":  # once a worker is enough
-        name_late_variables({**imported, **start.environment})
+    heed_late_variables({**imported, **start.environment}, warn=start.environment.get("LOCAL_RANK") == "0")
     code, failed = _run_script(start)
     end(code, failed)
 
