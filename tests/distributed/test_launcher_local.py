@@ -205,6 +205,38 @@ def is_held(folder: Path) -> bool:
     return False
 
 
+def test_a_second_ctrl_c_ends_ranks_that_do_not_leave_and_names_what_outlives_a_round(tmp_path: Path) -> None:
+    script = tmp_path / "stays.py"
+    script.write_text(
+        "import os, signal, subprocess, sys, time\n"
+        "for number in (signal.SIGTERM, signal.SIGINT):\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
+        "if os.environ['PACEKEEPER_ROUND'] == '1' and os.environ['RANK'] == '0':\n"
+        "    server = subprocess.Popen(['sleep', '77'], start_new_session=True)\n"
+        "    open(os.environ['FOLDER'] + '/server', 'w').write(str(server.pid))\n"
+        "    sys.exit('first')\n"
+        "if os.environ['PACEKEEPER_ROUND'] == '2':\n"
+        "    open(os.environ['FOLDER'] + '/ready-' + os.environ['RANK'], 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    before = set(Path("/dev/shm").glob("pacekeeper-*"))
+    with local_run(tmp_path, script=script) as pid:
+        eventually(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), "both ranks stay")
+        log, again = tmp_path / "log", "told to end again (SIGINT)"
+
+        def is_told() -> bool:
+            os.kill(pid, signal.SIGINT)
+            return again in log.read_text()
+
+        eventually(is_told, "a second one is heard")
+        assert exit_code(pid, tmp_path) == 130
+    server = int((tmp_path / "server").read_text())
+    assert f"processes outlive round 1: {server} (sleep 77)" in log.read_text()
+    os.kill(server, signal.SIGKILL)
+    assert log.read_text().splitlines()[-1].endswith(f"ends with code 130: {again}")
+    assert set(Path("/dev/shm").glob("pacekeeper-*")) - before == set()
+
+
 def test_what_a_killed_run_has_left_behind_is_swept_up_by_the_next(tmp_path: Path) -> None:
     with local_run(tmp_path, steps=10_000) as pid:
         eventually(lambda: (tmp_path / "diary-0").exists(), "the ranks have started")

@@ -70,8 +70,9 @@ def test_time_chance_and_tasks_come_into_the_operator_through_one_seam() -> None
 
 FOREIGN = {
     ("observe/behaviour/sampler.py", "_current_frames"): "sys's, documented: the stacks of all threads",
-    ("launcher/rank.py", "_shutdown"): "threading's: what Python does before it ends",
-    ("launcher/rank.py", "_run_exitfuncs"): "atexit's: the same",
+    ("launcher/ending.py", "_shutdown"): "threading's: what Python does before it ends",
+    ("launcher/ending.py", "_run_exitfuncs"): "atexit's: the same",
+    ("launcher/rank.py", "_run_module_as_main"): "runpy's: what `python -m` calls",
     ("torch_internals.py", ""): "the one place for torch's",
 }
 """(File of the trainer, name, or all): why it may use a private name of somebody else."""

@@ -5,6 +5,9 @@ import os
 import sys
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "3"  # which torch reads when it is imported
+
+import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
@@ -18,6 +21,7 @@ seen = {
     "environment": {name: os.environ[name] for name in promised},
     "torchelastic": dist.is_torchelastic_launched(),
     "module": __name__,
+    "threads": torch.get_num_threads(),
 }
 (Path(sys.argv[1]) / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
 print(f"rank {os.environ['RANK']} is here", flush=True)

@@ -66,15 +66,18 @@ BEFORE = "import os\n{}\nimport torch"
         (BEFORE.format("os.environ.update({'TORCHDYNAMO_DISABLE': '1', **other})"), ["TORCHDYNAMO_DISABLE"]),
         (BEFORE.format("os.environ.update(MKL_NUM_THREADS='1', OTHER='2')"), ["MKL_NUM_THREADS"]),
         (BEFORE.format("os.environ['NCCL_DEBUG'] = 'INFO'\nprint(os.environ['OMP_NUM_THREADS'])"), []),
-        ("import os, transformers\nos.environ['TORCH_LOGS'] = 'dynamo'", []),
         ("import os, torch\nos.environ['TORCH_LOGS'] = 'dynamo'", []),
-        ("import os, numpy\nos.environ['TORCH_LOGS'] = 'dynamo'\nimport torch", []),
+        ("import os, numpy\nos.environ['TORCH_LOGS'] = 'dynamo'\nimport torch", ["TORCH_LOGS"]),
+        ("def main():\n    os.environ['TORCH_LOGS'] = 'dynamo'\n    import torch", ["TORCH_LOGS"]),
+        ("import settings\nimport torch", ["OMP_NUM_THREADS"]),
     ],
 )
 def test_where_a_script_sets_what_torch_reads_at_import_ranks_import_torch_themselves(
     tmp_path: Path, source: str, names: list[str]
 ) -> None:
     (tmp_path / "train.py").write_text(source)
+    own = "import os\nos.environ['OMP_NUM_THREADS'] = '1'\ndef more():\n    os.environ['TORCH_LOGS'] = 'all'"
+    (tmp_path / "settings.py").write_text(own)
     needs = needs_of(str(tmp_path / "train.py"), False, [])
     assert needs.sets == names
     assert bool(needs.first) is not bool(names)

@@ -159,7 +159,7 @@ def _prepare(settings: LauncherSettings, runtime: Runtime, script: Script) -> tu
     if needs.sets:
         log.warning(
             "the script sets %s, which torch reads when it is imported: each rank imports torch itself, and starts "
-            "some seconds later for it. Set it in the environment of `pacekeeper run` instead",
+            "some seconds later for it. Set such variables in the environment of `pacekeeper run` instead",
             ", ".join(needs.sets),
         )
     preimport(needs.first)

@@ -54,7 +54,8 @@ def needs_of(script: str, is_module: bool, path: Sequence[str]) -> Needs:
         root = str(start.parents[script.count(".") + (start.name == "__main__.py")])
     files, seen = [start], {start}
     while files and len(seen) <= _FILES:
-        found = _read(files.pop(0), needs)
+        file = files.pop(0)
+        found = _read(file, needs, is_script=file == start)
         own = (_module_file(name, [root], program=False) for name in found)
         new = [file for file in own if file is not None and file not in seen]
         files += dict.fromkeys(new)
@@ -62,19 +63,23 @@ def needs_of(script: str, is_module: bool, path: Sequence[str]) -> Needs:
     return needs
 
 
-def _read(file: Path, needs: Needs) -> list[str]:
-    """Add what this file needs; return the names of other modules that it imports."""
+def _read(file: Path, needs: Needs, is_script: bool) -> list[str]:
+    """Add what this file needs; return the names of other modules that it imports.
+
+    Of what the functions of a module set, nobody knows whether that is before torch is imported.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return []
     others: list[str] = []
     sets: list[tuple[int, str]] = []
-    torch_at = sys.maxsize  # line of the first import of torch, or of what may import it
+    functions: list[range] = []  # their lines
+    torch_at = sys.maxsize  # line of the first import of torch
     for node in ast.walk(tree):
         for name in _imported(node):
             package = name.partition(".")[0]
-            if package not in sys.stdlib_module_names:
+            if package == "torch":
                 torch_at = min(torch_at, node.lineno)  # type: ignore[attr-defined]  # an import has a line
             if package == "torch" and not name.startswith(NEVER):
                 needs.modules += [name] if name not in needs.modules else []
@@ -83,8 +88,13 @@ def _read(file: Path, needs: Needs) -> list[str]:
                 needs.modules += [ours] if ours not in needs.modules else []
             elif package != "torch":
                 others.append(name)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         sets += [(line, name) for line, name in _set_variables(node) if is_read_at_import(name)]
-    needs.sets += [name for line, name in sorted(sets) if line < torch_at and name not in needs.sets]
+    for line, name in sorted(sets):
+        is_before = line < torch_at and (is_script or not any(line in function for function in functions))
+        if is_before and name not in needs.sets:
+            needs.sets.append(name)
     return others
 
 

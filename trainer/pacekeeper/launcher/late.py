@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+from .threads import limit_libraries
 
 READ_AT_IMPORT = frozenset(
     {
@@ -32,26 +34,33 @@ READ_AT_IMPORT = frozenset(
     }
 )
 """By torch, OpenMP, and linear algebra. Others are read at first use."""
+THREADS = frozenset({"MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"})
 READ_BY_COMPILER = ("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_")
 """Prefixes of those that torch._dynamo and torch._inductor read when they are imported."""
 
 
-def is_read_at_import(name: str, modules: Mapping[str, object] | None = None) -> bool:
+def is_read_at_import(name: str, modules: Collection[str] | None = None) -> bool:
     """Whether it is too late to set this variable. `modules`: those that are imported; None: any may be later."""
     if name.startswith(READ_BY_COMPILER):
         return modules is None or "torch._dynamo" in modules
     return name in READ_AT_IMPORT and (modules is None or "torch" in modules)
 
 
-def name_late_variables(seen: Mapping[str, str]) -> None:
-    """From here on, warn of each variable that this process sets too late, once. `seen`: the environment at import."""
+def heed_late_variables(seen: Mapping[str, str], warn: bool) -> None:
+    """From here on, see to variables that this process sets too late. The number of threads for linear algebra can
+    still be set; of others, warn once where `warn`.
+
+    seen: the environment at import.
+    """
     put, named = os.putenv, set[str]()
-    modules = {name: None for name in ("torch", "torch._dynamo") if name in sys.modules}
+    modules = [name for name in ("torch", "torch._dynamo") if name in sys.modules]
 
     def putenv(name: str | bytes, value: str | bytes) -> None:
         put(name, value)
         key, text = os.fsdecode(name), os.fsdecode(value)
-        if key not in named and seen.get(key) != text and is_read_at_import(key, modules):
+        if key in THREADS and text.isdecimal():
+            limit_libraries(int(text))
+        if warn and key not in named and seen.get(key) != text and is_read_at_import(key, modules):
             named.add(key)
             print(late(key, text), file=sys.stderr)
 

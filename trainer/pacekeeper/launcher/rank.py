@@ -25,7 +25,7 @@ from pacekeeper.runtime import FIRST_TO_TAKE
 
 from . import end_signals, processes
 from .ending import end
-from .late import name_late_variables
+from .late import heed_late_variables
 from .program import become_program
 from .threads import limit_threads
 
@@ -72,8 +72,7 @@ def run_rank(start: RankStart, parent: int, stdout: int, stderr: int, stdin: int
     np.random.seed()  # a forked generator would be the same in every rank; Python's own reseeds itself
     if start.threads:
         limit_threads(start.threads)
-    if start.is_first_here:  # once a worker is enough
-        name_late_variables({**imported, **start.environment})
+    heed_late_variables({**imported, **start.environment}, warn=start.is_first_here)  # once a worker is enough
     code, failed = _run_script(start)
     _note_end()
     end(code, failed)
@@ -126,7 +125,7 @@ def _run_as_main(start: RankStart) -> None:
     names = {"__file__": path, "__cached__": None, "__loader__": SourceFileLoader("__main__", path)}
     main.__dict__.update(names, __annotations__={})
     with io.open_code(path) as file:
-        code = pkgutil.read_code(file)  # type: ignore[no-untyped-call]  # of a .pyc file
+        code = pkgutil.read_code(file)  # of a .pyc file
     if code is None:
         with io.open_code(path) as file:
             code = compile(file.read(), path, "exec", dont_inherit=True)

@@ -23,6 +23,11 @@ def limit_threads(threads: int) -> None:
         import torch
 
         torch.set_num_threads(threads)
+    limit_libraries(threads)
+
+
+def limit_libraries(threads: int) -> None:
+    """Limit what numpy and scipy use."""
     for path in loaded_libraries():
         library = ctypes.CDLL(path)
         for name in _SETTERS:
