@@ -44,7 +44,7 @@ TRUSTED = {
         "trainer/pacekeeper/exchange.py:_read",
         "trainer/pacekeeper/keep/snapshot_writer.py:SnapshotWriter._helps",
         "trainer/pacekeeper/launcher/warm.py:Warm.news",
-        "trainer/pacekeeper/launcher/warm.py:_serve",
+        "trainer/pacekeeper/launcher/warm.py:_fork_and_report",
         "trainer/pacekeeper/observe/transport.py:TransportReader.__init__",
         "trainer/pacekeeper/runtime.py:Runtime.is_lent",
     ),

@@ -87,7 +87,11 @@ def one_of(dice: Random, valid: Mapping[str, Any], mutate: Mapping[str, Callable
 
 def as_json(value: Any) -> bytes:
     """Also of integers that Python does not write by itself, and of what is nested too deeply for it."""
-    return "".join(_pieces(value)).encode(errors="surrogatepass")
+    try:
+        words = json.dumps(value)
+    except (RecursionError, TypeError, ValueError):
+        words = "".join(_pieces(value))
+    return words.encode(errors="surrogatepass")
 
 
 def written(value: Any) -> bytes:
