@@ -237,15 +237,15 @@ def _run(case: Case, folder: Path, main: Callable[[list[str]], object], options:
             os.waitpid(pid, 0)
             raise AssertionError(f"{error}\n{(folder / 'log').read_text()}") from None
         _wait_for_children(folder)
-        text = (folder / "stdout").read_text() if (folder / "stdout").exists() else ""
-        text = text.replace(str(folder), "")
+        outputs = [folder / "stdout", *sorted((folder / "logs").rglob("stdout.log"))]
+        text = "\n".join(path.read_text() for path in outputs).replace(str(folder), "")
         lines = PREFIX.sub("", text) if main is not torch.distributed.run.main else text
         files = {
             str(path.relative_to(folder / "work")): path.read_bytes().decode("latin1")
             for path in (folder / "work").rglob("*")
             if path.is_file() and "__pycache__" not in path.parts and not path.name.endswith(".py")
         }
-        return Outcome(code, tuple(sorted(lines.splitlines())), files, (folder / "log").read_text())
+        return Outcome(code, tuple(sorted(filter(None, lines.splitlines()))), files, (folder / "log").read_text())
 
     return outcome
 
@@ -271,7 +271,8 @@ def _wait_for_children(folder: Path) -> None:
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_script_does_what_it_does_under_torchrun(case: Case, tmp_path: Path) -> None:
     ranks = f"--nproc-per-node={case.ranks}"
-    under_torchrun = _run(case, tmp_path / "theirs", torch.distributed.run.main, ["--standalone", ranks])
+    apart = ["--redirects=1", f"--log-dir={tmp_path / 'theirs' / 'logs'}"]  # or else one's words run into another's
+    under_torchrun = _run(case, tmp_path / "theirs", torch.distributed.run.main, ["--standalone", ranks, *apart])
     under_ours = _run(case, tmp_path / "ours", command.main, ["--standalone", ranks])
     theirs, ours = under_torchrun(), under_ours()
     for what in ("code", "output", "files"):
