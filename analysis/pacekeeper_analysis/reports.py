@@ -199,6 +199,10 @@ class FaultKind(StrEnum):
     ROUND_FAILED = "RoundFailed"  # a round could not be started: not all launchers came, or the store is out of reach
 
 
+DEBUGGER = "a debugger"
+"""In `RankState.waits_for`: somebody looks into the rank, for as long as that takes."""
+
+
 @dataclass(frozen=True)
 class RankState:
     """What a rank was doing when its worker's ranks stalled."""

@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from ..records import Collective, Device, Phase
-from ..reports import BlockedConnection, Fault, FaultKind, RankState
+from ..reports import DEBUGGER, BlockedConnection, Fault, FaultKind, RankState
 from .waiting import Gathering, Sinks, WaitGraph, name_ranks
 
 COMMUNICATION_SECONDS = 10.0
@@ -116,7 +116,7 @@ _NO_VERDICT = HangVerdict(HangKind.COMMUNICATION, (), ())
 
 
 def _stopped(case: _Case) -> HangVerdict | None:
-    gone = [rank for rank in case.ranks if rank.process_state in ("T", "t", "Z", "X", "") and not rank.ended]
+    gone = [rank for rank in case.ranks if rank.process_state in ("T", "Z", "X", "") and not rank.ended]
     return case.blame(HangKind.STOPPED, gone)
 
 
@@ -137,7 +137,9 @@ def _beyond_ceiling(case: _Case) -> HangVerdict | None:
 def _busy(case: _Case) -> HangVerdict | None:
     """A rank in a long phase, or one that works or may wait outside of collectives, keeps others waiting rightly."""
     busy = [
-        rank for rank in case.ranks if _has_own_deadline(rank) or (rank.rank not in case.waits and _may_go_on(rank))
+        rank
+        for rank in case.ranks
+        if _has_own_deadline(rank) or rank.waits_for == DEBUGGER or (rank.rank not in case.waits and _may_go_on(rank))
     ]
     return _NO_VERDICT if busy else None
 

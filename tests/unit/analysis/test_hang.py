@@ -9,7 +9,7 @@ import pytest
 
 from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.hang import HangKind, verdict
-from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
+from pacekeeper_analysis.reports import DEBUGGER, BlockedConnection, Fault, FaultKind, RankState
 
 WAITING = RankState(
     rank=0,
@@ -99,6 +99,12 @@ def test_a_rank_that_waits_for_what_no_rank_gives_has_its_time_and_is_told_how_t
     assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,))
     for part in ("a child process (7 ffmpeg)", "hangSeconds", "job.phase"):
         assert part in found.evidence[0]
+
+
+@pytest.mark.parametrize("debugged", [OUTSIDE, replace(WAITING, process_state="t", stack="")])
+def test_nobody_is_judged_while_somebody_looks_into_a_rank(debugged: RankState) -> None:
+    looked_into = replace(debugged, waits_for=DEBUGGER, excused=True, waiting_seconds=9_000.0)
+    assert verdict(stalls(replace(WAITING, waiting_seconds=9_000.0), looked_into), world_size=2) is None
 
 
 def test_who_waits_in_the_library_waits_for_ranks_which_are_judged_themselves() -> None:

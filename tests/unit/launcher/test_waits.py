@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.launcher.rank import STACK_SIGNAL
-from pacekeeper.launcher.stacks import StackFile, look_at
+from pacekeeper.launcher.stacks import StackFile, look_at, process_state
 from pacekeeper.launcher.waits import descendants, helper_ticks
+from pacekeeper_analysis.reports import DEBUGGER
 
 HEAD = f"""
 import faulthandler, os, socket, subprocess, sys, threading, time
@@ -63,6 +65,7 @@ def wait_for(met: Callable[[], bool]) -> None:
         ("child = subprocess.Popen(['sleep', '60']); ready(); child.wait()", "a child process"),
         ("subprocess.Popen(['sleep', '60']);" + LOCK, "one of its threads or child processes"),
         ("threading.Thread(target=lambda: near.recv(1), daemon=True).start();" + LOCK, "its thread at"),
+        ("ready(); sys.stdin = near.makefile(); breakpoint()", DEBUGGER),
         (LOCK, ""),
         (IDLE_THREAD + LOCK, ""),
     ],
@@ -72,6 +75,18 @@ async def test_what_a_process_waits_for(tmp_path: Path, code: str, words: str) -
         waits_for = (await look_at(pid, file)).waits_for
         assert words in waits_for
         assert bool(words) is bool(waits_for), waits_for
+
+
+async def test_an_attached_debugger_is_seen(tmp_path: Path) -> None:
+    attach, detach, libc = 16, 17, ctypes.CDLL(None, use_errno=True)
+    with standing(tmp_path, LOCK) as (pid, file):
+        assert libc.ptrace(attach, pid, 0, 0) == 0
+        wait_for(lambda: process_state(pid)[0] == "t")
+        look = await look_at(pid, file)
+        libc.ptrace(detach, pid, 0, 0)
+        assert (look.process_state, look.waits_for) == ("t", DEBUGGER)
+        wait_for(lambda: process_state(pid)[0] == "S")
+        assert (await look_at(pid, file)).waits_for == ""
 
 
 def test_work_of_processes_below_it_is_seen_those_that_have_ended_included(tmp_path: Path) -> None:

@@ -58,10 +58,11 @@ def main_stack(dump: str, main_thread: str) -> str:
 async def look_at(pid: int, file: StackFile) -> Look:
     """One look at the process; never longer than `_PATIENCE`."""
     state, ticks = process_state(pid)
-    if state in {"", "T", "t", "Z", "X"}:
+    if state in {"", "T", "Z", "X"}:
         return Look(state, ticks)
-    if not catches(pid, STACK_SIGNAL):  # it has become another program, or the script has taken the handler away
-        return Look(state, ticks)
+    # It has become another program, the script has taken the handler away, or a debugger holds it.
+    if state == "t" or not catches(pid, STACK_SIGNAL):
+        return Look(state, ticks, "", helper_ticks(pid), describe_wait(pid, "", "") if state != "R" else "")
     offset, helpers = file.forget(), helper_ticks(pid)
     try:
         os.kill(pid, STACK_SIGNAL)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pacekeeper_analysis.reports import DEBUGGER
+
+_DEBUGGERS = ("/bdb.py", "/pdb.py", "/debugpy/", "/pydevd")
+"""Parts of paths of files that a thread is in while somebody looks into it."""
 _KERNEL_PLACES = (
     ("nanosleep", "a clock (sleep)"),
     ("do_wait", "a child process"),
@@ -29,6 +33,8 @@ def describe_wait(pid: int, main_thread: str, dump: str) -> str:
 
     `dump`: of faulthandler, with the stacks of all threads, of which `main_thread` (0x…) is one; "": there is none.
     """
+    if is_traced(pid) or any(part in dump for part in _DEBUGGERS):
+        return DEBUGGER
     children = descendants(pid)
     place = _read(Path(f"/proc/{pid}/wchan"))
     if "futex" not in place:
@@ -38,8 +44,16 @@ def describe_wait(pid: int, main_thread: str, dump: str) -> str:
         return words or (f"a file or device ({place})" if place not in ("", "0") else "something outside of the job")
     if children:
         return f"one of its threads or child processes ({_name(children[0])})"
+    if not dump:
+        return "something that its stack does not tell"
     busy = [frame for frame in innermost_frames(dump, main_thread) if not any(part in frame for part in _IDLE_PLACES)]
     return f"its thread at {busy[0]}" if busy else ""
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger is attached to the process."""
+    lines = _read(Path(f"/proc/{pid}/status")).splitlines()
+    return any(line.startswith("TracerPid:") and line.split()[1:] != ["0"] for line in lines)
 
 
 def innermost_frames(dump: str, main_thread: str) -> list[str]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pacekeeper_analysis.communicators import Communicator, as_many_as_fit, format_entered
 from pacekeeper_analysis.records import LOOKED_UP, Collective, Device, Kind, Phase
-from pacekeeper_analysis.reports import Fault, FaultKind, RankState
+from pacekeeper_analysis.reports import DEBUGGER, Fault, FaultKind, RankState
 
 from .rounds import RoundState
 from .settings import LauncherSettings
@@ -225,6 +225,8 @@ def rank_state(
     may_work = device is Device.NONE or (device is Device.IDLE and now - since < LONGEST_HOST_WORK)
     worked = second.ticks - first.ticks > TICKS_OF_A_LOOK or second.helper_ticks - first.helper_ticks > TICKS_OF_A_LOOK
     waits_for = second.waits_for if first.waits_for and device in (Device.NONE, Device.IDLE) else ""
+    if DEBUGGER in (first.waits_for, second.waits_for):
+        waits_for = DEBUGGER
     collective = Collective(int(rank["collective"]))
     waiting_since = since if collective is Collective.NONE else int(rank["collective_since_ns"]) * 1e-9
     return RankState(
@@ -249,7 +251,7 @@ def rank_state(
         entered=format_entered(_entered(rank)),
         ended=ended,
         waits_for=waits_for,
-        excused=bool(waits_for) and now - since < patience,
+        excused=bool(waits_for) and (now - since < patience or waits_for == DEBUGGER),
     )
 
 
