@@ -166,7 +166,7 @@ CASES = [
     '''),
     Case("exit code", '''
     import os, sys
-    print("dying", file=sys.stderr); sys.exit(3 if os.environ["RANK"] == "1" else 0)
+    sys.exit(3 if os.environ["RANK"] == "1" else 0)
     ''', options="--max-restarts=0"),
     Case("an exception", '''
     import sys
