@@ -89,7 +89,7 @@ _SUSPENDED = (
 )
 
 OPEN_VARIABLES = {
-    *(f"PACEKEEPER_{name}_SECONDS" for name in ("KILL", "GATHER", "IMPORT", "CONTACT", "PHASE")),
+    *(f"PACEKEEPER_{name}_SECONDS" for name in ("KILL", "GATHER", "IMPORT", "CONTACT", "PHASE", "LINGER")),
     "PACEKEEPER_NEIGHBOUR_MEGABYTES",
 }
 RULES: Mapping[str, Rule] = {
@@ -172,7 +172,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "self.all(e, !e.name.startsWith('PACEKEEPER_') || e.name in ['PACEKEEPER_KILL_SECONDS', "
     "'PACEKEEPER_GATHER_SECONDS', 'PACEKEEPER_IMPORT_SECONDS', 'PACEKEEPER_CONTACT_SECONDS', "
-    "'PACEKEEPER_PHASE_SECONDS', 'PACEKEEPER_NEIGHBOUR_MEGABYTES'])": (
+    "'PACEKEEPER_PHASE_SECONDS', 'PACEKEEPER_LINGER_SECONDS', 'PACEKEEPER_NEIGHBOUR_MEGABYTES'])": (
         lambda variables, _: (
             not any(
                 variable["name"].startswith("PACEKEEPER_") and variable["name"] not in OPEN_VARIABLES

@@ -18,7 +18,7 @@ _OUR_VARIABLES = "self.all(e, !e.name.startsWith('PACEKEEPER_'))"
 _BUT_TIME_OUTS = (
     "self.all(e, !e.name.startsWith('PACEKEEPER_') || e.name in ['PACEKEEPER_KILL_SECONDS', "
     "'PACEKEEPER_GATHER_SECONDS', 'PACEKEEPER_IMPORT_SECONDS', 'PACEKEEPER_CONTACT_SECONDS', "
-    "'PACEKEEPER_PHASE_SECONDS', 'PACEKEEPER_NEIGHBOUR_MEGABYTES'])"
+    "'PACEKEEPER_PHASE_SECONDS', 'PACEKEEPER_LINGER_SECONDS', 'PACEKEEPER_NEIGHBOUR_MEGABYTES'])"
 )
 _SUSPENDED = (
     "|| (oldSelf.spec.suspend && (!has(oldSelf.status) || !has(oldSelf.status.phase) "
