@@ -75,7 +75,7 @@ def test_a_rank_that_hangs_inside_one_tensor_group_is_named_among_all_that_wait(
     """Its partner waits for it in that group, the other stage to be sent something, and the other replica, on another
     worker, in the data groups. The round after it is met for as before the strangers came."""
     job.until_trained_on()
-    (job.folder() / "fault-3").write_text("sleep")
+    (job.folder() / "fault-3").write_text("deadlock")
     (incident,) = job.until_healed("hang")
     assert (incident["spec"]["rank"], incident["spec"]["worker"]) == (3, job.worker(3))
     diagnosis = incident["status"]["diagnosis"]

@@ -57,7 +57,7 @@ _STYLE = "sh -c '.venv/bin/ruff check . && .venv/bin/ruff format --check .'"
 PARTS = (
     Part("cluster", "real", 2100, _CLUSTER),
     Part("oldest-torch", "real", 90, _OLDEST),
-    Part("distributed", "real", 450, ".venv/bin/pytest -n 2 --dist loadfile tests/distributed"),
+    Part("distributed", "real", 500, ".venv/bin/pytest -n 2 --dist loadfile tests/distributed"),
     Part("image", "image", 90, ".venv/bin/pytest tests/image"),
     Part("style", "unit", 5, _STYLE, idle=True),
     Part("contracts", "unit", 5, ".venv/bin/lint-imports", idle=True),

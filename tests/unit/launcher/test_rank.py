@@ -125,7 +125,7 @@ class Runner:
     def next(self) -> Forked | Exited:
         # The warm process imports torch first, which on a machine that has never read it takes tens of seconds.
         while True:
-            ready, _, _ = select.select([self.warm.connection], [], [], 120)
+            ready, _, _ = select.select([self.warm.connection], [], [], 600)
             assert ready, "no news of the warm process"
             for news in self.warm.news():
                 return news

@@ -28,6 +28,7 @@ from pacekeeper_operator.decide import (
     workforce,
 )
 from pacekeeper_operator.decide.remedies.applied import Applied
+from pacekeeper_operator.handlers import trainingjobs
 from pacekeeper_operator.observe import gather, memory, neighbourhood
 from pacekeeper_operator.services import bookkeeping, errands, incidents, leadership, operator, reconcile, sidecars
 from simulation.judges import Violation
@@ -212,6 +213,7 @@ def _(patch: Patch) -> None:
 @undoes("deleted-unattended")
 def _(patch: Patch) -> None:
     patch.setattr(incidents, "_close", nothing)
+    patch.setattr(trainingjobs, "close_incidents", nothing)
 
 
 @undoes("incident-without-bookkeeping")
