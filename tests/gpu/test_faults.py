@@ -93,8 +93,8 @@ class Faults(unittest.TestCase):
         # Not a TemporaryDirectory: ranks are forks of this process, and one that ends in order would remove it.
         folder = Path(tempfile.mkdtemp(prefix="pacekeeper-gpu-"))
         self.addCleanup(shutil.rmtree, folder)
-        hang = None if ON_GPU else 3.0  # the stand-in sleeps where a GPU is waited for
-        with team(folder, steps=12, faults=[fault], script=script, hang=hang) as one:
+        settings = {} if ON_GPU else {"hang": 3.0}  # the stand-in sleeps where a GPU is waited for
+        with team(folder, steps=12, faults=[fault], script=script, **settings) as one:
             one.environment |= {"BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo"}
             for rank, name in enumerate("ab"):
                 one.environment |= on_a_host_of_its_own(rank)
