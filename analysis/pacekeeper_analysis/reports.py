@@ -264,7 +264,7 @@ class Fault:
     out_of_memory: bool = False  # the cgroup's oom_kill counter rose
     completed_step: bool = False  # whether the rank had completed a step in this round
     step: Position = -1
-    ended_peer: Position = -1  # rank that had exited with code 0 by then, so that this one waited for it in vain
+    ended_peer: Position = -1  # rank that had exited with code 0, which this one waited for; -1: none
     error: Annotated[str, Cut(8_000)] = ""  # the script's last lines
     ranks: Annotated[tuple[RankState, ...], Longest(MOST_RANKS)] = ()  # of a stall
     unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall

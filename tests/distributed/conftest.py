@@ -16,9 +16,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Until all tests are imported: collections in between find nothing, and take seconds.
 gc.disable()
 
-from pacekeeper.launcher.warm import PREIMPORTS  # noqa: E402  # it imports torch
 from pacekeeper.observe import opening  # noqa: E402  # the same
-from tests.support.ranks import import_before_forks  # noqa: E402  # the same
+from tests.support.ranks import PREIMPORTS, import_before_forks  # noqa: E402  # it imports torch
 
 AT_FIRST_USE = (
     "numpy.ma",

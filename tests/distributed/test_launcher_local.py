@@ -19,6 +19,7 @@ from pacekeeper.launcher.command import launch_locally
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.warm import preimport
 from tests.support.launchers import STEPS_SCRIPT, eventually, fork
+from tests.support.ranks import PREIMPORTS
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def local_run(
 
     fake_clock: by which nothing takes time but what the script says (where it knows how to). way: of ordinary.py.
     """
-    preimport()
+    preimport(PREIMPORTS)
     environment = {
         **({"FAKE_CLOCK": "yes"} if fake_clock else {}),
         "FOLDER": str(folder),

@@ -143,7 +143,7 @@ def test_a_program_runs_once_for_each_rank_and_again_after_a_failure(tmp_path: P
     assert not [word for word in ("out 0", "err 0", "out 2", "err 2") if word in log], "redirected, or left out"
     assert "rank 1 ended with code 3 in round 1 before its first step: err 1" in log, "its last words are in its file"
     assert "from the environment: PET_NPROC_PER_NODE=3, " in log
-    assert "--event-log-handler passed over: faults are told to the operator" in log
+    assert "--event-log-handler passed over: faults are reported to the operator" in log
 
 
 TRAPS = """

@@ -384,6 +384,9 @@ def test_keeping_state_is_a_phase_of_its_own_and_leaving_the_group_ends_the_trai
     def rank_main(rank: int) -> list[str]:  # noqa: ARG001  # there is one rank
         import pacekeeper.auto  # noqa: F401
 
+        dist.init_process_group("gloo")
+        dist.destroy_process_group()  # of the preparations
+        assert phase() == "START"
         found = []
         for _ in range(2):
             dist.init_process_group("gloo")

@@ -16,6 +16,7 @@ from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.warm import preimport
 
 from .launchers import eventually, fork
+from .ranks import PREIMPORTS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CRASHING = Path(__file__).parent / "scripts" / "crashing.py"
@@ -56,7 +57,7 @@ class Trained:
 def train(example: str, folder: Path, crash: str = "", **environment: str) -> Trained:
     """Runs the example (or the script of an absolute path) to its end. crash: as `scripts/crashing.py` has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    preimport()
+    preimport(PREIMPORTS)
     told = {
         "FOLDER": str(folder),
         "CRASH": crash,

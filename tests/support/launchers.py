@@ -24,6 +24,8 @@ from pacekeeper.runtime import Runtime, read_json, write_plan
 from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState
 
+from .ranks import PREIMPORTS
+
 STEPS_SCRIPT = Path(__file__).parent / "scripts" / "steps.py"
 PATIENCE = 300.0
 """It only bounds a failure."""
@@ -202,7 +204,7 @@ def team(
     **settings: float,
 ) -> Iterator[Team]:
     """No workers yet; ends those that the test has started."""
-    preimport()
+    preimport(PREIMPORTS)
     environment = {
         "STEPS": str(steps),
         "STEP_SECONDS": str(step_seconds),

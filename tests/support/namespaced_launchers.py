@@ -18,8 +18,7 @@ from typing import Any, NoReturn
 from pacekeeper import cli
 from pacekeeper.launcher.processes import die_with_parent
 from pacekeeper.launcher.shim import preload
-from pacekeeper.launcher.warm import PREIMPORTS
-from tests.support.ranks import import_before_forks
+from tests.support.ranks import PREIMPORTS, import_before_forks
 
 NOBODY = 65534
 _CLONE_NEWNET = 0x40000000

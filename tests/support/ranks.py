@@ -27,6 +27,18 @@ PATIENCE = 300.0
 _rounds = itertools.count(1)
 
 
+PREIMPORTS = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.utils.data",
+    "torch._dynamo",  # an optimizer's first zero_grad() imports it
+    "pacekeeper.job",
+)
+"""What training scripts import, and what torch itself imports at first use. Imported before ranks are forked."""
+
+
 def run_ranks(
     function: Callable[[int], Result],
     ranks: int,
@@ -39,7 +51,7 @@ def run_ranks(
     runtime: the folder that all of them share; None: no launcher is there, and nothing is recorded.
     Raises AssertionError with the tracebacks of ranks that failed, or that did not end in time.
     """
-    preimport()
+    preimport(PREIMPORTS)
     variables = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),

@@ -200,7 +200,7 @@ class Touched:
 
 
 def elapsed() -> float:
-    """Seconds of CLOCK_BOOTTIME: it goes on while the machine is suspended, and nobody can set it."""
+    """Seconds of CLOCK_BOOTTIME: it goes on while the machine is suspended, and cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

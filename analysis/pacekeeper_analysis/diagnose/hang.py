@@ -28,6 +28,8 @@ LOOK_SECONDS = 10.0
 """A rank that waits for longer without anybody having looked at its GPU is judged as if it had none."""
 
 
+OUTSIDE_SECONDS = 300.0
+"""A rank may wait for this duration outside of collectives for what no rank gives, unless `hangSeconds` says more."""
 REMEDY = "where training may wait so long, raise hangSeconds, or do it within job.phase(…)"
 
 
@@ -124,8 +126,8 @@ def _training_over(case: _Case) -> HangVerdict | None:
     ended = {rank.rank: rank for rank in case.ranks if rank.ended}
     if not ended and all(rank.phase != Phase.FINISHED.name for rank in case.ranks):
         return None
-    missed = [ended[rank] for rank in case.graph.sinks().outside if rank in ended]
-    return case.blame(HangKind.NEVER_ENTERED, missed) if missed and case.waits else _NO_VERDICT
+    missed = [rank for rank in ended.values() if case.graph.waits_for((rank.rank,))]
+    return case.blame(HangKind.NEVER_ENTERED, missed) or _NO_VERDICT
 
 
 def _beyond_ceiling(case: _Case) -> HangVerdict | None:

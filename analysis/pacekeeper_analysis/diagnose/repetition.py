@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from ..reports import Fault, Position
 from .crash import followed_from_peer
-from .hang import HangKind, HangVerdict
+from .hang import OUTSIDE_SECONDS, HangKind, HangVerdict
 
-PATIENCE_SECONDS = 300.0
-"""A hang that has ended two rounds at the same step is waited out for so long before it ends a third one."""
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+_HANGS_ENDED_SOON = 2
+"""Hangs at one step that end their rounds as soon as they are found."""
 _HANGS_OF_SCRIPTS = (HangKind.NEVER_ENTERED, HangKind.MISMATCH, HangKind.KERNEL)
 
 
@@ -30,11 +30,26 @@ class Repetition:
         from_outside = fault.exit_code in _FROM_OUTSIDE and not fault.out_of_memory
         return self if from_outside or followed_from_peer(fault) else self._at(fault.step, fault)
 
-    def after_hang(self, verdict: HangVerdict, stalls: Sequence[Fault]) -> Repetition:
-        """The same by a hang, of which `stalls` tell. A process that was stopped, and a link, do not count."""
+    def after_hang(self, verdict: HangVerdict, stalls: Sequence[Fault]) -> Repetition | None:
+        """Return the same for a round that a hang ends. Stopped processes and links do not count.
+
+        None: do not end the round yet. A hang that has ended two rounds at its step may be a long wait, and has more
+        time before it ends a third one.
+        """
         newest, culprits = max(stalls, key=lambda fault: fault.round), frozenset(verdict.ranks)
-        steps = [rank.step for fault in stalls for rank in fault.ranks if rank.rank in culprits]
-        return self._at(min(steps), newest) if steps and verdict.kind in _HANGS_OF_SCRIPTS else self
+        states = [rank for fault in stalls for rank in fault.ranks if rank.rank in culprits]
+        if not states or verdict.kind not in _HANGS_OF_SCRIPTS:
+            return self
+        after = self._at(min(rank.step for rank in states), newest)
+        is_early = after is not self and max(rank.waiting_seconds for rank in states) < OUTSIDE_SECONDS
+        return None if is_early and after.ends > _HANGS_ENDED_SOON else after
+
+    def reaches(self, limit: int) -> bool:
+        """Return whether rounds have ended at this step `limit` times or more. 0: there is no limit."""
+        return 0 < limit <= self.ends
+
+    def has_just_reached(self, limit: int) -> bool:
+        return 0 < limit == self.ends
 
     def __str__(self) -> str:
         return f"{self.ends} rounds have ended after step {self.step}, and none has come further"
@@ -45,10 +60,3 @@ class Repetition:
         if not fault.completed_step or fault.round <= self.round or step < max(0, self.step):
             return self
         return Repetition(step, self.ends + 1 if step == self.step else 1, fault.round)
-
-
-def is_too_early(verdict: HangVerdict, stalls: Sequence[Fault], ends: int) -> bool:
-    """Whether a hang that would be the end number `ends` at its step may turn out to be a long wait."""
-    newest = {rank.rank: rank for fault in sorted(stalls, key=lambda each: each.noticed_at) for rank in fault.ranks}
-    waited = [newest[rank].waiting_seconds for rank in verdict.ranks]
-    return ends > 2 and bool(waited) and max(waited) < PATIENCE_SECONDS

@@ -25,6 +25,7 @@ from pacekeeper.launcher.settings import LauncherSettings
 from pacekeeper.launcher.warm import preimport
 from pacekeeper.runtime import Runtime
 from tests.support.launchers import fork
+from tests.support.ranks import PREIMPORTS
 
 NOBODY = 65534
 BYTES = 1_000_000
@@ -53,7 +54,7 @@ def main() -> None:
     os.environ.pop("LD_PRELOAD", None)  # what ranks start comes up without the shim
     adopt_orphans()
     places = [Place(**each) for each in json.loads(sys.stdin.readline())]
-    preimport()
+    preimport(PREIMPORTS)
     pids = [_start(place) for place in places]
     sys.stdin.read()
     for pid in pids:

@@ -97,7 +97,7 @@ class _Blame:
             same_worker=again and budget.barren_worker == fault.worker,
             repeats=again and bool(error) and budget.barren_error == error,
             elsewhere=others or budget.barren_worker != fault.worker,
-            stuck=0 < policy.rounds_without_progress == repetition.ends,
+            stuck=repetition.has_just_reached(policy.rounds_without_progress),
             asked=fault.exit_code in policy.exit_codes.replace_node,
         )
 
@@ -147,7 +147,7 @@ def _hopeless(
             Reason.SCRIPT_FAILED,
             f"rank {fault.rank} {_ending(fault)}, which spec.remediation.exitCodes.doNotRetry names:\n{fault.error}",
         )
-    if 0 < policy.rounds_without_progress <= repetition.ends and not elsewhere:
+    if repetition.reaches(policy.rounds_without_progress) and not elsewhere:
         return FailJob(
             Reason.NO_PROGRESS,
             f"{repetition} (spec.remediation.maxRoundsWithoutProgress); the last: "

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pacekeeper_analysis.diagnose import hang
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
 from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict
-from pacekeeper_analysis.diagnose.repetition import is_too_early
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.records import Phase
 from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
@@ -30,7 +29,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     if verdict is None:
         return None
     repetition = observation.state.budget.repetition.after_hang(verdict, stalls)
-    if repetition.round == observation.round and is_too_early(verdict, stalls, repetition.ends):
+    if repetition is None:
         return None
     said = _say(verdict, observation.plan.world_size)
     rank = verdict.ranks[0] if verdict.ranks else None
@@ -39,7 +38,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     node = None if view is None or view.pod is None else view.pod.node
     past = _Past.of(observation, policy, rank, worker, node)
 
-    elsewhere = past.stays or 0 < policy.rounds_without_progress == repetition.ends  # before the job fails, once
+    elsewhere = past.stays or repetition.has_just_reached(policy.rounds_without_progress)  # once, before the job fails
     move = replace_option(observation, policy, refused="" if worker and elsewhere else past.why_not_move)
     stay = restart_option(observation, policy, helps=not (elsewhere and not move.refused))
     choice = choose_at_standstill((stay, move))
@@ -48,7 +47,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     if observation.budget_is_spent(policy):
         actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"no restart is left, and {said}"),)
         chosen = None
-    elif 0 < policy.rounds_without_progress <= repetition.ends and (chosen is None or chosen.option is not move):
+    elif repetition.reaches(policy.rounds_without_progress) and (chosen is None or chosen.option is not move):
         why = f"{repetition} (spec.remediation.maxRoundsWithoutProgress); the last: {said}"
         actions = (FailJob(Reason.NO_PROGRESS, why),)
         chosen = None

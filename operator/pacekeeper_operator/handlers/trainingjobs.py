@@ -45,7 +45,7 @@ async def keep(memo: kopf.Memo, body: kopf.Body, stopped: kopf.DaemonStopped, **
 @kopf.on.delete(GROUP, VERSION, "trainingjobs")
 async def take_down(memo: kopf.Memo, body: kopf.Body, **_: Any) -> None:
     """Return when nothing of the job is left but its incidents: kopf takes the finalizer off only then. Where this
-    operator ends before that, the next one begins anew.
+    operator ends before that, the next one starts over.
 
     Neither a spec nor a bookkeeping that cannot be read holds this up.
     """
@@ -110,6 +110,7 @@ async def _take_down(operator: Operator, job: Job, body: kopf.Body) -> None:
         try:
             if await clean_up(operator, desk):
                 return
+            backoff.succeeded()
         except (kopf.TemporaryError, kopf.PermanentError) as error:
             wait = backoff.failed()
             log.warning("%s is being deleted: %s", where, error)

@@ -142,10 +142,20 @@ def test_nobody_is_judged_who_has_finished_training() -> None:
 
 
 def test_who_waits_in_a_collective_for_one_that_has_exited_waits_for_ever() -> None:
-    found = verdict(stalls(replace(WAITING, step=60), ENDED, OUTSIDE), world_size=3)
+    all_three = (Communicator(1, "0-2", "data"),)
+    told = [replace(fault, communicators=all_three) for fault in stalls(replace(WAITING, step=60), ENDED, OUTSIDE)]
+    found = verdict(told, world_size=3)
     assert found is not None
     assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,))
     assert "has exited with code 0 after step 60" in found.evidence[0]
+
+
+def test_who_waits_for_a_rank_that_exports_does_not_wait_for_another_one_that_has_exited() -> None:
+    """The barrier is of two ranks, and the third has nothing to do with it."""
+    pair = (Communicator(8, "0-1", "data"),)
+    waiting = replace(WAITING, group=8, sequence=5)
+    told = [replace(fault, communicators=pair) for fault in stalls(waiting, replace(OUTSIDE, moving=True), ENDED)]
+    assert verdict(told, world_size=3) is None
 
 
 def test_another_collective_than_the_peers_is_a_mismatch() -> None:

@@ -7,8 +7,8 @@ from functools import reduce
 
 import pytest
 
-from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict
-from pacekeeper_analysis.diagnose.repetition import PATIENCE_SECONDS, Repetition, is_too_early
+from pacekeeper_analysis.diagnose.hang import OUTSIDE_SECONDS, HangKind, HangVerdict
+from pacekeeper_analysis.diagnose.repetition import Repetition
 from pacekeeper_analysis.reports import Fault, FaultKind
 from tests.unit.analysis.test_hang import OUTSIDE, stalls
 
@@ -60,22 +60,36 @@ def test_what_the_script_does_counts(other: dict[str, object]) -> None:
     assert ends(FAILED, FAILED, replace(FAILED, **other)) == 3  # type: ignore[arg-type]
 
 
-def hangs(kind: HangKind, rounds: int) -> Repetition:
+def hangs(kind: HangKind, *waited: float) -> Repetition | None:
+    """After a round for each, which a rank ends that has waited for these seconds."""
     verdict, repetition = HangVerdict(kind, (0,), ("…",)), Repetition()
-    for number in range(1, rounds + 1):
-        told = [replace(fault, completed_step=True) for fault in stalls(OUTSIDE, round_number=number)]
-        repetition = repetition.after_hang(verdict, told)
+    for number, seconds in enumerate(waited, 1):
+        state = replace(OUTSIDE, waiting_seconds=seconds)
+        told = [replace(fault, completed_step=True) for fault in stalls(state, round_number=number)]
+        after = repetition.after_hang(verdict, told)
+        if after is None:
+            return None
+        repetition = after
     return repetition
 
 
 @pytest.mark.parametrize("kind", list(HangKind))
 def test_hangs_of_the_script_count_as_well(kind: HangKind) -> None:
     counts = kind not in (HangKind.STOPPED, HangKind.COMMUNICATION)
-    assert hangs(kind, 3) == (Repetition(41, 3, 3) if counts else Repetition())
+    assert hangs(kind, 3.0, 3.0, OUTSIDE_SECONDS) == (Repetition(41, 3, 3) if counts else Repetition())
 
 
 def test_the_third_hang_at_a_step_is_waited_out() -> None:
-    verdict = HangVerdict(HangKind.NEVER_ENTERED, (0,), ("…",))
-    late = stalls(replace(OUTSIDE, waiting_seconds=PATIENCE_SECONDS))
-    assert [is_too_early(verdict, stalls(OUTSIDE), number) for number in (1, 2, 3, 4)] == [False, False, True, True]
-    assert not is_too_early(verdict, late, 3)
+    kind = HangKind.NEVER_ENTERED
+    assert hangs(kind, 3.0) == Repetition(41, 1, 1)
+    assert hangs(kind, 3.0, 3.0) == Repetition(41, 2, 2)
+    assert hangs(kind, 3.0, 3.0, 3.0) is None
+    assert hangs(kind, 3.0, 3.0, OUTSIDE_SECONDS, 3.0) is None
+    assert hangs(HangKind.STOPPED, 3.0, 3.0, 3.0) == Repetition(), "no script makes it"
+
+
+def test_a_limit_of_zero_is_none() -> None:
+    three = Repetition(59, 3)
+    assert [three.reaches(limit) for limit in (0, 2, 3, 4)] == [False, True, True, False]
+    assert [three.has_just_reached(limit) for limit in (0, 2, 3, 4)] == [False, False, True, False]
+    assert not Repetition().has_just_reached(0)

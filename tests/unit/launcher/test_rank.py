@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,21 +53,13 @@ class Runner:
         **environment: str,
     ) -> int:
         """The rank's process id."""
-        return self.start_with(script, arguments, module, environment, program=program, ring=ring)
+        return self.start_with(
+            script, arguments=arguments, module=module, environment=environment, program=program, ring=ring
+        )
 
-    def start_with(
-        self,
-        script: str,
-        arguments: Sequence[str] = (),
-        module: str = "",
-        environment: Mapping[str, str] | None = None,
-        stdin: int | None = None,
-        threads: int = 0,
-        program: str = "",
-        ring: Path | None = None,
-    ) -> int:
-        """The same with an input, which is closed here, and a limit of threads."""
-        self.fork_with(script, arguments, module, environment, stdin, threads, program, ring)
+    def start_with(self, script: str, **given: Any) -> int:
+        """Start it with what `fork_with` takes; return the rank's process id."""
+        self.fork_with(script, **given)
         news = self.next()
         assert isinstance(news, Forked)
         return news.pid

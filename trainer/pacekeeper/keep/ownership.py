@@ -63,7 +63,7 @@ class Claims:
     number: int = 0
     """Of the newest claim; 0: there is none."""
     owner: FolderOwner | None = None
-    """None: nobody has owned it."""
+    """None: no job has owned it."""
     written: str = ""
     """The claim that `owner.json` names; "": there is none."""
 
@@ -178,7 +178,7 @@ def take(path: Path, number: int, owner: FolderOwner) -> bool:
         if not claim.exists():
             coming.rename(claim)
     except OSError as error:
-        # A server that has done it may have told nobody so: what lies there decides.
+        # A server may have done it without an answer: what lies there decides.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT) and not _is_owned_by(claim, owner):
             raise
     finally:

@@ -66,7 +66,7 @@ def needs_of(script: str, is_module: bool, path: Sequence[str]) -> Needs:
 def _read(file: Path, needs: Needs, is_script: bool) -> list[str]:
     """Add what this file needs; return the names of other modules that it imports.
 
-    Of what the functions of a module set, nobody knows whether that is before torch is imported.
+    What the functions of a module set may come before torch is imported or after it, so it does not count.
     """
     try:
         tree = ast.parse(file.read_bytes())

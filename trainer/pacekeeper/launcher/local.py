@@ -27,7 +27,7 @@ from pacekeeper.sidecar.ranks import RankRings as RankWindows
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.adapt import Hysteresis, Trouble, Way
 from pacekeeper_analysis.diagnose import hang
-from pacekeeper_analysis.diagnose.repetition import Repetition, is_too_early
+from pacekeeper_analysis.diagnose.repetition import Repetition
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan, SyncMode
 from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankWindow
@@ -95,19 +95,16 @@ def judge_faults(
         return LocalResult(plan, give_up=_last_words(faults))
     for fault in new:
         repetition = repetition.after(fault) if fault.kind is FaultKind.RANK_FAILED else repetition
+    if repetition.reaches(without_progress):
+        return LocalResult(plan, give_up=f"{repetition}: {_last_words(faults)}", repetition=repetition)
     stalls = [fault for fault in new if fault.kind is FaultKind.STALLED and fault.round == beat.round]
     found = hang.verdict(stalls, plan.world_size) if stalls else None
-    words = ""
-    if found is not None:
-        after = repetition.after_hang(found, stalls)
-        found = None if after is not repetition and is_too_early(found, stalls, after.ends) else found
-        repetition = repetition if found is None else after
-    if found is not None:
-        words = f"hang ({found.kind}): {'; '.join(found.evidence)}"
-    if 0 < without_progress <= repetition.ends:
-        return LocalResult(plan, give_up=f"{repetition}: {words or _last_words(faults)}", repetition=repetition)
-    if found is None:
+    after = None if found is None else repetition.after_hang(found, stalls)
+    if found is None or after is None:
         return LocalResult(plan, repetition=repetition)
+    words = f"hang ({found.kind}): {'; '.join(found.evidence)}"
+    if after.reaches(without_progress):
+        return LocalResult(plan, give_up=f"{after}: {words}", repetition=after)
     left = plan.restarts - beat.restarts - 1
     if left < 0:
         return LocalResult(plan, (words,), give_up=f"round {beat.round} hangs, and no restart is left")
@@ -115,7 +112,7 @@ def judge_faults(
         plan, version=plan.version + 1, membership=plan.membership + 1, round=beat.round + 1, restarts=left
     )
     told = (words, f"ends round {beat.round} and starts round {restarted.round}")
-    return LocalResult(restarted, told, repetition=repetition)
+    return LocalResult(restarted, told, repetition=after)
 
 
 def judge_paces(plan: Plan, windows: Sequence[RankWindow], adapting: Adapting, now: float) -> LocalResult:
@@ -203,7 +200,7 @@ class LocalController:
             self._runtime.contact.touch()
             try:
                 outcome = self._look()
-            except Exception as error:  # whatever is wrong here, somebody has to end the run in the end
+            except Exception as error:  # without this task, a run whose launcher has failed would not end
                 self._complain(error)
                 continue
             for words in outcome.words:
@@ -292,7 +289,7 @@ def _make_held(parent: Path) -> tuple[Path, int]:
             except BlockingIOError:
                 is_there = False  # it is being swept
             except OSError:
-                is_there = True  # a file system without locks: nobody can take this one and remove the folder
+                is_there = True  # a file system without locks: no other run can take this one and remove the folder
             if is_there:
                 return folder, file
             os.close(file)
@@ -302,7 +299,7 @@ def _sweep(parent: Path) -> None:
     """Removes what killed runs of this user have left.
 
     A lock says which runs are over, to every process that sees the folder. A process id would not: in a container that
-    shares `/dev/shm` alone, it is another process's, or nobody's.
+    shares `/dev/shm` alone, it is another process's, or no process's.
     """
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # it is held, or another user's, or another run sweeps it

@@ -247,7 +247,7 @@ def explain(tail: str, recorded: str) -> str:
 
 
 def pass_error_on(path: Path, environment: Mapping[str, str]) -> None:
-    """Copy a rank's error file to the launcher's own, where whoever started it has named one, as torchrun does."""
+    """Copy a rank's error file to the launcher's own, if its parent has named one, as torchrun does."""
     own = environment.get(ERROR_FILE)
     if own and path.is_file():
         try:

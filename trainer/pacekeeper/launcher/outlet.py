@@ -39,7 +39,7 @@ class Outlet:
         self._waiting: list[_Waiting] = []
 
     def write(self, data: bytes) -> int:
-        """Takes the bytes at once, whatever waits already."""
+        """Take the bytes at once, however many wait already."""
         with self._changed:
             if not data or self.closed_by_reader:
                 return len(data)
@@ -90,11 +90,11 @@ class Outlet:
                         loop.call_soon_threadsafe(callback)
 
     def _write(self, data: bytes) -> None:
-        """All of it, unless there is nobody to read it."""
+        """Write all of it, unless the reader is gone."""
         while data and not self.closed_by_reader:
             try:
                 data = data[os.write(self._descriptor, data) :]
-            except BlockingIOError:  # whoever has given us this file has made it non-blocking
+            except BlockingIOError:  # the parent, or a process that shares it, has made it non-blocking
                 select.select([], [self._descriptor], [], _AGAIN_SECONDS)
             except OSError as error:
                 self.closed_by_reader = (
@@ -103,7 +103,7 @@ class Outlet:
 
 
 class LogStream:
-    """A stream for log lines: each begins a line of its own, whatever the ranks have printed."""
+    """A stream for log lines: each begins a new line, also where a rank's line has not ended."""
 
     def __init__(self, outlet: Outlet) -> None:
         self._outlet = outlet

@@ -76,12 +76,32 @@ def adopted(except_for: int) -> dict[int, str]:
 
 def catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler for the signal. One that has not would die of it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    caught = _read_status(pid, "SigCgt") or "0"
     return bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger is attached to the process."""
+    return _read_status(pid, "TracerPid") not in ("", "0")
+
+
+def read_fields(stat: Path) -> list[str]:
+    """Return the fields of a stat file, from the state letter on; none where the process is gone."""
+    return read_text(stat).rpartition(")")[2].split()  # the name before may hold blanks and brackets
+
+
+def read_text(path: Path) -> str:
+    """Return what a file of /proc holds; "" where the process is gone, or may not be looked into."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_status(pid: int, name: str) -> str:
+    """Return one value of /proc/<pid>/status; "" where the process is gone."""
+    lines = (line.partition(":") for line in read_text(Path(f"/proc/{pid}/status")).splitlines())
+    return next((value.strip() for key, _, value in lines if key == name), "")
 
 
 def group_exists(group: int) -> bool:
@@ -97,9 +117,9 @@ def group_members(group: int) -> dict[int, str]:
     """Processes of the group that run, with their command lines."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
+        fields = read_fields(folder / "stat")
         with suppress(FileNotFoundError, ProcessLookupError):
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group and (command := _command(int(folder.name))):
+            if fields and int(fields[2]) == group and (command := _command(int(folder.name))):
                 found[int(folder.name)] = command
     return found
 

@@ -101,7 +101,7 @@ def _run_script(start: RankStart) -> tuple[int, bool]:
     except BaseException as error:
         error.__traceback__ = _script_part(error.__traceback__)  # torch's own hook takes it from here
         sys.excepthook(type(error), error, error.__traceback__)
-        # As Python itself does: a KeyboardInterrupt that nobody has caught ends by its signal.
+        # As Python itself does: an uncaught KeyboardInterrupt ends by its signal.
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1, True
     return 0, False
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from .processes import catches
+from .processes import catches, read_fields
 from .rank import STACK_SIGNAL
 from .waits import describe_wait, helper_ticks
 from .watch import Look
@@ -81,9 +81,5 @@ async def look_at(pid: int, file: StackFile) -> Look:
 
 def process_state(pid: int) -> tuple[str, int]:
     """State letter, and processor time of the main thread in clock ticks; ("", 0) where there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return "", 0
-    fields = text.rpartition(")")[2].split()  # the name before may hold blanks and brackets
-    return fields[0], int(fields[11]) + int(fields[12])
+    fields = read_fields(Path(f"/proc/{pid}/task/{pid}/stat"))
+    return (fields[0], int(fields[11]) + int(fields[12])) if fields else ("", 0)

@@ -229,7 +229,7 @@ OPTIONS = (
     ),
     TorchrunOption("--local-addr", "", _MEETING, _HERE),
     TorchrunOption("--monitor-interval", "", _OWN_WATCH),
-    TorchrunOption("--event-log-handler", "", "faults are told to the operator, and said in the log"),
+    TorchrunOption("--event-log-handler", "", "faults are reported to the operator, and logged"),
     TorchrunOption("--start-method", "", "ranks are forked from a process that has torch imported"),
     TorchrunOption("--run-path", "runs the script by runpy in a forked process, as it is without it", flag=True),
     TorchrunOption("--use-env", "changes nothing: LOCAL_RANK is always there", flag=True, by_variable=False),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from pacekeeper_analysis.reports import DEBUGGER
 
+from .processes import is_traced, read_fields, read_text
+
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/debugpy/", "/pydevd")
 """Parts of paths of files that a thread is in while somebody looks into it."""
 _KERNEL_PLACES = (
@@ -36,7 +38,7 @@ def describe_wait(pid: int, main_thread: str, dump: str) -> str:
     if is_traced(pid) or any(part in dump for part in _DEBUGGERS):
         return DEBUGGER
     children = descendants(pid)
-    place = _read(Path(f"/proc/{pid}/wchan"))
+    place = read_text(Path(f"/proc/{pid}/wchan"))
     if "futex" not in place:
         words = next((words for part, words in _KERNEL_PLACES if part in place), "")
         if words == "a child process" and children:
@@ -48,12 +50,6 @@ def describe_wait(pid: int, main_thread: str, dump: str) -> str:
         return "something that its stack does not tell"
     busy = [frame for frame in innermost_frames(dump, main_thread) if not any(part in frame for part in _IDLE_PLACES)]
     return f"its thread at {busy[0]}" if busy else ""
-
-
-def is_traced(pid: int) -> bool:
-    """Whether a debugger is attached to the process."""
-    lines = _read(Path(f"/proc/{pid}/status")).splitlines()
-    return any(line.startswith("TracerPid:") and line.split()[1:] != ["0"] for line in lines)
 
 
 def innermost_frames(dump: str, main_thread: str) -> list[str]:
@@ -76,19 +72,22 @@ def descendants(pid: int) -> list[int]:
     while waiting:
         parent = waiting.pop()
         for task in _tasks(parent):
-            children = [int(word) for word in _read(task / "children").split()]
-            found += (
-                alive := [child for child in children if _fields(Path(f"/proc/{child}/stat"))[:1] not in ([], ["Z"])]
-            )
+            children = [int(word) for word in read_text(task / "children").split()]
+            alive = [child for child in children if _is_alive(child)]
+            found += alive
             waiting += alive
     return found
 
 
+def _is_alive(pid: int) -> bool:
+    return read_fields(Path(f"/proc/{pid}/stat"))[:1] not in ([], ["Z"])
+
+
 def helper_ticks(pid: int) -> int:
     """Processor time of a process's threads but the main one, and of all that is or was below it, in clock ticks."""
-    threads = [_fields(task / "stat")[11:13] for task in _tasks(pid) if task.name != str(pid)]
-    processes = [_fields(Path(f"/proc/{child}/stat"))[11:15] for child in descendants(pid)]
-    ended = _fields(Path(f"/proc/{pid}/stat"))[13:15]
+    threads = [read_fields(task / "stat")[11:13] for task in _tasks(pid) if task.name != str(pid)]
+    processes = [read_fields(Path(f"/proc/{child}/stat"))[11:15] for child in descendants(pid)]
+    ended = read_fields(Path(f"/proc/{pid}/stat"))[13:15]
     return sum(int(ticks) for times in (*threads, *processes, ended) for ticks in times)
 
 
@@ -100,16 +99,4 @@ def _tasks(pid: int) -> list[Path]:
 
 
 def _name(pid: int) -> str:
-    return f"{pid} {_read(Path(f'/proc/{pid}/comm')).strip()}"
-
-
-def _fields(path: Path) -> list[str]:
-    """Of a stat file, from the state letter on; none where the process is gone."""
-    return _read(path).rpartition(")")[2].split()  # the name before may hold blanks and brackets
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
+    return f"{pid} {read_text(Path(f'/proc/{pid}/comm')).strip()}"

@@ -28,24 +28,13 @@ from .imports import Needs
 from .outlet import LogStream
 from .rank import RankStart, run_rank
 
-PREIMPORTS = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.utils.data",
-    "torch._dynamo",  # an optimizer's first zero_grad() imports it
-    "pacekeeper.job",
-)
-"""What training scripts import, and what torch itself imports at first use: for processes that fork many of them."""
-
 _MESSAGE_BYTES = 1 << 20
 _IDLE_SECONDS = 0.2
 """Without an order for this duration, the warm process imports what the next ranks will need."""
 
 
 class ErrorStream:
-    """Whatever is the standard error at the time: a rank's is another one than its launcher's."""
+    """The standard error of the process that writes: a rank's is another one than its launcher's."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -72,7 +61,7 @@ def log_to(stream: ErrorStream | LogStream) -> None:
             handler.setStream(stream)
 
 
-def preimport(names: Sequence[str] = PREIMPORTS) -> None:
+def preimport(names: Sequence[str]) -> None:
     """Imports what the ranks will need. What is not installed, no rank can need; what fails, fails in the rank."""
     for name in names:
         with contextlib.suppress(Exception):
@@ -108,7 +97,7 @@ class Warm:
 
     def fork(self, start: RankStart, stdout: int, stderr: int, stdin: int | None = None) -> None:
         """Orders a rank with these files as its output, and as its input (None: it has none); `news` tells its process
-        id, or that there is nobody to fork it."""
+        id, or that there is no process to fork it."""
         message = json.dumps({"rank": asdict(start)}).encode()
         files = [stdout, stderr] if stdin is None else [stdout, stderr, stdin]
         with contextlib.suppress(ConnectionError):

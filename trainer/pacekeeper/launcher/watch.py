@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.communicators import Communicator, as_many_as_fit, format_entered
+from pacekeeper_analysis.diagnose.hang import OUTSIDE_SECONDS
 from pacekeeper_analysis.records import LOOKED_UP, Collective, Device, Kind, Phase
 from pacekeeper_analysis.reports import DEBUGGER, Fault, FaultKind, RankState
 
@@ -37,8 +38,6 @@ TICKS_OF_A_LOOK = 2
 LONGEST_HOST_WORK = 30.0
 """Seconds for which a rank whose GPU is idle may keep a processor busy at one place of its script: it works. After that
 it spins for a kernel of its own that never ends."""
-OUTSIDE_SECONDS = 300.0
-"""So long a rank may wait outside of collectives for what no rank gives, where `hangSeconds` does not say it."""
 REPORT_AGAIN, LONGEST_PAUSE = 3.0, 15.0
 """Seconds until a stall that lasts is reported again; doubles up to the second."""
 
@@ -114,6 +113,7 @@ class Watch:
         `ranks`: `records.STATE` by local rank; `ended`: local ranks that have exited with code 0; `now`: seconds,
         monotonic.
         """
+        # Ended ranks are looked at, too: a report has the time of their last progress.
         stalled = [local for local, rank in ranks.items() if self._is_stalled(local, rank, now) and local not in ended]
         if not stalled:
             self._reports_of_this_stall = 0

@@ -146,13 +146,13 @@ def _watch_files(watched: Recorder) -> None:
 
 
 def _watch_end(watched: Recorder) -> None:
-    """Who has left the process group may export and upload for as long as that takes; a new group trains again."""
+    """A rank that has left its process group may export and upload without a deadline; a new group trains again."""
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)
     def destroy_and_note(*args: Any, **options: Any) -> None:
         destroy(*args, **options)
-        if not dist.is_initialized():
+        if not dist.is_initialized() and watched.phase is Phase.TRAIN:  # a group of before the first step is no end
             watched.enter(Phase.FINISHED)
 
     def made(_: Any) -> None:
