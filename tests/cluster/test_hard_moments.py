@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_operator.api import TAINT_QUARANTINE
-from testcluster import faults, release
+from testcluster import api, faults, release
 from testcluster.shell import ClusterError
 from tests.support.cluster import Cluster, scratch_namespace, wait_for
 from tests.support.jobs import Job, paced, unplugged
@@ -20,7 +20,6 @@ from tests.support.jobs import Job, paced, unplugged
 pytestmark = pytest.mark.usefixtures("operator")
 
 LONG = 100_000  # steps: until the test ends it
-FIRST, SECOND = "node-5", "node-6"
 
 
 class TestLong:
@@ -92,27 +91,28 @@ class TestLong:
         membership, round_ = calm.plan()["membership"], calm.status["round"]
         known, pods = calm.incident_names(), uids(calm)
         where = ["deployment", release.RELEASE, "-n", release.SYSTEM]
+        first, second, *_ = sorted(api.ready_nodes() - set(calm.nodes().values()))  # its own workers would move
 
         cluster.kubectl("rollout", "restart", *where)
         cluster.kubectl("rollout", "status", *where, "--timeout=90s", timeout=100)
         calm.until_trained_on()
 
         try:
-            cluster.kubectl("cordon", FIRST)
-            for node in (FIRST, SECOND):
+            cluster.kubectl("cordon", first)
+            for node in (first, second):
                 quarantine(cluster, node)
-            both = {FIRST, SECOND}
+            both = {first, second}
             wait_for(lambda: tainted(cluster) & cordoned(cluster) >= both, 30, "both nodes are quarantined")
             release.uninstall()
             assert not cluster.list("nodequarantines")
             assert cluster.get("configmap", "pacekeeper-pause", release.SYSTEM) is None, "the next installation acts"
-            assert not tainted(cluster) & {FIRST, SECOND}
-            assert FIRST in cordoned(cluster), "somebody else had cordoned it before"
-            assert SECOND not in cordoned(cluster)
+            assert not tainted(cluster) & {first, second}
+            assert first in cordoned(cluster), "somebody else had cordoned it before"
+            assert second not in cordoned(cluster)
             calm.until_trained_on(20)
             alone = calm.step()
         finally:
-            cluster.kubectl("uncordon", FIRST)
+            cluster.kubectl("uncordon", first)
             release.install()
 
         calm.until(

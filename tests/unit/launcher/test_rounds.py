@@ -169,6 +169,16 @@ def test_the_rank_whose_end_the_others_followed_from_may_be_heard_of_after_them(
     assert [kind for _ in range(3) for kind in notified(running.see(after=5))] == [FaultKind.RANK_FAILED]
 
 
+def test_the_rank_that_a_peers_ranks_followed_from_may_be_heard_of_after_them(running: Machine) -> None:
+    """Its worker hears that the round is over before it sees why."""
+    assert running.see(view=replace(GATHERING, ended_by="other", ending=Ending.CONNECTION)) == []
+    assert running.see(ranks=failed(1, -9), after=0.02) == [Kill()]
+    assert report(running.state, PLAN, SETTINGS).ending is Ending.SIGNAL
+    running.see(ranks=GONE, view=replace(GATHERING, ended_by=SETTINGS.worker, ending=Ending.SIGNAL))
+    told = running.see(view=replace(ROUND_1, round=2, ended_by=SETTINGS.worker, ending=Ending.SIGNAL))
+    assert notified(told) == [FaultKind.RANK_FAILED]
+
+
 def test_without_a_better_explanation_the_others_are_killed_in_a_moment(running: Machine) -> None:
     running.see(ranks=failed(0, 1, lost_peer=True))
     assert running.see(after=0.2) == [Kill()]

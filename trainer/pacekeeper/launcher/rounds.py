@@ -17,7 +17,8 @@ from .meeting import Ending, MeetingStage, Report, Status, View
 from .settings import LauncherSettings
 
 EXPLAIN_SECONDS = 0.1
-"""A rank that has lost a peer may be heard of just before that peer is: so long the others are not killed for it."""
+"""A rank that has lost a peer may be heard of just before that peer is, on its own worker or another: so long the
+others are not killed for it."""
 ALONE_SECONDS = 2.0
 """Peers are heard once a second: who hears none for so long may have to end its ranks by the operator's silence."""
 LEFT_EXIT_CODE = 143
@@ -231,7 +232,7 @@ def _look_at_ranks(turn: _Turn) -> None:
             turn.set(stage=LauncherState.FINISHED, finished_round=state.running)
             _end_ranks(turn, patience=turn.settings.linger)
         return
-    if state.ending is Ending.CONNECTION and state.killed_at is None:
+    if state.ending in {Ending.CONNECTION, Ending.ENDED} and state.killed_at is None:
         better = [rank for rank in ranks if rank.exit_code and _ending_of(rank) < Ending.CONNECTION]
         if better:
             _note_failure(turn, min(better, key=_ending_of))
@@ -382,7 +383,8 @@ def _take_part(turn: _Turn, plan: WorkerPlan) -> None:
         turn.set(stage=LauncherState.LOST)
     elif state.running:
         if view is not None and not _is_current(view, state.running):
-            _end_ranks(turn, patience=turn.settings.settle if view.ending is Ending.LEFT else 0.0)
+            patience = {Ending.LEFT: turn.settings.settle, Ending.CONNECTION: EXPLAIN_SECONDS}
+            _end_ranks(turn, patience=patience.get(view.ending, 0.0))
     else:
         _act_on(view, turn, plan)
 
