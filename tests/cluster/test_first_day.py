@@ -94,8 +94,11 @@ class TestMistakes:
         assert (failed["status"], failed["reason"]) == ("True", "ScriptFailed")
         assert "no corpus at /data/words" in failed["message"]
         assert job.status["round"] == 2, "the second round may have gone well; a third is pointless"
-        outcomes = lambda: {incident.get("status", {}).get("outcome") for incident in job.incidents()}  # noqa: E731
-        job.until(lambda: outcomes() == {"Failed"}, 20, "its incidents are closed")
+
+        def closed() -> bool:
+            return {incident.get("status", {}).get("outcome") for incident in job.incidents()} == {"Failed"}
+
+        job.until(closed, 20, "its incidents are closed")
 
     def test_a_checkpoint_folder_that_is_not_writable(self, jobs: Callable[[str], Job]) -> None:
         job = jobs("read-only")

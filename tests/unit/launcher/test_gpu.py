@@ -38,10 +38,11 @@ import pynvml
 from pacekeeper.launcher.gpu import GpuWatch, Timing
 over = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
-for name in sys.argv[1:]:
+hung, *without = sys.argv[1:]
+for name in without:
     delattr(pynvml, name)
 health = ()
-watch = GpuWatch(pynvml, Timing(wait=0.02, check=0.05, hung=0.2, pause=0.02, longest_pause=0.1))
+watch = GpuWatch(pynvml, Timing(wait=0.02, check=0.05, hung=float(hung), pause=0.02, longest_pause=0.1))
 while not over.wait(0.01):
     for event in watch.poll(time.monotonic()):
         print(json.dumps(dataclasses.asdict(event)), flush=True)
@@ -95,10 +96,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def watching(double: NvmlDouble, *without: str) -> Iterator[Watching]:
-    """`without`: what this pynvml lacks."""
+def watching(double: NvmlDouble, *without: str, hung: float = 60.0) -> Iterator[Watching]:
+    """`without`: what this pynvml lacks. `hung`: seconds after which a call counts as one that never answers."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *without],
+        [sys.executable, "-c", PROGRAM, str(hung), *without],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=double.environment,
     )  # fmt: skip
     assert process.stdin is not None
@@ -181,7 +182,7 @@ def test_a_gpu_that_is_gone_when_nvml_is_opened_again_is_told_by_its_name_of_bef
 
 
 def test_an_nvml_that_never_answers_stops_nothing_and_is_asked_again(double: NvmlDouble) -> None:
-    with watching(double) as one:
+    with watching(double, hung=0.2) as one:
         one.goes_on()
         double.state.blocked = 1
         one.until(lambda: bool(one.said), "it is said")

@@ -161,6 +161,23 @@ async def test_the_processes_of_stalled_ranks_are_looked_at(bench: Bench, sleepe
     assert bench.faults[0].ranks[0].process_state == "T"
 
 
+async def test_a_rank_that_has_only_just_ended_has_crashed_and_does_not_hang(
+    bench: Bench, sleeper: subprocess.Popen[bytes]
+) -> None:
+    """One whose end nobody tells of is reported all the same, with the next report of the stall."""
+    bench.steps(10)
+    sleeper.kill()
+    await asyncio.to_thread(os.waitid, os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    inspector, told = Inspector(SETTINGS, bench, bench.faults.append), []
+    for now in (0.0, 2.1, 5.2):
+        stacks = {0: StackFile(bench.path.with_suffix(".stack"))}
+        inspector.look(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
+        if inspector._inspection is not None:
+            await inspector._inspection
+        told.append([fault.ranks[0].process_state for fault in bench.faults])
+    assert told == [[], [], ["Z"]]
+
+
 async def test_what_nccl_says_goes_with_the_next_report_and_holds_up_none(
     bench: Bench, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,8 @@ from .watch import BETWEEN_LOOKS, Look, Watch, step_seconds_of
 
 STOPPED = "T"
 """State letter of a process that a signal has stopped."""
+GONE = ("Z", "X", "")
+"""Those of a process that has ended."""
 _PROBE_TIMEOUT = 1.0
 
 
@@ -59,6 +61,7 @@ class Inspector:
         self._inspection: asyncio.Task[None] | None = None
         self._question: asyncio.Task[str] | None = None
         self._answer = ""
+        self._gone: frozenset[int] = frozenset()  # local ranks whose process was found gone
 
     def look(
         self,
@@ -114,12 +117,19 @@ class Inspector:
         neighbours: list[str],
         ended: Collection[int],
     ) -> None:
-        """Looks twice at every rank, and once whether the neighbours are there; reports the stall."""
+        """Looks twice at every rank, and once whether the neighbours are there; reports the stall.
+
+        A process found gone for the first time has only just ended: its exit, which is about to be told, says more.
+        """
         probes = asyncio.gather(*(is_reachable(address, self._settings.neighbour_port) for address in neighbours))
         first = await _look_at_all(pids, stacks)
         await asyncio.sleep(BETWEEN_LOOKS)
         second = await _look_at_all(pids, stacks)
         reachable = await probes
+        gone = frozenset(local for local in second if second[local].process_state in GONE and local not in ended)
+        fresh, self._gone = gone - self._gone, gone
+        if fresh:
+            return
         unreachable = [address for address, there in zip(neighbours, reachable, strict=True) if not there]
         known = [each for local in ranks for each in self._ranks.communicators(local)]
         now, wall = time.monotonic(), time.time()
