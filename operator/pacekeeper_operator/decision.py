@@ -100,6 +100,7 @@ class Decision:
     gpu_seen: tuple[GpuValue, ...] = ()  # readings that it deals with
     continues: str = ""  # name of the open incident to which this is a further remedy
     live: bool = False  # changes no round
+    routine: bool = False  # what Kubernetes or torchrun would do: also where remedies are only recommended
     last_step: int = -1
     slowdown_before: float | None = None
     slowdown_after: float | None = None  # predicted

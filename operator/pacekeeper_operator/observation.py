@@ -271,6 +271,17 @@ class Policy:
     def acts(self) -> bool:
         return self.mode is Mode.ACT and not self.paused
 
+    @property
+    def recovers(self) -> bool:
+        """Whether routine remedies are applied, also where all others are only recommended: ranks that crash restart in
+        place, lost workers are replaced, as `batch/v1` and torchrun would."""
+        return not self.paused
+
+    @property
+    def restraint(self) -> str:
+        """Why a remedy that is not routine is not applied; "": it is."""
+        return "" if self.acts else "remedies are only recommended"
+
     def refusal(self, remedy: Remedy) -> str:
         """Why the remedy may not be taken; "": it may."""
         return "" if remedy in self.allow else "spec.remediation.allow does not list it"

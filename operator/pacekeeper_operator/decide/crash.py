@@ -35,12 +35,13 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 def _judge(observation: Observation, policy: Policy, fault: Fault, of_round: Sequence[Fault]) -> Decision:
     repetition = observation.state.budget.repetition.after(fault)
     blame = _Blame.of(observation, policy, fault, of_round, repetition)
-    move = replace_option(observation, policy, refused=blame.why_not_move)
+    why_not_move = blame.why_not_move or policy.restraint
+    move = replace_option(observation, policy, refused=why_not_move)
     stay = restart_option(observation, policy, helps=bool(move.refused))
     choice = choose_at_standstill((stay, move))
     chosen = choice.chosen
     moves = chosen is not None and chosen.option is move
-    waits = not blame.why_not_move and _spare_comes(observation, policy)
+    waits = not why_not_move and _spare_comes(observation, policy)
     end = _hopeless(observation, policy, fault, blame, repetition, moves or waits)
     actions: tuple[Action, ...] = (CountRestart(),)
     if end is not None:
@@ -60,6 +61,7 @@ def _judge(observation: Observation, policy: Policy, fault: Fault, of_round: Seq
         rank=fault.rank,
         worker=fault.worker,
         settles=tuple(each.name for each in of_round),
+        routine=True,
         last_step=max(fault.step, observation.step),
         error=error_of(fault),
         barren=not fault.completed_step,

@@ -42,7 +42,7 @@ def _cannot_end(observation: Observation, policy: Policy) -> bool:
     """Some ranks have come to their end, and others never will as things are: all go on from the last checkpoint."""
     unfinished = [view for view in observation.members if view.name not in observation.state.life.names_finished]
     lost = any(view.record.leaving and not view.trains for view in unfinished)
-    may = policy.acts and not policy.refusal(Remedy.RESTART_RANKS)
+    may = policy.recovers and not policy.refusal(Remedy.RESTART_RANKS)
     return lost or (may and any(_wants_a_round(observation, view) for view in unfinished))
 
 
@@ -192,6 +192,6 @@ def allow_restarts(observation: Observation, policy: Policy) -> Draft:
     if draft.plan.stop is not Stop.NO or draft.state.life.over:
         return draft
     left = policy.max_restarts - budget.within(observation.now, policy.restart_window)
-    may = policy.acts and not policy.refusal(Remedy.RESTART_RANKS)
+    may = policy.recovers and not policy.refusal(Remedy.RESTART_RANKS)
     restarts = budget.in_membership + max(0, left) if may else 0
     return draft if restarts == draft.plan.restarts else draft.with_plan(restarts=restarts)

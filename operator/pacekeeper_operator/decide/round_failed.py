@@ -55,5 +55,6 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         remedies=written(choice.prices, choice.chosen),
         evidence=tuple(fault.error for fault in failed if fault.error)[:NAMED],
         settles=tuple(fault.name for fault in failed),
+        routine=True,
         last_step=observation.step,
     )

@@ -52,6 +52,7 @@ def _replace(
     return Decision(
         subject=Subject(Cause.WORKER_LOST, observation.round if observation.plan.members else 0, worker=view.name),
         class_=class_,
+        routine=refused,
         message=f"worker {view.name} is given up: {words}",
         first_sign=first_sign,
         actions=(action,) if allowed else (),
@@ -83,6 +84,7 @@ def _decide(observation: Observation, _policy: Policy, view: WorkerView) -> Deci
     return Decision(
         subject=Subject(Cause.WORKER_LOST, observation.round if observation.plan.members else 0, worker=view.name),
         class_=Class.APPLICATION,
+        routine=True,
         message=message,
         first_sign=observation.now,
         actions=actions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pacekeeper_analysis.reports import FaultKind
 
@@ -20,7 +21,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     event = loss.of_one_event(found)
     names = {one.view.name for one in event}
     settles = (f.name for f in observation.faults if f.worker in names or f.kind is not FaultKind.TERMINATING)
-    return loss.decide(observation, policy, event, tuple(settles))
+    return replace(loss.decide(observation, policy, event, tuple(settles)), routine=True)
 
 
 def _lost(observation: Observation) -> Iterator[Loss]:

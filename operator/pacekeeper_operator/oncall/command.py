@@ -129,7 +129,8 @@ def pause(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
         print("kubectl pacekeeper resume --all")
         return 0
     _set_mode_of_remedies(kubectl, _named(arguments), Mode.RECOMMEND)
-    print(f"remedies for {arguments.job} are recommended only: it trains on, and what breaks stays down until:")
+    print(f"remedies for {arguments.job} are recommended only: crashed ranks restart in place, lost pods are replaced,")
+    print("and nothing else is done until:")
     print(f"kubectl pacekeeper resume {arguments.job}")
     return 0
 

@@ -218,7 +218,7 @@ class TestFinished:
         assert think(world, policy()).draft.plan.membership == 1, "its news may be older than the others'"
         world = change_worker(world, "j-w1-0", state_seconds=5.0)
         assert seats(think(world, policy())) == ["j-w4-0", "j-w1-0", "j-w2-0", "j-w3-0"]
-        assert think(world, policy(mode=Mode.RECOMMEND)).draft.plan.membership == 1
+        assert think(world, policy(paused="maintenance")).draft.plan.membership == 1
         early = change_worker(world, "j-w1-0", heartbeat={"round": 0})
         assert think(early, policy()).draft.plan.membership == 1, "it has not begun the round that the other finished"
 
@@ -514,7 +514,7 @@ class TestClocks:
 
 
 class TestAllowedLater:
-    @pytest.mark.parametrize("first", [{"allow": frozenset({Remedy.RESTART_RANKS})}, {"mode": Mode.RECOMMEND}])
+    @pytest.mark.parametrize("first", [{"allow": frozenset({Remedy.RESTART_RANKS})}, {"paused": "maintenance"}])
     def test_a_remedy_that_was_not_allowed_is_taken_once_it_is(self, first: dict[str, Any]) -> None:
         world = change_worker(training(), "j-w1-0", gone=True)
         refused = think(world, policy(**first))

@@ -401,13 +401,43 @@ class TestRecommend:
         (incident,) = thought.draft.state.incidents.current
         assert (incident.outcome, incident.remedy, incident.applied) == (Outcome.RECOMMENDED, "RestartRanks", None)
 
-    def test_a_lost_worker_is_recommended_upon_once(self, watching: Policy) -> None:
-        world = change_worker(training(), "j-w1-0", gone=True)
+    def test_what_hangs_is_recommended_upon_once(self, watching: Policy) -> None:
+        world = training()
+        world = replace(world, faults=stalls(world, culprit=2))
         thought = think(world, watching)
-        repeated = think(replace(again(thought, world), now=NOW + 1), watching)
         assert len(decisions(thought)) == 1
-        assert not decisions(repeated)
-        assert seats(repeated.draft)[1] == "j-w1-0"
+        assert not decisions(think(replace(again(thought, world), now=NOW + 1), watching))
+
+    def test_lost_workers_are_replaced_as_kubernetes_would(self, watching: Policy) -> None:
+        thought = think(change_worker(training(), "j-w1-0", gone=True), watching)
+        (incident,) = thought.draft.state.incidents.open
+        assert (incident.mode, incident.remedy, seats(thought.draft)[1]) == (Mode.ACT, "ReplaceWorker", "j-w4-0")
+        silent = replace(change_worker(training(), "j-w1-0", silent_seconds=400.0, reachable=False), operator_age=500.0)
+        assert seats(think(silent, watching).draft)[1] == "j-w1-0", "its pod is there"
+
+    @pytest.mark.parametrize("out_of_memory", [False, True])
+    def test_crashed_ranks_restart_in_place_which_counts(self, watching: Policy, out_of_memory: bool) -> None:
+        """Another worker, where that would do better, is only recommended."""
+        world = training()
+        assert think(world, watching).draft.plan.restarts == 10
+        fault = crash("j-w1-0", 1, noticed_at=NOW - 5, out_of_memory=out_of_memory)
+        thought = think(replace(world, faults=(fault,)), watching)
+        (incident,) = thought.draft.state.incidents.open
+        assert (incident.remedy, incident.applied, len(thought.draft.state.budget.restarts)) == ("RestartRanks", NOW, 1)
+        assert seats(thought.draft)[1] == "j-w1-0"
+        assert bool([price for price in incident.remedies if "only recommended" in price.reason]) is out_of_memory
+
+    def test_the_restarts_that_the_user_allows_are_all(self, watching: Policy) -> None:
+        thought = think(replace(training(), faults=(crash("j-w1-0", 1, noticed_at=NOW - 5),)), replace(watching, max_restarts=0))
+        assert thought.draft.state.life.failed_reason == "RestartBudgetSpent"
+
+    @pytest.mark.parametrize("mode", Mode)
+    def test_in_a_pause_nothing_is_done_and_nothing_fails(self, mode: Mode) -> None:
+        paused = policy(mode=mode, paused="maintenance", max_restarts=0)
+        assert think(training(), paused).draft.plan.restarts == 0
+        thought = think(replace(training(), faults=(crash("j-w1-0", 1, noticed_at=NOW - 5),)), paused)
+        assert not thought.draft.state.life.over
+        assert seats(think(change_worker(training(), "j-w1-0", gone=True), paused).draft)[1] == "j-w1-0"
 
     def test_a_remedy_that_is_not_allowed_is_not_done_in_another_way(self) -> None:
         world = change_worker(training(), "j-w1-0", gone=True)
@@ -423,15 +453,14 @@ class TestRecommend:
         assert len(grown.draft.plan.members) == 3
 
     def test_what_was_recommended_is_done_once_it_may_be(self, watching: Policy) -> None:
-        world = change_worker(training(), "j-w1-0", gone=True)
-        thought = think(again(think(world, watching), world), policy())
-        assert seats(thought.draft)[1] == "j-w4-0"
-        assert thought.draft.state.incidents.open[0].mode is Mode.ACT
+        world = training()
+        world = replace(world, faults=stalls(world, culprit=2))
+        later = tuple(replace(fault, name=f"{fault.name}-2") for fault in world.faults)  # launchers repeat a stall
+        thought = think(again(think(world, watching), world, faults=later), policy())
+        (incident,) = thought.draft.state.incidents.open
+        assert (incident.mode, incident.applied) == (Mode.ACT, NOW)
 
-    def test_launchers_may_restart_nothing_by_themselves(self, watching: Policy) -> None:
-        assert think(training(), watching).draft.plan.restarts == 0
-
-    def test_a_pause_does_the_same_and_says_why(self) -> None:
+    def test_a_pause_is_said_to_be_why(self) -> None:
         world = change_worker(training(), "j-w1-0", gone=True)
         thought = think(world, policy(paused="remedies are paused: maintenance"))
         assert seats(thought.draft)[1] == "j-w1-0"

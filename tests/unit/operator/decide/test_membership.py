@@ -45,7 +45,7 @@ class TestEnd:
         assert membership.allow_restarts(training(), spent).plan.restarts == 3, "while it goes on"
 
     def test_launchers_may_restart_what_the_policy_lets_them(self) -> None:
-        for watching in (policy(mode=Mode.RECOMMEND), policy(allow=frozenset({Remedy.REPLACE_WORKER}))):
+        for watching in (policy(paused="maintenance"), policy(allow=frozenset({Remedy.REPLACE_WORKER}))):
             assert membership.allow_restarts(training(), watching).plan.restarts == 0
         world = training()
         used = world.draft.with_budget(restarts=(NOW - 2, NOW - 1), in_membership=2)
