@@ -11,7 +11,7 @@ import pytest
 from pacekeeper_analysis.plan import Plan, Stop
 from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
 from pacekeeper_operator import ledger
-from pacekeeper_operator.api import Cause, Class, Mode, Remedy
+from pacekeeper_operator.api import Cause, Class, Remedy
 from pacekeeper_operator.decide.start_failed import WARM_SECONDS
 from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.decide.workforce import OVERDUE_SECONDS, missing, surplus

@@ -428,7 +428,9 @@ class TestRecommend:
         assert bool([price for price in incident.remedies if "only recommended" in price.reason]) is out_of_memory
 
     def test_the_restarts_that_the_user_allows_are_all(self, watching: Policy) -> None:
-        thought = think(replace(training(), faults=(crash("j-w1-0", 1, noticed_at=NOW - 5),)), replace(watching, max_restarts=0))
+        thought = think(
+            replace(training(), faults=(crash("j-w1-0", 1, noticed_at=NOW - 5),)), replace(watching, max_restarts=0)
+        )
         assert thought.draft.state.life.failed_reason == "RestartBudgetSpent"
 
     @pytest.mark.parametrize("mode", Mode)

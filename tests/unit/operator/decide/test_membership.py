@@ -8,7 +8,7 @@ import pytest
 
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import LauncherState
-from pacekeeper_operator.api import Mode, Remedy
+from pacekeeper_operator.api import Remedy
 from pacekeeper_operator.decide import membership
 from pacekeeper_operator.decide.membership import CHECKPOINT_SECONDS, SHRINK_SECONDS
 from pacekeeper_operator.observation import Observation, PodView, WorkerView
