@@ -242,7 +242,7 @@ SCENARIOS: dict[str, Scenario] = {
     "more-is-allowed": _scenario(
         "what was only recommended is not done when more is allowed later",
         _at(CALM, people.JobEdited(edit=people.Edit.RECOMMEND), 40.0),
-        _at(CALM + 5.0, machines.PodDeleted(force=True)),
+        _at(CALM + 5.0, ranks.RankStopped(index=1)),
         patience=60.0,
     ),
     "deleted-unattended": _scenario(
