@@ -35,6 +35,7 @@ from .resources import SIDECAR_RESOURCES, Resources
 GPU = "nvidia.com/gpu"
 RUNTIME_PATH = "/run/pacekeeper"
 TOKEN_PATH = "/var/run/secrets/pacekeeper"
+DEFAULT_MESSAGE_PATH = "/dev/termination-log"  # Kubernetes' own default of terminationMessagePath
 DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodSeconds
 PROBE_SECONDS = 120
 """A probe pod ends itself, should there be no operator to end it."""
@@ -118,7 +119,8 @@ def worker_pod(
     spec["restartPolicy"] = "Never"  # a worker is never reused: the launcher restarts ranks, the operator replaces pods
     if _shares_the_nodes_network(job):
         spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")  # else the sidecar would not find the operator's name
-    environment = _environment(job, spec["terminationGracePeriodSeconds"])
+    message_path = trainer.get("terminationMessagePath", DEFAULT_MESSAGE_PATH)
+    environment = _environment(job, spec["terminationGracePeriodSeconds"], message_path)
     storage = _storage(job, trainer)
     name = worker_name(job, ordinal, incarnation)
     sidecar = _sidecar(trainer, environment, installation, metrics_port(job, name))
@@ -413,7 +415,7 @@ def _healthy(period: int, failures: int) -> Object:
     }
 
 
-def _environment(job: Job, grace_seconds: int) -> list[Object]:
+def _environment(job: Job, grace_seconds: int, message_path: str) -> list[Object]:
     """Of trainer and sidecar; docs/architecture.md lists it."""
     spec = job.spec
     hang_seconds, adopt = spec.detection.hang_seconds, spec.checkpoint.adopt
@@ -435,6 +437,7 @@ def _environment(job: Job, grace_seconds: int) -> list[Object]:
         _variable("PACEKEEPER_HANG_SECONDS", "" if hang_seconds is None else f"{hang_seconds:g}"),
         _variable("PACEKEEPER_WINDOW_STEPS", spec.detection.window_steps),
         _variable("PACEKEEPER_GRACE_SECONDS", grace_seconds),
+        _variable("PACEKEEPER_TERMINATION_LOG", message_path),
     ]
 
 

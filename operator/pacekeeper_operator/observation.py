@@ -41,6 +41,7 @@ class PodView:
     exit_code: int | None = None  # of the trainer; None: it has not ended
     exit_reason: str = ""  # OOMKilled, Error, …
     exit_message: str = ""
+    finished: bool = False  # its launcher's last word: the ranks have finished
     waiting_reason: str = ""  # ErrImagePull, CreateContainerConfigError, … of any container
     waiting_message: str = ""
     job: str = ""  # by its label

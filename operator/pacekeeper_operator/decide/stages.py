@@ -107,13 +107,13 @@ def _finish(observation: Observation) -> Draft:
 
 def _ended_well(view: WorkerView, membership: int) -> bool:
     """Its ranks came to their end in this membership; not: it was told to leave. Its own word is enough: its pod may
-    be gone before anybody has seen its exit."""
+    be gone before anybody has seen its exit. Nothing else is: exit code 0 may be that of a command behind a pipe."""
     pod, beat = view.pod, view.heartbeat
     if view.record.dead or (beat is not None and 0 < beat.membership < membership):
         return False  # what it was last heard of before its first membership (0) says nothing
     if beat is not None and beat.state is LauncherState.FINISHED:
         return True
-    return pod is not None and pod.exit_code == 0 and not pod.disrupted and not pod.deleting
+    return pod is not None and pod.finished and not pod.disrupted and not pod.deleting
 
 
 def _began_anew(view: WorkerView) -> bool:

@@ -64,7 +64,7 @@ def _replace(
 
 
 def _failed_to_start(view: WorkerView) -> bool:
-    if view.pod is None or view.pod.deleting or view.pod.disrupted or not view.pod.ended or view.pod.exit_code == 0:
+    if view.pod is None or view.pod.deleting or view.pod.disrupted or not view.pod.ended:
         return False
     return view.heartbeat is None or view.heartbeat.state is LauncherState.STARTING
 
@@ -74,6 +74,8 @@ def _decide(observation: Observation, _policy: Policy, view: WorkerView) -> Deci
     assert pod is not None
     reason = f" ({pod.exit_reason})" if pod.exit_reason else ""
     message = f"the trainer of {view.name} ended with {pod.exit_code}{reason} before it was ready"
+    if pod.exit_code == 0:
+        message += ": its command has to be `pacekeeper run …`"
     trains = bool(observation.plan.members) and not observation.state.placement.vacant_since
     again = not trains and observation.state.placement.failed_starts + 1 >= TRIES
     actions: tuple[Action, ...] = (

@@ -46,7 +46,7 @@ def _how_lost(view: WorkerView, told_to_end: bool) -> tuple[str, Class, bool] | 
         return "its pod was deleted", Class.DISRUPTION, not pod.ended
     if told_to_end:
         return "its pod was told to end", Class.DISRUPTION, not pod.ended
-    if pod.exit_code == 0:
+    if pod.finished:
         return "its ranks had ended well before the others had to begin anew", Class.DISRUPTION, False
     return (_say_exit(pod), Class.UNKNOWN, False) if pod.ended else None
 
@@ -57,5 +57,7 @@ def _cause(view: WorkerView) -> Cause:
 
 
 def _say_exit(pod: PodView) -> str:
+    if pod.exit_code == 0:
+        return "its trainer ended with 0 before its ranks had finished: its command hides the launcher's exit code"
     reason = f" ({pod.exit_reason})" if pod.exit_reason else ""
     return f"its trainer ended with {pod.exit_code}{reason}" if pod.exit_code is not None else "its pod has failed"

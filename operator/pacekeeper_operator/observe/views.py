@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pacekeeper_analysis.fabric import places
+from pacekeeper_analysis.reports import FINISHED_MESSAGE
 
 from ..api import ANNOTATION_AVOIDS, LABEL_JOB, TRAINER, parse_time
 from ..node_health import NodeHealth
@@ -37,6 +38,7 @@ def view_pod(pod: Mapping[str, Any]) -> PodView:
         exit_code=ended.get("exitCode"),
         exit_reason=(ended if ended.get("exitCode") else {} if ended else status).get("reason", ""),
         exit_message=(ended or status).get("message", ""),
+        finished=ended.get("exitCode") == 0 and FINISHED_MESSAGE in ended.get("message", ""),
         gated=scheduled.get("reason") == "SchedulingGated",
         started="running" in _trainer(status),
         avoids=frozenset(filter(None, (metadata.get("annotations") or {}).get(ANNOTATION_AVOIDS, "").split(","))),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import Heartbeat
+from pacekeeper_analysis.reports import FINISHED_MESSAGE, Heartbeat
 from pacekeeper_operator.api import JobPhase
 from pacekeeper_operator.node_health import NodeHealth
 from pacekeeper_operator.observation import Metrics, Surroundings
@@ -44,6 +44,15 @@ def test_how_the_trainer_ended_not_the_sidecar() -> None:
     other = container("debug", terminated={"exitCode": 0})
     view = view_pod(pod(containerStatuses=[other, ended]))
     assert (view.exit_code, view.exit_reason, view.exit_message) == (137, "OOMKilled", "last words")
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "finished"),
+    [(0, f"mine\n{FINISHED_MESSAGE}\n", True), (0, "mine", False), (1, FINISHED_MESSAGE, False)],
+)
+def test_whether_the_ranks_have_finished(code: int, message: str, finished: bool) -> None:
+    ended = container("trainer", terminated={"exitCode": code, "message": message})
+    assert view_pod(pod(containerStatuses=[ended])).finished is finished
 
 
 @pytest.mark.parametrize("field", ["initContainerStatuses", "containerStatuses"])

@@ -139,9 +139,20 @@ class TestFrozen:
 
 
 class TestFinished:
+    def test_exit_code_0_without_the_launchers_word_is_no_success(self) -> None:
+        """`pacekeeper run … | tee log` whose launcher is killed."""
+        world = training(2, 1)
+        for name in ("j-w0-0", "j-w1-0"):
+            world = change_worker(world, name, pod={"exit_code": 0, "phase": "Succeeded"})
+        thought = think(world, policy())
+        assert (thought.draft.state.life.finished, thought.draft.state.life.over) == ((), False)
+        assert len(thought.draft.state.budget.restarts) == 1, "it costs a restart: a command that always does it fails"
+        unheard = replace(world, workers=tuple(replace(view, heartbeat=None) for view in world.workers))
+        assert not think(unheard, policy()).draft.state.life.over, "nor for an operator that has just begun"
+
     def test_what_a_worker_has_said_itself_counts_when_its_pod_has_gone(self) -> None:
         """One exits 0, and the other one's pod vanishes before its exit was seen."""
-        world = change_worker(training(2, 0), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(training(2, 0), "j-w0-0", pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         world = change_worker(world, "j-w1-0", heartbeat={"state": LauncherState.FINISHED}, gone=True)
         assert think(world, policy()).draft.state.life.completed_at == NOW
 
@@ -151,12 +162,12 @@ class TestFinished:
         assert first.draft.state.life.finished == ("j-w1-0",)
         world = change_worker(again(first, world), "j-w1-0", gone=True, heartbeat={}, silent_seconds=5.0)
         world = replace(world, workers=tuple(replace(view, heartbeat=None) for view in world.workers))
-        world = change_worker(world, "j-w0-0", pod={"exit_code": 0})
+        world = change_worker(world, "j-w0-0", pod={"exit_code": 0, "finished": True})
         assert think(world, policy()).draft.state.life.completed_at == NOW
 
     def test_a_pod_that_vanished_without_a_word_is_no_success_and_the_others_begin_anew(self) -> None:
         """The job finished while the operator was away: nobody knows how the second worker ended."""
-        world = change_worker(training(2, 0), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(training(2, 0), "j-w0-0", pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         world = change_worker(world, "j-w1-0", gone=True)
         world = replace(world, workers=tuple(replace(view, heartbeat=None) for view in world.workers))
         thought = think(world, policy())
@@ -176,14 +187,14 @@ class TestFinished:
         assert (thought.draft.plan.membership, thought.draft.state.life.finished) == (2, ())
 
     def test_one_whose_trainer_has_ended_is_replaced_too(self) -> None:
-        world = change_worker(training(4, 2), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(training(4, 2), "j-w0-0", pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         thought = think(change_worker(world, "j-w1-0", gone=True), policy())
         assert seats(thought) == ["j-w4-0", "j-w5-0", "j-w2-0", "j-w3-0"]
         later = think(change_members(again(thought, world), membership=2, round=2), policy())
         assert not later.draft.state.life.completed_at
 
     def test_without_spares_all_wait_for_the_new_ones_and_nothing_flickers(self) -> None:
-        world = change_worker(training(4, 0), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(training(4, 0), "j-w0-0", pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         world = change_worker(world, "j-w1-0", gone=True)
         thought = think(world, policy())
         assert made(thought) == ["j-w0-1", "j-w1-1"]
@@ -195,7 +206,7 @@ class TestFinished:
     def test_who_ended_well_before_this_membership_has_not_finished_in_it(self) -> None:
         world = change_members(training(), membership=2)
         world = world.with_draft(world.draft.with_plan(membership=2))
-        world = change_worker(world, "j-w0-0", pod={"exit_code": 0}, heartbeat={"membership": 1})
+        world = change_worker(world, "j-w0-0", pod={"exit_code": 0, "finished": True}, heartbeat={"membership": 1})
         thought = think(world, policy())
         assert thought.draft.state.life.finished == ()
         assert seats(thought)[0] == "j-w4-0"
@@ -203,17 +214,17 @@ class TestFinished:
 
     def test_one_that_was_done_before_it_was_heard_of_again_has_finished(self) -> None:
         warm = {"state": LauncherState.WARM, "membership": 0}
-        world = change_worker(training(1, 0), "j-w0-0", pod={"exit_code": 0}, heartbeat=warm)
+        world = change_worker(training(1, 0), "j-w0-0", pod={"exit_code": 0, "finished": True}, heartbeat=warm)
         assert think(world, policy()).draft.state.life.completed_at == NOW
 
     def test_as_long_as_the_others_can_come_to_their_end_nothing_is_done(self) -> None:
-        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0})
+        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0, "finished": True})
         thought = think(world, policy())
         assert (thought.draft.plan.membership, thought.draft.state.life.finished) == (1, ("j-w0-0",))
 
     def test_who_waits_for_a_trainer_that_has_ended_gets_another(self) -> None:
         """A rank crashed when another worker had finished and left: the next round can never come together."""
-        world = change_worker(training(4, 1), "j-w0-0", pod={"exit_code": 0})
+        world = change_worker(training(4, 1), "j-w0-0", pod={"exit_code": 0, "finished": True})
         world = change_worker(world, "j-w1-0", heartbeat={"state": LauncherState.GATHERING}, state_seconds=0.5)
         assert think(world, policy()).draft.plan.membership == 1, "its news may be older than the others'"
         world = change_worker(world, "j-w1-0", state_seconds=5.0)

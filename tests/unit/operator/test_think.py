@@ -348,7 +348,7 @@ class TestWorkerLost:
         assert len(think(world, policy()).draft.state.budget.restarts) == 1
 
     def test_a_worker_whose_trainer_ended_well_is_not_lost(self) -> None:
-        world = change_worker(training(), "j-w1-0", pod={"exit_code": 0})
+        world = change_worker(training(), "j-w1-0", pod={"exit_code": 0, "finished": True})
         thought = think(world, policy())
         assert thought.draft.state.life.finished == ("j-w1-0",)
         assert not decisions(thought)
@@ -473,7 +473,7 @@ class TestStages:
     def test_complete_when_all_trainers_ended_well(self) -> None:
         world = training(replicas=2, spares=1)
         for name in ("j-w0-0", "j-w1-0"):
-            world = change_worker(world, name, pod={"exit_code": 0, "phase": "Succeeded"})
+            world = change_worker(world, name, pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         thought = think(world, policy())
         assert thought.draft.state.life.completed_at == NOW
         assert thought.draft.plan.stop is Stop.FINISH
@@ -485,7 +485,7 @@ class TestStages:
         assert not surplus(thought.observation)
         left = again(thought, world)
         for name in ("j-w0-0", "j-w1-0"):
-            left = change_worker(left, name, pod={"exit_code": 0, "phase": "Succeeded"})
+            left = change_worker(left, name, pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         assert len(surplus(think(left, policy()).observation)) == 2
         assert not think(left, policy()).draft.state.life.completed_at
 

@@ -57,7 +57,7 @@ class TestFinished:
     """Some ranks have come to their end; worker 0 is one of them."""
 
     def world(self) -> Observation:
-        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         return world.with_draft(world.draft.with_life(finished=("j-w0-0",)))
 
     def test_who_is_given_up_but_still_trains_can_come_to_its_end(self) -> None:

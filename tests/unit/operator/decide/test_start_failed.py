@@ -45,9 +45,15 @@ class TestEnded:
         assert (action.dead, action.never_ready) == (True, True)
         assert (decision.node, decision.live) == ("node-4", True)
 
-    @pytest.mark.parametrize("pod", [{"exit_code": 0}, {"deleting": True}, {"disrupted": "Evicted"}])
-    def test_who_ended_well_or_was_taken_away_did_not_fail(self, pod: dict[str, object]) -> None:
+    @pytest.mark.parametrize("pod", [{"deleting": True}, {"disrupted": "Evicted"}])
+    def test_who_was_taken_away_did_not_fail(self, pod: dict[str, object]) -> None:
         assert start_failed.check(change_worker(dead(), "j-w4-0", pod=pod), policy()) is None
+
+    def test_a_command_that_ends_well_and_was_never_a_launcher_did(self) -> None:
+        world = change_worker(dead(), "j-w4-0", pod={"exit_code": 0, "exit_reason": "", "phase": "Succeeded"})
+        assert "with 0 before it was ready: its command has to be `pacekeeper run" in found(world).message
+        never = found(world.with_draft(world.draft.with_plan(members=()).with_placement(failed_starts=1)))
+        assert isinstance(never.actions[0], FailJob)
 
     def test_nor_did_who_had_been_ready(self) -> None:
         assert start_failed.check(change_worker(dead(), "j-w4-0", heartbeat={"state": "Warm"}), policy()) is None
