@@ -339,6 +339,7 @@ def test_the_environment_says_what_the_spec_says() -> None:
         "PACEKEEPER_HANG_SECONDS": "9",
         "PACEKEEPER_WINDOW_STEPS": "16",
         "PACEKEEPER_GRACE_SECONDS": "90",
+        "PACEKEEPER_TERMINATION_LOG": "/dev/termination-log",
         "HF_HOME": "/data/hf",
     }
 
