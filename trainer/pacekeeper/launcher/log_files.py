@@ -172,8 +172,8 @@ class LogCopy:
 
 @cache
 def _nowhere() -> BinaryIO:
-    """Return the console of ranks that --local-ranks-filter leaves out."""
-    return open(os.devnull, "wb", buffering=0)
+    """Return the console of ranks that --local-ranks-filter leaves out. It stays open as long as the process runs."""
+    return open(os.open(os.devnull, os.O_WRONLY), "wb", buffering=0, closefd=False)
 
 
 @dataclass
