@@ -436,6 +436,11 @@ class Observation:
         return None if not told else told.pop() if len(told) == 1 else 0
 
     @property
+    def has_trained(self) -> bool:
+        """Whether the job has completed a step in any round: its script and its image can train."""
+        return bool(self.state.life.training_since)
+
+    @property
     def checkpoint_step(self) -> int:
         return max((beat.checkpoint_step for beat in self._beats), default=-1)
 

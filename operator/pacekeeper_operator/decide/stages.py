@@ -59,6 +59,7 @@ def _resume(observation: Observation) -> Draft:
         .with_life(start_time=observation.now, finished=(), paced_since=0.0)
         .with_placement(placing_since=0.0, retry_at=0.0, attempts=0, workers=())
         .with_incidents(settled=())
+        .with_budget(backoffs=0, next_round_at=0.0)
         .with_adaptation(mode_refusal="", shares_refusal="")
     )
 
@@ -71,6 +72,8 @@ def _begin(observation: Observation) -> Draft:
         draft = draft.with_placement(round_seen=observation.round)
     if 0 < state.budget.barren_round < observation.round and observation.training_since is not None:
         draft = draft.with_budget(barren_round=0, barren_error="", barren_worker="")
+    if state.budget.backoffs and _trains_again(observation):
+        draft = draft.with_budget(backoffs=0, next_round_at=0.0)
     if not state.life.training_since and observation.training_since is not None:
         draft = draft.with_life(training_since=observation.training_since)
     if not state.life.paced_since and observation.training_since is not None:
@@ -78,6 +81,13 @@ def _begin(observation: Observation) -> Draft:
     if (state.placement.failed_starts or state.placement.refused) and _is_complete(observation):
         draft = draft.with_placement(failed_starts=0, refused=0, refused_until=0.0)
     return draft
+
+
+def _trains_again(observation: Observation) -> bool:
+    """Whether the round that runs has completed a step. Before it begins, heartbeats may tell of the last good one."""
+    beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
+    runs = all(beat.state in (LauncherState.RUNNING, LauncherState.FINISHED) for beat in beats)
+    return runs and observation.training_since is not None and observation.round > observation.state.budget.barren_round
 
 
 def _is_complete(observation: Observation) -> bool:

@@ -200,10 +200,10 @@ def _place_in_time(observation: Observation) -> Draft:
     )
 
 
-def backoff(uid: str, attempts: int) -> float:
-    """Seconds before the next attempt: doubled each time, and ± 25 % by the job's own dice."""
+def backoff(uid: str, attempts: int, first: float = FIRST_BACKOFF_SECONDS) -> float:
+    """Seconds before the next attempt: `first`, doubled each time, and ± 25 % by the job's own dice."""
     dice = int.from_bytes(hashlib.sha256(f"{uid}/{attempts}".encode()).digest()[:4]) / 2**32
-    doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(attempts, 10)
+    doubled = first * 2.0 ** min(attempts, 10)
     return min(LONGEST_BACKOFF_SECONDS, doubled) * (0.75 + 0.5 * dice)
 
 

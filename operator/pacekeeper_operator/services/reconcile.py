@@ -154,8 +154,8 @@ async def _read(operator: Operator, desk: Desk) -> None:
         # A job that some operator has taken up, and whose folder it does not name, has its checkpoints in the claim's
         # root: that operator knew of no other place.
         apart = status.phase is None or status.checkpoint_sub_path is not None
-        told = status.round or 0
-        await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, now, told, apart=apart)
+        told, trained = status.round or 0, status.step is not None
+        await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, now, told, apart=apart, trained=trained)
 
 
 async def _observe(operator: Operator, desk: Desk) -> Observation:
