@@ -14,7 +14,7 @@ from ..api import Remedy, format_time
 from ..decision import BackOff
 from ..observation import Observation, Policy
 from ..state import Draft
-from . import crash, round_failed
+from . import crash, round_failed, start_failed, workforce
 from .remedies import back_off
 
 
@@ -40,15 +40,32 @@ def due_at(observation: Observation, policy: Policy) -> float:
 
 
 def describe(observation: Observation, policy: Policy) -> str:
-    """Return why the next round waits and until when, for people; "": rounds do not wait."""
+    """Return why the next round or worker waits and until when, for people; "": nothing waits."""
+    return _describe_rounds(observation, policy) or _describe_starts(observation)
+
+
+def _describe_starts(observation: Observation) -> str:
+    placement = observation.state.placement
+    failed, at = placement.failed_starts, placement.retry_at
+    if failed < start_failed.TRIES or not workforce.waits_for_starts(observation):
+        return ""
+    then = f"the next one is made at {_clock_time(at)}" if observation.now < at else "the next one starts"
+    return f"{failed} workers in a row ended before they were ready; {then}"
+
+
+def _describe_rounds(observation: Observation, policy: Policy) -> str:
     budget = observation.state.budget
     if not budget.backoffs:
         return ""
     due = due_at(observation, policy)
     spent = "" if due <= budget.next_round_at else ", when spec.remediation.maxRestarts allows another restart"
-    then = f"begins at {format_time(due)[:19]}Z{spent}" if budget.next_round_at else "is under way"
+    then = f"begins at {_clock_time(due)}{spent}" if budget.next_round_at else "is under way"
     last = f"; the last error: {budget.barren_error}" if budget.barren_error else ""
     return f"rounds end before their first step; attempt {budget.backoffs} {then}{last}"
+
+
+def _clock_time(at: float) -> str:
+    return f"{format_time(at)[:19]}Z"
 
 
 def _has_lost_a_worker(observation: Observation) -> bool:

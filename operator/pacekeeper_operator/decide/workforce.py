@@ -16,7 +16,7 @@ from ..observation import FRESH_SECONDS, Observation, PodView, Policy, WorkerVie
 from ..state import Draft, Worker
 from . import avoiding
 
-FIRST_BACKOFF_SECONDS = 10.0
+FIRST_BACKOFF_SECONDS = 5.0
 LONGEST_BACKOFF_SECONDS = 300.0
 TURN_SECONDS = 300.0
 """So long a job lets an older one go first: one that can never be placed holds nobody up for ever."""
@@ -200,10 +200,10 @@ def _place_in_time(observation: Observation) -> Draft:
     )
 
 
-def backoff(uid: str, attempts: int, first: float = FIRST_BACKOFF_SECONDS) -> float:
-    """Seconds before the next attempt: `first`, doubled each time, and ± 25 % by the job's own dice."""
+def backoff(uid: str, attempts: int) -> float:
+    """Seconds before the next attempt: doubled each time, and ± 25 % by the job's own dice."""
     dice = int.from_bytes(hashlib.sha256(f"{uid}/{attempts}".encode()).digest()[:4]) / 2**32
-    doubled = first * 2.0 ** min(attempts, 10)
+    doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(attempts, 10)
     return min(LONGEST_BACKOFF_SECONDS, doubled) * (0.75 + 0.5 * dice)
 
 
@@ -242,11 +242,18 @@ def _give_up_kept_off(observation: Observation, policy: Policy, draft: Draft) ->
 
 
 def put_off(draft: Draft, observation: Observation) -> Draft:
-    """After a worker that was not ready, or did not stay so: the next spare waits, longer each time."""
+    """After a worker that was not ready, or did not stay so: the next one waits, longer each time."""
     failed = draft.state.placement.failed_starts
     return draft.with_placement(
         failed_starts=failed + 1, retry_at=observation.now + backoff(observation.job.uid, failed)
     )
+
+
+def waits_for_starts(observation: Observation) -> bool:
+    """Whether the job does not train because workers end before they are ready, and has trained before."""
+    placement = observation.state.placement
+    trains = bool(observation.plan.members) and not placement.vacant_since
+    return observation.has_trained and not trains and placement.failed_starts > 0
 
 
 def hold_back(draft: Draft, observation: Observation) -> Draft:
@@ -270,13 +277,15 @@ def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:
 
 def _reserve(observation: Observation, draft: Draft) -> Draft:
     """Names for the workers that are missing. While no attempt to place the job is under way, none is; workers that
-    do not start, and pods that kubelets refuse, wait before they are tried again. (While a seat is empty, none waits
-    that does not start: nobody trains.)"""
+    do not start, and pods that kubelets refuse, wait before they are tried again."""
     placing = draft.plan.members or draft.state.placement.placing_since
     if not placing or observation.now < draft.state.placement.refused_until:
         return draft
     spec, state = observation.job.spec, draft.state
-    waits = draft.plan.members and not state.placement.vacant_since and observation.now < state.placement.retry_at
+    waits = observation.now < state.placement.retry_at
+    if waits and waits_for_starts(observation):
+        return draft
+    waits = waits and bool(draft.plan.members) and not state.placement.vacant_since
     wanted = min(spec.replicas, len(draft.plan.members)) if waits else spec.replicas + spec.spares
     staying = [worker for worker in draft.state.placement.workers if not worker.leaving]
     taken = {worker.ordinal for worker in staying}

@@ -58,9 +58,9 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     if desk.job.spec.managed_by != MANAGER:
         return await _leave_alone(operator, desk)
     try:
-        await _see_queue(operator, desk)
         if not desk.memory.read:
             await _read(operator, desk)
+        await _see_queue(operator, desk)
     except Exception as error:
         await _report_blind(operator, desk, str(error))
         raise
@@ -98,7 +98,7 @@ async def _see_queue(operator: Operator, desk: Desk) -> None:
     neither hold a job that trains, nor let one go that waits."""
     memory, job = desk.memory, desk.job
     if job.queue and memory.turn is None:
-        memory.turn = await queues.look(operator, job)
+        memory.turn = await queues.look(operator, job, memory.draft)
     memory.job = under(job, memory.turn)
 
 

@@ -379,7 +379,7 @@ class TestWorkerLost:
             assert not missing(thought.observation)
             assert thought.draft.state.placement.failed_starts == tries
             waits = thought.draft.state.placement.retry_at - world.now
-            assert 0.75 * 10 * 2 ** (tries - 1) <= waits <= 1.25 * 10 * 2 ** (tries - 1)
+            assert 0.75 * 5 * 2 ** (tries - 1) <= waits <= 1.25 * 5 * 2 ** (tries - 1)
             world = replace(again(thought, change_worker(world, name, gone=True)), now=world.now + waits + 1)
             thought = think(world, policy())
             assert [worker.name for worker in missing(thought.observation)] == [f"j-w4-{tries}"]

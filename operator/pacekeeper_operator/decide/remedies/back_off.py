@@ -8,13 +8,10 @@ from .. import workforce
 from .applied import Applied
 from .count_restart import count
 
-FIRST_SECONDS = 5.0
-"""Longer than a DNS server or a mount usually takes to come back after it has failed over."""
-
 
 def apply(_action: BackOff, decision: Decision, observation: Observation) -> Applied:
     """Let the next round wait longer than the one before. A round that the launchers have begun meanwhile counts."""
     draft = count(observation) if observation.round > decision.round else observation.draft
     backoffs = observation.state.budget.backoffs
-    pause = workforce.backoff(observation.job.uid, backoffs, FIRST_SECONDS)
+    pause = workforce.backoff(observation.job.uid, backoffs)
     return Applied(draft.with_budget(backoffs=backoffs + 1, next_round_at=observation.now + pause))
