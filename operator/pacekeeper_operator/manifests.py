@@ -115,7 +115,7 @@ def worker_pod(
     trainer = next(container for container in spec["containers"] if container["name"] == TRAINER)
     spec.setdefault("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     spec.setdefault("automountServiceAccountToken", False)
-    # A Service `pacekeeper-metrics` would set PACEKEEPER_METRICS_PORT, and each Service of the namespace more variables.
+    # Variables of Services: one by the name of pacekeeper-metrics would set PACEKEEPER_METRICS_PORT.
     spec.setdefault("enableServiceLinks", False)
     spec["restartPolicy"] = "Never"  # a worker is never reused: the launcher restarts ranks, the operator replaces pods
     if _shares_the_nodes_network(job):

@@ -298,6 +298,7 @@ class Observation:
     checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     hindrances: tuple[Hindrance, ...] = ()
+    clock_agrees: bool = True  # with the API server's; False: nothing that cannot be taken back is done by the time
     dice: str = ""  # of this pass: what nobody can guess
 
     @property

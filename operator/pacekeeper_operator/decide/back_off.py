@@ -14,7 +14,7 @@ from ..api import Remedy, format_time
 from ..decision import BackOff
 from ..observation import Observation, Policy
 from ..state import Draft
-from . import crash, round_failed, start_failed, workforce
+from . import crash, round_failed, stages, start_failed, workforce
 from .remedies import back_off
 
 
@@ -34,14 +34,17 @@ def step(observation: Observation, policy: Policy) -> Draft:
 def due_at(observation: Observation, policy: Policy) -> float:
     """Return when the next round may begin, in seconds since the epoch."""
     budget, now = observation.state.budget, observation.now
-    if not policy.max_restarts:
-        return budget.next_round_at
-    return max(budget.next_round_at, budget.room_at(policy.max_restarts, now, policy.restart_window))
+    at = now if workforce.is_due(budget.next_round_at, now) else budget.next_round_at
+    return max(at, budget.room_at(max(1, policy.max_restarts), now, policy.restart_window))
 
 
 def describe(observation: Observation, policy: Policy) -> str:
     """Return why the next round or worker waits and until when, for people; "": nothing waits."""
-    return _describe_rounds(observation, policy) or _describe_starts(observation)
+    words = _describe_rounds(observation, policy) or _describe_starts(observation)
+    if words:
+        return words
+    stuck = stages.why_not_started(observation)
+    return f"{stuck}; its kubelet tries again" if stuck else ""
 
 
 def _describe_starts(observation: Observation) -> str:
@@ -58,8 +61,12 @@ def _describe_rounds(observation: Observation, policy: Policy) -> str:
     if not budget.backoffs:
         return ""
     due = due_at(observation, policy)
-    spent = "" if due <= budget.next_round_at else ", when spec.remediation.maxRestarts allows another restart"
-    then = f"begins at {_clock_time(due)}{spent}" if budget.next_round_at else "is under way"
+    if not budget.next_round_at:
+        then = "is under way"
+    elif due > max(budget.next_round_at, observation.now):
+        then = f"begins at {_clock_time(due)}, when spec.remediation.maxRestarts allows another restart"
+    else:
+        then = f"begins at {_clock_time(budget.next_round_at)}"
     last = f"; the last error: {budget.barren_error}" if budget.barren_error else ""
     return f"rounds end before their first step; attempt {budget.backoffs} {then}{last}"
 

@@ -137,23 +137,32 @@ def _out_of_time(observation: Observation) -> Draft:
     state = draft.state
     if limit is None or not state.life.start_time or draft.plan.stop is not Stop.NO:
         return draft
-    if observation.now - state.life.start_time < limit:
+    # Whose clock was behind may have taken it up before it was made.
+    began = max(state.life.start_time, observation.job.created_at)
+    if not observation.clock_agrees or observation.now - began < limit:
         return draft
     message = f"the job has run for spec.runPolicy.activeDeadlineSeconds = {limit} s"
     return _fail(observation, Reason.DEADLINE_EXCEEDED, message)
 
 
 def _cannot_start(observation: Observation) -> Draft:
-    """Pods that are placed but cannot start, for longer than placing may take."""
-    draft, state = observation.draft, observation.state
-    if draft.plan.members or not state.placement.placing_since:
-        return draft
-    stuck = stuck_worker(observation)
-    if stuck is None or observation.now - state.placement.placing_since < observation.job.spec.scheduling_timeout:
-        return draft
-    assert stuck.pod is not None
-    message = f"worker {stuck.name} cannot start: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
+    """Fail a job whose pods are placed but cannot start. One that has trained before goes on trying: its images were
+    there, and its kubelets try again by themselves, less and less often."""
+    message = why_not_started(observation)
+    if not message or observation.has_trained:
+        return observation.draft
     return _fail(observation, Reason.IMAGE_PULL_FAILED, message)
+
+
+def why_not_started(observation: Observation) -> str:
+    """Return why a pod of a job that is being placed cannot start, once that lasts for longer than placing may take."""
+    since, stuck = observation.state.placement.placing_since, stuck_worker(observation)
+    if observation.plan.members or not since or stuck is None:
+        return ""
+    if observation.now - since < observation.job.spec.scheduling_timeout:
+        return ""
+    assert stuck.pod is not None
+    return f"worker {stuck.name} cannot start: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
 
 
 def stuck_worker(observation: Observation) -> WorkerView | None:

@@ -142,7 +142,8 @@ def _learned(observation: Observation, policy: Policy, view: WorkerView, pod: Po
 
 def _nobody_confirms(observation: Observation, pod: PodView) -> bool:
     """It is being deleted, and its node will not say that it has ended."""
-    return is_overdue(pod, observation.now) or (pod.deleting and _node_is_lost(observation, pod))
+    overdue = observation.clock_agrees and is_overdue(pod, observation.now)
+    return overdue or (pod.deleting and _node_is_lost(observation, pod))
 
 
 def is_overdue(pod: PodView, now: float) -> bool:
@@ -180,8 +181,9 @@ def _place_in_time(observation: Observation) -> Draft:
     if draft.plan.members:
         return draft
     if not state.placement.placing_since:
-        turn = state.placement.retry_at + (TURN_SECONDS if observation.surroundings.older_job_waits else 0.0)
-        if observation.now < turn:
+        at = state.placement.retry_at
+        is_turn_of_older = bool(observation.surroundings.older_job_waits) and observation.now < at + TURN_SECONDS
+        if not is_due(at, observation.now) or (at <= observation.now and is_turn_of_older):
             return draft
         return draft.with_placement(placing_since=observation.now)
     gated = any(view.pod is not None and view.pod.gated for view in observation.workers)
@@ -205,6 +207,11 @@ def backoff(uid: str, attempts: int) -> float:
     dice = int.from_bytes(hashlib.sha256(f"{uid}/{attempts}".encode()).digest()[:4]) / 2**32
     doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(attempts, 10)
     return min(LONGEST_BACKOFF_SECONDS, doubled) * (0.75 + 0.5 * dice)
+
+
+def is_due(at: float, now: float) -> bool:
+    """Whether a wait until `at` is over. One that is longer than any was written by a clock that was ahead."""
+    return not 0.0 < at - now <= 1.25 * LONGEST_BACKOFF_SECONDS
 
 
 def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
@@ -279,10 +286,10 @@ def _reserve(observation: Observation, draft: Draft) -> Draft:
     """Names for the workers that are missing. While no attempt to place the job is under way, none is; workers that
     do not start, and pods that kubelets refuse, wait before they are tried again."""
     placing = draft.plan.members or draft.state.placement.placing_since
-    if not placing or observation.now < draft.state.placement.refused_until:
+    if not placing or not is_due(draft.state.placement.refused_until, observation.now):
         return draft
     spec, state = observation.job.spec, draft.state
-    waits = observation.now < state.placement.retry_at
+    waits = not is_due(state.placement.retry_at, observation.now)
     if waits and waits_for_starts(observation):
         return draft
     waits = waits and bool(draft.plan.members) and not state.placement.vacant_since

@@ -130,7 +130,8 @@ async def clean_up(operator: Operator, desk: Desk) -> bool:
         node = operator.nodes.get(("", pod.node))
         record = desk.memory.draft.state.placement.worker(pod.name) if desk.memory.draft is not None else None
         lost = bool(pod.node) and (node is None or not node.ready)
-        force = lost or workforce.is_overdue(pod, now) or (record is not None and record.force)
+        overdue = operator.clock.agrees and workforce.is_overdue(pod, now)
+        force = lost or overdue or (record is not None and record.force)
         if not pod.deleting or force:
             grace = 0 if force else None
             await operator.cluster.delete(PODS, pod.name, desk.job.namespace, uid=pod.uid, grace=grace)
@@ -174,6 +175,7 @@ async def _observe(operator: Operator, desk: Desk) -> Observation:
             gather.surroundings(operator.memory, job, memory.draft, nodes, now, operator.levels, operator.network),
             now,
             operator.runtime.identifier(),
+            clock_agrees=operator.clock.agrees,
         )
     if node_lost.suspected(observation):
         observation = await gather.look_closely(observation)
