@@ -370,9 +370,9 @@ class Operator:
         if self._clock_agreed:
             log.warning("this node's clock agrees with the API server's again")
             return
-        log.error(
-            "this node's clock is %.0f s ahead of the API server's: until they agree, no job fails by its deadline, and "
-            "nothing is deleted because its time is over; look at the time service of the operator's node",
+        log.warning(
+            "this node's clock is %.0f s ahead of the API server's: until they agree, no job fails by its deadline, "
+            "and nothing is deleted because its time is over; look at the time service of the operator's node",
             self.clock.ahead,
         )
 
