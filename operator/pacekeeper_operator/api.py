@@ -158,6 +158,8 @@ class Reason(StrEnum):
     FOLDER_IN_USE = "CheckpointFolderInUse"
     # Reconciling
     OTHER_REPLICAS = "ReplicasDiffer"
+    # Stalled
+    BACK_OFF = "BackOff"  # the next try waits, longer each time
     # Degraded
     ALL_SLOW = "AllRanksSlowAlike"
     STRAGGLER = "Straggler"

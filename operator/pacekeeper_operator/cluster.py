@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 from urllib.parse import urlencode
 from urllib.request import getproxies
@@ -126,6 +127,7 @@ class Answer:
     status: int
     body: Object
     retry_after: float = 0.0  # seconds, as the server asks; 0: it does not
+    date: float = 0.0  # seconds since the epoch, by the server's clock; 0: it does not say
 
 
 class Connection(Protocol):
@@ -150,6 +152,8 @@ class Cluster:
         self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
         self.before_write: Callable[[], None] = _go_on
         """Called before whatever changes the cluster is sent; it raises where this operator may not act."""
+        self.hear_date: Callable[[float], None] = _pass_over
+        """Called with the date of each answer that has one, in seconds since the epoch by the API server's clock."""
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
         return await self._call("GET", _path(kind, namespace, name))
@@ -271,6 +275,8 @@ class Cluster:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 words = f"the API server does not answer {method} {path}: {error!r}"
                 raise kopf.TemporaryError(words, delay=2) from error
+        if answer.date:
+            self.hear_date(answer.date)
         if answer.status < 300:
             return answer.body
         raise _error(answer, method, path)
@@ -287,7 +293,8 @@ class HttpConnection:
     ) -> Answer:
         answer = await self._ask(method, path, query, body, style, REQUEST_SECONDS)
         asked = answer.headers.get("Retry-After", "")
-        return Answer(answer.status, _parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0)
+        date = _date(answer.headers.get("Date", ""))
+        return Answer(answer.status, _parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0, date)
 
     async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[Object]:
         patience = aiohttp.ClientTimeout(total=None, connect=REQUEST_SECONDS, sock_read=SILENT_SECONDS)
@@ -338,6 +345,18 @@ async def connect() -> AsyncIterator[Cluster]:
 
 def _go_on() -> None:
     return None
+
+
+def _pass_over(_date: float) -> None:
+    return None
+
+
+def _date(text: str) -> float:
+    """Seconds since the epoch of a date in HTTP's form; 0: it is none."""
+    try:
+        return parsedate_to_datetime(text).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
 
 
 def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:

@@ -26,6 +26,11 @@ class RestartRanks:
 
 
 @dataclass(frozen=True)
+class BackOff:
+    """The next round by the same workers, after a wait that grows each time (`decide.back_off`)."""
+
+
+@dataclass(frozen=True)
 class ReplaceWorker:
     """The worker's ranks move to a spare; a new worker is made in its place."""
 
@@ -78,7 +83,7 @@ class FailJob:
     message: str
 
 
-Action = CountRestart | RestartRanks | ReplaceWorker | Adapt | PlanTraffic | QuarantineNode | FailJob
+Action = CountRestart | RestartRanks | BackOff | ReplaceWorker | Adapt | PlanTraffic | QuarantineNode | FailJob
 
 
 @dataclass(frozen=True)

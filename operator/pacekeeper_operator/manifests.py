@@ -116,6 +116,8 @@ def worker_pod(
     trainer = next(container for container in spec["containers"] if container["name"] == TRAINER)
     spec.setdefault("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     spec.setdefault("automountServiceAccountToken", False)
+    # Variables of Services: one by the name of pacekeeper-metrics would set PACEKEEPER_METRICS_PORT.
+    spec.setdefault("enableServiceLinks", False)
     spec["restartPolicy"] = "Never"  # a worker is never reused: the launcher restarts ranks, the operator replaces pods
     if _shares_the_nodes_network(job):
         spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")  # else the sidecar would not find the operator's name
@@ -319,6 +321,7 @@ def probe_pod(
             "activeDeadlineSeconds": PROBE_SECONDS,
             "terminationGracePeriodSeconds": 1,
             "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
             "imagePullSecrets": [{"name": secret} for secret in image.pull_secrets],
             "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532},
             "tolerations": [

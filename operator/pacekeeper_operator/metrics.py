@@ -50,6 +50,9 @@ WORKERS_HEARD = Gauge("pacekeeper_workers_heard", "Members of all jobs that thei
 PROMETHEUS_UP = Gauge("pacekeeper_prometheus_available", "Whether Prometheus answered the last time.")
 PROMETHEUS_BAD_ROWS = Counter("pacekeeper_prometheus_bad_rows", "Rows of Prometheus' answers that made no sense.")
 GPU_SERIES_VOUCHED = Gauge("pacekeeper_gpu_series_vouched", "Whether GPU series count as a witness against a node.")
+CLOCK_AHEAD_SECONDS = Gauge(
+    "pacekeeper_clock_ahead_seconds", "By how much this machine's clock is ahead of the API server's."
+)
 LEADER = Gauge("pacekeeper_leader", "Whether this operator holds the Lease.")
 TASKS = Gauge("pacekeeper_tasks", "Asynchronous tasks of the operator that are not done.")
 REFUSALS = Counter("pacekeeper_refused_calls", "Calls to the endpoint for sidecars that were refused.", ("status",))

@@ -310,6 +310,7 @@ class Observation:
     checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     hindrances: tuple[Hindrance, ...] = ()
+    clock_agrees: bool = True  # with the API server's; False: nothing that cannot be taken back is done by the time
     dice: str = ""  # of this pass: what nobody can guess
 
     @property
@@ -446,6 +447,11 @@ class Observation:
         """That the script wants; 0: it does not say, or its ranks contradict each other. None: no rank has begun."""
         told = {beat.total_steps for beat in self._beats if beat.steps_in_round > 0}
         return None if not told else told.pop() if len(told) == 1 else 0
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the job has completed a step in any round: its script and its image can train."""
+        return bool(self.state.life.training_since)
 
     @property
     def checkpoint_step(self) -> int:

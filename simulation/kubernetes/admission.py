@@ -141,7 +141,7 @@ def _decoded_pod(body: Object, unknown: list[str], strict: bool) -> Object:
     spec = body.get("spec")
     if not isinstance(spec, dict) or not isinstance(spec.get("containers", []), list):
         raise bad_request('Pod in version "v1" cannot be handled as a Pod: json: cannot unmarshal')
-    if "terminationGracePeriodSeconds" in spec and "enableServiceLinks" in spec:
+    if "terminationGracePeriodSeconds" in spec and "serviceAccountName" in spec and "priority" in spec:
         return body  # it has been here before
     if strict:
         unknown += [f"spec.{name}" for name in spec if name not in _POD_FIELDS]

@@ -193,5 +193,7 @@ def allow_restarts(observation: Observation, policy: Policy) -> Draft:
         return draft
     left = policy.max_restarts - budget.within(observation.now, policy.restart_window)
     may = policy.recovers and not policy.refusal(Remedy.RESTART_RANKS)
+    if budget.backoffs:
+        left = 0  # the operator says when the next round begins
     restarts = budget.in_membership + max(0, left) if may else 0
     return draft if restarts == draft.plan.restarts else draft.with_plan(restarts=restarts)

@@ -59,6 +59,7 @@ def _resume(observation: Observation) -> Draft:
         .with_life(start_time=observation.now, finished=(), paced_since=0.0)
         .with_placement(placing_since=0.0, retry_at=0.0, attempts=0, workers=())
         .with_incidents(settled=())
+        .with_budget(backoffs=0, next_round_at=0.0)
         .with_adaptation(mode_refusal="", shares_refusal="")
     )
 
@@ -71,6 +72,8 @@ def _begin(observation: Observation) -> Draft:
         draft = draft.with_placement(round_seen=observation.round)
     if 0 < state.budget.barren_round < observation.round and observation.training_since is not None:
         draft = draft.with_budget(barren_round=0, barren_error="", barren_worker="")
+    if state.budget.backoffs and _trains_again(observation):
+        draft = draft.with_budget(backoffs=0, next_round_at=0.0)
     if not state.life.training_since and observation.training_since is not None:
         draft = draft.with_life(training_since=observation.training_since)
     if not state.life.paced_since and observation.training_since is not None:
@@ -78,6 +81,13 @@ def _begin(observation: Observation) -> Draft:
     if (state.placement.failed_starts or state.placement.refused) and _is_complete(observation):
         draft = draft.with_placement(failed_starts=0, refused=0, refused_until=0.0)
     return draft
+
+
+def _trains_again(observation: Observation) -> bool:
+    """Whether the round that runs has completed a step. Before it begins, heartbeats may tell of the last good one."""
+    beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
+    runs = all(beat.state in (LauncherState.RUNNING, LauncherState.FINISHED) for beat in beats)
+    return runs and observation.training_since is not None and observation.round > observation.state.budget.barren_round
 
 
 def _is_complete(observation: Observation) -> bool:
@@ -127,23 +137,32 @@ def _out_of_time(observation: Observation) -> Draft:
     state = draft.state
     if limit is None or not state.life.start_time or draft.plan.stop is not Stop.NO:
         return draft
-    if observation.now - state.life.start_time < limit:
+    # Whose clock was behind may have taken it up before it was made.
+    began = max(state.life.start_time, observation.job.created_at)
+    if not observation.clock_agrees or observation.now - began < limit:
         return draft
     message = f"the job has run for spec.runPolicy.activeDeadlineSeconds = {limit} s"
     return _fail(observation, Reason.DEADLINE_EXCEEDED, message)
 
 
 def _cannot_start(observation: Observation) -> Draft:
-    """Pods that are placed but cannot start, for longer than placing may take."""
-    draft, state = observation.draft, observation.state
-    if draft.plan.members or not state.placement.placing_since:
-        return draft
-    stuck = stuck_worker(observation)
-    if stuck is None or observation.now - state.placement.placing_since < observation.job.spec.scheduling_timeout:
-        return draft
-    assert stuck.pod is not None
-    message = f"worker {stuck.name} cannot start: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
+    """Fail a job whose pods are placed but cannot start. One that has trained before goes on trying: its images were
+    there, and its kubelets try again by themselves, less and less often."""
+    message = why_not_started(observation)
+    if not message or observation.has_trained:
+        return observation.draft
     return _fail(observation, Reason.IMAGE_PULL_FAILED, message)
+
+
+def why_not_started(observation: Observation) -> str:
+    """Return why a pod of a job that is being placed cannot start, once that lasts for longer than placing may take."""
+    since, stuck = observation.state.placement.placing_since, stuck_worker(observation)
+    if observation.plan.members or not since or stuck is None:
+        return ""
+    if observation.now - since < observation.job.spec.scheduling_timeout:
+        return ""
+    assert stuck.pod is not None
+    return f"worker {stuck.name} cannot start: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
 
 
 def stuck_worker(observation: Observation) -> WorkerView | None:

@@ -12,7 +12,8 @@ from ..observation import Observation, Policy, WorkerView
 from ..subject import Subject
 
 TRIES = 2
-"""So many workers in a row, of the whole job, before a job fails that cannot train without them."""
+"""So many workers in a row, of the whole job, before a job fails that cannot train without them and never has. In one
+that has trained, its nodes, volumes or DNS may be at fault, and the next worker waits."""
 
 WARM_SECONDS = 120.0
 """So long a trainer's container may run until its launcher is warm: it imports torch, mostly, which takes seconds from
@@ -77,7 +78,7 @@ def _decide(observation: Observation, _policy: Policy, view: WorkerView) -> Deci
     if pod.exit_code == 0:
         message += ": its command has to be `pacekeeper run …`"
     trains = bool(observation.plan.members) and not observation.state.placement.vacant_since
-    again = not trains and observation.state.placement.failed_starts + 1 >= TRIES
+    again = not trains and not observation.has_trained and observation.state.placement.failed_starts + 1 >= TRIES
     actions: tuple[Action, ...] = (
         (FailJob(Reason.SCRIPT_FAILED, f"{message}:\n{pod.exit_message}"),)
         if again

@@ -14,7 +14,7 @@ from ..manifests import checkpoint_folder, checkpoint_sub_path
 from ..observation import FRESH_SECONDS, NOT_ASKED, Observation, Policy
 from ..state import Life
 from ..words import listed, shortened
-from . import node_lost, paths, preflight, seating, workforce
+from . import back_off, node_lost, paths, preflight, seating, workforce
 from . import progress as progresses
 from .stages import stuck_worker
 
@@ -132,8 +132,8 @@ def phase_of(observation: Observation) -> JobPhase:
 
 def _conditions(observation: Observation, policy: Policy, phase: JobPhase, before: JobStatus) -> Iterator[_Found]:
     state = observation.state
-    running, recovering = _running(observation, phase), _recovering(observation, phase)
-    yield from _for_tools(_verdict(observation, phase, recovering if recovering.holds else running, before))
+    running, recovering = _running(observation, phase), _recovering(observation, policy, phase)
+    yield from _for_tools(_verdict(observation, policy, phase, recovering if recovering.holds else running, before))
     yield running
     yield _degraded(observation, policy, phase)
     yield recovering
@@ -175,9 +175,10 @@ def _for_tools(verdict: _Found) -> Iterator[_Found]:
         yield _Found(one, holds, verdict.reason, verdict.message if holds else "")
 
 
-def _verdict(observation: Observation, phase: JobPhase, waits: _Found, before: JobStatus) -> _Found:
+def _verdict(observation: Observation, policy: Policy, phase: JobPhase, waits: _Found, before: JobStatus) -> _Found:
     """Which of the three is True. Ready: the job is what its spec asks for, be it in training, suspended or complete.
-    Stalled: nothing more happens until somebody changes something. waits: why it does not train, where it does not."""
+    Stalled: nothing more happens until somebody changes something, or the operator tries it again, less and less often.
+    waits: why it does not train, where it does not."""
     spec, state = observation.job.spec, observation.state
     if phase is JobPhase.FAILED:
         return _Found(Condition.STALLED, True, _why_failed(state.life), state.life.failed_message)
@@ -199,6 +200,9 @@ def _verdict(observation: Observation, phase: JobPhase, waits: _Found, before: J
         return _Found(Condition.STALLED, True, Reason.REFUSED, state.placement.rejection)
     if phase is JobPhase.RECOVERING and _was_ready(before, observation.now):
         return _Found(Condition.READY, True, Reason.TRAINING)
+    words = back_off.describe(observation, policy)
+    if words:
+        return _Found(Condition.STALLED, True, Reason.BACK_OFF, words)
     return _Found(Condition.RECONCILING, True, waits.reason, waits.message)
 
 
@@ -208,9 +212,10 @@ def _was_ready(before: JobStatus, now: float) -> bool:
     return Condition.READY in since and now - since.get(Condition.RECOVERING, now) < READY_SECONDS
 
 
-def _recovering(observation: Observation, phase: JobPhase) -> _Found:
+def _recovering(observation: Observation, policy: Policy, phase: JobPhase) -> _Found:
     incidents = [incident for incident in observation.state.incidents.open if not incident.live]
-    words = "; ".join(f"{incident.name}: {incident.message}" for incident in incidents[:5])
+    told = [f"{incident.name}: {incident.message}" for incident in incidents[:5]]
+    words = "; ".join(filter(None, [back_off.describe(observation, policy), *told]))
     reason = Reason.INCIDENT if incidents else Reason.NO_INCIDENT
     return _Found(Condition.RECOVERING, phase is JobPhase.RECOVERING, reason, words)
 

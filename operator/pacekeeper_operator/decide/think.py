@@ -113,5 +113,5 @@ def _stage(observation: Observation) -> Stage:
 def _end(observation: Observation) -> Iterator[Effect]:
     """Delete a job whose time after its end is over."""
     life, ttl = observation.state.life, observation.job.spec.run_policy.ttl_seconds_after_finished
-    if life.over and ttl is not None and observation.now >= life.stopped_at + ttl:
+    if life.over and ttl is not None and observation.clock_agrees and observation.now >= life.stopped_at + ttl:
         yield DeleteJob(observation.job.uid)

@@ -12,6 +12,7 @@ from ..observation import Observation, Policy
 from ..state import Draft, Incident
 from ..words import shortened
 from . import straggler
+from .crash import remember
 from .remedies import apply
 from .remedies.applied import Applied
 
@@ -54,17 +55,6 @@ def _settle(draft: Draft, decision: Decision) -> Draft:
     return draft.with_gpus(values={**draft.state.gpus.values, **seen}) if seen else draft
 
 
-def _remember(draft: Draft, decision: Decision) -> Draft:
-    """A round that led nowhere, or no further than others: the next one that does is judged by it."""
-    if decision.repetition is not None:
-        draft = draft.with_budget(repetition=decision.repetition)
-    if not decision.barren:
-        return draft
-    return draft.with_budget(
-        barren_round=decision.round, barren_error=decision.error, barren_worker=decision.worker or ""
-    )
-
-
 def _known(observation: Observation, policy: Policy, decision: Decision) -> bool:
     """It has been dealt with; what was only recommended, or not allowed, is dealt with until more is allowed."""
     incidents, name = observation.state.incidents, decision.incident_name(observation.job)
@@ -87,7 +77,7 @@ def _carry_out(observation: Observation, policy: Policy, decision: Decision) -> 
     """Write the decision down as an Incident and, where it may be, act upon it."""
     draft = _settle(observation.draft, decision)
     applies = _applies(policy, decision)
-    world = observation.with_draft(_remember(draft, decision) if applies else draft)
+    world = observation.with_draft(remember(draft, decision) if applies else draft)
     acts = applies and bool(decision.actions)
     done = apply(decision, world) if acts else Applied(world.draft)
     world = world.with_draft(done.draft)

@@ -56,6 +56,8 @@ def observe(
     surroundings: Surroundings,
     now: float,
     dice: str = "",
+    *,
+    clock_agrees: bool = True,
 ) -> Observation:
     """Put together what is known; no I/O. The job has been taken up: `memory` knows it, and what is written of it."""
     assert memory.job is not None
@@ -86,6 +88,7 @@ def observe(
         localised=memory.localised,
         checks=memory.checks,
         strays=tuple(pod for pod in by_name.values() if not pod.deleting),
+        clock_agrees=clock_agrees,
         dice=dice,
     )
 

@@ -52,9 +52,9 @@ async def supersede(cluster: Cluster, job: Job, known: Container[str]) -> None:
             await _close(cluster, body, "its bookkeeping was lost")
 
 
-async def look_after(cluster: Cluster, namespaces: Sequence[str], now: float) -> None:
+async def look_after(cluster: Cluster, namespaces: Sequence[str], now: float | None) -> None:
     """Of these namespaces (none: of all): delete those whose time is over, close those whose job is gone. A job that is
-    deleted while no operator runs takes nobody's word along.
+    deleted while no operator runs takes nobody's word along. `now`: None: the time is in doubt, and none is deleted.
 
     A namespace that cannot be looked at does not keep the others. Raises only where none can.
     """
@@ -70,13 +70,13 @@ async def look_after(cluster: Cluster, namespaces: Sequence[str], now: float) ->
         raise failures[-1]
 
 
-async def _look_after(cluster: Cluster, place: str, now: float) -> None:
+async def _look_after(cluster: Cluster, place: str, now: float | None) -> None:
     """Page by page, and little is kept of each: they may be many."""
     over, open_ = [], []
     async for page in cluster.pages(INCIDENTS, place):
         for body in page.items:
             until = body["metadata"].get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
-            if until is not None and until < format_time(now):
+            if now is not None and until is not None and until < format_time(now):
                 over.append(_reference(body))
             elif not _outcome(body):
                 open_.append(_reference(body))

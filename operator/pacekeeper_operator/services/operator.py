@@ -26,6 +26,7 @@ from ..observe.source import Source
 from ..observe.store import Key, Shelf
 from ..observe.views import view_node, view_pod
 from ..runtime import Runtime
+from ..server_clock import ServerClock
 from ..settings import Settings
 from . import incidents
 from .fleet import Fleet
@@ -90,16 +91,20 @@ class Operator:
     """What is written of jobs of which nothing is known, as last listed: an operator that begins to lead does not ask
     for a thousand one by one."""
     _asking: asyncio.Task[None] | None = None
+    _clock_agreed: bool = True  # when that was logged last
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
     sources: dict[Kind, Source] = field(init=False)
     """Of all that watches tell of but TrainingJobs, which kopf follows."""
     pods: Shelf[PodView] = field(init=False)
     nodes: Shelf[NodeView] = field(init=False)
     known_nodes: KnownNodes = field(init=False, default_factory=KnownNodes)
+    clock: ServerClock = field(init=False)
     fabrics: Shelf[Fabric] = field(init=False)
     fleet: Fleet = field(init=False)
 
     def __post_init__(self) -> None:
+        self.clock = ServerClock(self.runtime)
+        self.cluster.hear_date = self.clock.hear
         self.pods = Shelf(
             PODS,
             view_pod,
@@ -287,12 +292,14 @@ class Operator:
                     paused_at = now
                 self._ask_prometheus()
                 if now - incidents_at > pause:
-                    await incidents.look_after(self.cluster, self.settings.watch_namespaces, self.runtime.now())
+                    agreed = self.runtime.now() if self.clock.agrees else None
+                    await incidents.look_after(self.cluster, self.settings.watch_namespaces, agreed)
                     pause = FIRST_RETENTION_SECONDS if incidents_at < 0 else RETENTION_SECONDS
                     incidents_at = now
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 log.warning("looking around failed, and is tried again: %s", error)
             self._count_jobs()
+            self._check_clock()
             self.looked_at = now
             await self.runtime.sleep(self.settings.sample_seconds)
 
@@ -354,6 +361,20 @@ class Operator:
         there = key in self.pods and not (pod.deleting or pod.ended)
         if worker is not None and worker.uid == pod.uid and not worker.leaving and not there:
             self.bereft.add((key[0], pod.job))
+
+    def _check_clock(self) -> None:
+        metrics.CLOCK_AHEAD_SECONDS.set(self.clock.ahead)
+        if self.clock.agrees == self._clock_agreed:
+            return
+        self._clock_agreed = self.clock.agrees
+        if self._clock_agreed:
+            log.warning("this node's clock agrees with the API server's again")
+            return
+        log.warning(
+            "this node's clock is %.0f s ahead of the API server's: until they agree, no job fails by its deadline, "
+            "and nothing is deleted because its time is over; look at the time service of the operator's node",
+            self.clock.ahead,
+        )
 
     def _count_jobs(self) -> None:
         phases = [memory.phase for _, memory in self.memory]

@@ -139,6 +139,8 @@ def test_settings_name_the_variable_and_the_remedy() -> None:
     good = {"PACEKEEPER_WORKER": "w", "PACEKEEPER_POD_IP": "127.0.0.1"}
     assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "auto"}).hang is None
     assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "2.5"}).hang == 2.5
+    of_a_service = {**good, "PACEKEEPER_METRICS_PORT": "tcp://10.96.0.7:9464"}
+    assert LauncherSettings.from_environment(of_a_service).neighbour_port == LauncherSettings.neighbour_port
     with pytest.raises(InputError, match=r"PACEKEEPER_POD_IP.*--local"):
         LauncherSettings.from_environment({"PACEKEEPER_WORKER": "w"})
     for text in ("soon", "-1", "0"):

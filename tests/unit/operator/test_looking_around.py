@@ -472,6 +472,10 @@ class TestRetention:
         await incidents.look_after(kept.cluster, (), NOW)
         assert self.left(kept) == {(place, name) for place in ("ns", "other") for name in ("new", "for-ever")}
 
+    async def test_none_goes_while_the_time_is_in_doubt(self, kept: Place) -> None:
+        await incidents.look_after(kept.cluster, (), None)
+        assert len(self.left(kept)) == 6
+
     async def test_in_namespaces_that_the_operator_serves(self, kept: Place) -> None:
         await incidents.look_after(kept.cluster, ("ns",), NOW)
         assert ("other", "old") in self.left(kept)

@@ -304,6 +304,12 @@ def test_pods_get_no_other_token_unless_the_user_wants_one() -> None:
     assert pod(template(automountServiceAccountToken=True))["spec"]["automountServiceAccountToken"] is True
 
 
+def test_services_of_the_namespace_set_no_variables_unless_the_user_wants_them() -> None:
+    """One by the name of pacekeeper-metrics would set PACEKEEPER_METRICS_PORT."""
+    assert pod()["spec"]["enableServiceLinks"] is False
+    assert pod(template(enableServiceLinks=True))["spec"]["enableServiceLinks"] is True
+
+
 def test_the_environment_is_that_of_the_architecture() -> None:
     text = Path(__file__).parents[3].joinpath("docs/architecture.md").read_text()
     section = text[text.index("## Environment of a worker's containers") :]
@@ -477,6 +483,7 @@ def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
         "node.kubernetes.io/unschedulable",
     }
     assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 120)
+    assert spec["enableServiceLinks"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert body["metadata"]["ownerReferences"][0]["uid"] == "uid-of-quarantine"

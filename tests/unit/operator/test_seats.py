@@ -30,6 +30,7 @@ from tests.support.worlds import (
     policy,
     stalls,
     training,
+    untrained,
     with_pods,
 )
 
@@ -253,31 +254,31 @@ class TestBarrenRounds:
         return self.barren(2, again(first, world), **changes), world
 
     def test_the_same_worker_twice_is_tried_on_a_spare_first(self) -> None:
-        thought, _ = self.twice(training())
+        thought, _ = self.twice(untrained())
         assert not thought.draft.state.life.failed_reason
         assert seats(thought)[1] == "j-w4-0"
         assert thought.draft.state.incidents.current[-1].remedy is Remedy.REPLACE_WORKER
 
     def test_the_same_error_on_the_spare_is_the_scripts(self) -> None:
-        thought, world = self.twice(training())
+        thought, world = self.twice(untrained())
         assert seats(thought)[1] == "j-w4-0"
         world = change_members(again(thought, world), membership=2)
         third = self.barren(3, world, worker="j-w4-0")
         assert third.draft.state.life.failed_reason == "ScriptFailed"
 
     def test_so_is_one_that_two_workers_show_at_once(self) -> None:
-        first = self.barren(1, training())
-        world = change_members(again(first, training()), round=3, first_step_at=0.0)
+        first = self.barren(1, untrained())
+        world = change_members(again(first, untrained()), round=3, first_step_at=0.0)
         both = tuple(crash(f"j-w{n}-0", n, 2, noticed_at=NOW - 1 + n / 10, **BARREN) for n in (1, 3))
         assert think(replace(world, faults=both), policy()).draft.state.life.failed_reason == "ScriptFailed"
 
     def test_without_a_spare_the_same_error_twice_fails_the_job(self) -> None:
-        thought, _ = self.twice(training(spares=0))
+        thought, _ = self.twice(untrained(spares=0))
         assert thought.draft.state.life.failed_reason == "ScriptFailed"
         assert "CUDA error" in thought.draft.state.life.failed_message
 
     def test_a_spare_that_is_on_its_way_is_waited_for(self) -> None:
-        starting = change_worker(training(), "j-w4-0", heartbeat={"state": LauncherState.STARTING})
+        starting = change_worker(untrained(), "j-w4-0", heartbeat={"state": LauncherState.STARTING})
         thought, world = self.twice(starting)
         assert not thought.draft.state.life.failed_reason
         warm = change_worker(again(thought, world), "j-w4-0", heartbeat={"state": LauncherState.WARM})
@@ -287,21 +288,21 @@ class TestBarrenRounds:
         assert gone.draft.state.life.failed_reason == "ScriptFailed"
 
     def test_two_signals_say_nothing_of_the_script(self) -> None:
-        thought, _ = self.twice(training(spares=0), exit_code=-9, error="")
+        thought, _ = self.twice(untrained(spares=0), exit_code=-9, error="")
         assert not thought.draft.state.life.failed_reason
         assert len(thought.draft.state.budget.restarts) == 2
 
     def test_nor_do_they_beside_a_spare_which_is_tried(self) -> None:
-        thought, _ = self.twice(training(), exit_code=-9, error="")
+        thought, _ = self.twice(untrained(), exit_code=-9, error="")
         assert seats(thought)[1] == "j-w4-0"
 
     def test_an_exit_code_without_a_word_is_the_scripts_own(self) -> None:
-        thought, _ = self.twice(training(spares=0), exit_code=3, error="")
+        thought, _ = self.twice(untrained(spares=0), exit_code=3, error="")
         assert thought.draft.state.life.failed_reason == "ScriptFailed"
 
     def test_signals_on_two_workers_in_turn_move_nobody(self) -> None:
-        first = self.barren(1, training(), exit_code=-9, error="")
-        world = again(first, training())
+        first = self.barren(1, untrained(), exit_code=-9, error="")
+        world = again(first, untrained())
         second = self.barren(2, world, worker="j-w2-0", rank=2, exit_code=-9, error="")
         assert seats(second) == ["j-w0-0", "j-w1-0", "j-w2-0", "j-w3-0"]
         assert not second.draft.state.life.failed_reason

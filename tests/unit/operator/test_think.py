@@ -25,6 +25,7 @@ from tests.support.worlds import (
     stall,
     stalls,
     training,
+    untrained,
     with_pods,
 )
 
@@ -162,7 +163,7 @@ class TestCrash:
             crash("j-w0-0", 0, 1, completed_step=False, exit_code=1, error=error, noticed_at=NOW - 9),
             crash("j-w1-0", 1, 2, completed_step=False, exit_code=1, error=error, noticed_at=NOW - 5),
         )
-        draft = think(change_members(replace(training(), faults=faults), round=2), policy()).draft
+        draft = think(change_members(replace(untrained(), faults=faults), round=2), policy()).draft
         assert draft.state.life.failed_reason == "ScriptFailed"
         assert "ValueError: no such file" in draft.state.life.failed_message
         assert draft.plan.stop is Stop.FINISH
@@ -170,7 +171,7 @@ class TestCrash:
     def test_also_when_the_rounds_in_between_could_not_even_be_started(self) -> None:
         error = {"completed_step": False, "exit_code": 1, "error": "ValueError: y"}
         world = change_members(
-            replace(training(), faults=(crash("j-w0-0", 0, 1, **error),)), round=2, first_step_at=0.0
+            replace(untrained(), faults=(crash("j-w0-0", 0, 1, **error),)), round=2, first_step_at=0.0
         )
         world = again(think(world, policy()), world, faults=(crash("j-w1-0", 1, 4, **error),), now=NOW + 60)
         assert think(world, policy()).draft.state.life.failed_reason == "ScriptFailed"
@@ -378,7 +379,7 @@ class TestWorkerLost:
             assert not missing(thought.observation)
             assert thought.draft.state.placement.failed_starts == tries
             waits = thought.draft.state.placement.retry_at - world.now
-            assert 0.75 * 10 * 2 ** (tries - 1) <= waits <= 1.25 * 10 * 2 ** (tries - 1)
+            assert 0.75 * 5 * 2 ** (tries - 1) <= waits <= 1.25 * 5 * 2 ** (tries - 1)
             world = replace(again(thought, change_worker(world, name, gone=True)), now=world.now + waits + 1)
             thought = think(world, policy())
             assert [worker.name for worker in missing(thought.observation)] == [f"j-w4-{tries}"]
