@@ -14,8 +14,10 @@ PULL_REASONS = frozenset(
         "ErrImagePull",
         "ImagePullBackOff",
         "InvalidImageName",
+        "ImageInspectError",
         "ErrImageNeverPull",
         "RegistryUnavailable",
+        "SignatureValidationFailed",
         "CreateContainerConfigError",
         "CreateContainerError",
         "RunContainerError",
@@ -23,6 +25,7 @@ PULL_REASONS = frozenset(
     }
 )
 """Why a container waits that no patience of ours will start."""
+_OF_REGISTRIES = ("RegistryUnavailable", "SignatureValidationFailed")
 
 
 def step(observation: Observation, _policy: Policy) -> Draft:
@@ -113,6 +116,8 @@ def _ended_well(view: WorkerView, membership: int) -> bool:
         return False  # what it was last heard of before its first membership (0) says nothing
     if beat is not None and beat.state is LauncherState.FINISHED:
         return True
+    if beat is not None and beat.membership:
+        return False  # a container may exit with 0 although its launcher was killed: behind a shell, or a pipe
     return pod is not None and pod.exit_code == 0 and not pod.disrupted and not pod.deleting
 
 
@@ -141,14 +146,27 @@ def _cannot_start(observation: Observation) -> Draft:
     stuck = stuck_worker(observation)
     if stuck is None or observation.now - state.placement.placing_since < observation.job.spec.scheduling_timeout:
         return draft
-    assert stuck.pod is not None
-    message = f"worker {stuck.name} cannot start: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
-    return _fail(observation, Reason.IMAGE_PULL_FAILED, message)
+    return _fail(observation, why_stuck(stuck), f"worker {stuck.name} cannot start: {say_stuck(stuck)}")
 
 
 def stuck_worker(observation: Observation) -> WorkerView | None:
     """A worker whose containers cannot be started as they are written."""
     return next((v for v in observation.workers if v.pod is not None and v.pod.waiting_reason in PULL_REASONS), None)
+
+
+def why_stuck(view: WorkerView) -> Reason:
+    """Whether it is the image that is missing, or something else that its containers are made of."""
+    of_image = view.pod is not None and "Image" in view.pod.waiting_reason
+    of_registry = view.pod is not None and view.pod.waiting_reason in _OF_REGISTRIES
+    return Reason.IMAGE_PULL_FAILED if of_image or of_registry else Reason.CONTAINER_CANNOT_START
+
+
+def say_stuck(view: WorkerView) -> str:
+    """In the kubelet's words, with the container and the pod to look at."""
+    assert view.pod is not None
+    pod = view.pod
+    of = f"container {pod.waiting_container}: " if pod.waiting_container else ""
+    return f"{of}{pod.waiting_reason}: {pod.waiting_message}"
 
 
 def _fail(observation: Observation, reason: Reason, message: str) -> Draft:

@@ -141,8 +141,9 @@ class TestFrozen:
 class TestFinished:
     def test_what_a_worker_has_said_itself_counts_when_its_pod_has_gone(self) -> None:
         """One exits 0, and the other one's pod vanishes before its exit was seen."""
-        world = change_worker(training(2, 0), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
-        world = change_worker(world, "j-w1-0", heartbeat={"state": LauncherState.FINISHED}, gone=True)
+        done = {"state": LauncherState.FINISHED}
+        world = change_worker(training(2, 0), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"}, heartbeat=done)
+        world = change_worker(world, "j-w1-0", heartbeat=done, gone=True)
         assert think(world, policy()).draft.state.life.completed_at == NOW
 
     def test_that_is_remembered_by_the_next_operator(self) -> None:
@@ -195,7 +196,9 @@ class TestFinished:
     def test_who_ended_well_before_this_membership_has_not_finished_in_it(self) -> None:
         world = change_members(training(), membership=2)
         world = world.with_draft(world.draft.with_plan(membership=2))
-        world = change_worker(world, "j-w0-0", pod={"exit_code": 0}, heartbeat={"membership": 1})
+        world = change_worker(
+            world, "j-w0-0", pod={"exit_code": 0}, heartbeat={"membership": 1, "state": LauncherState.FINISHED}
+        )
         thought = think(world, policy())
         assert thought.draft.state.life.finished == ()
         assert seats(thought)[0] == "j-w4-0"
@@ -206,14 +209,35 @@ class TestFinished:
         world = change_worker(training(1, 0), "j-w0-0", pod={"exit_code": 0}, heartbeat=warm)
         assert think(world, policy()).draft.state.life.completed_at == NOW
 
+    @pytest.mark.parametrize("phase", ["Succeeded", "Running"])
+    def test_a_container_that_exits_with_0_behind_a_pipe_is_no_success(self, phase: str) -> None:
+        """Its launcher was killed: the last that it said is that its ranks run."""
+        world = training(1, 0)
+        world = change_worker(world, "j-w0-0", pod={"exit_code": 0, "phase": phase}, silent_seconds=20.0)
+        thought = think(world, policy())
+        assert not thought.draft.state.life.completed_at
+        assert made(thought) == ["j-w0-1"]
+        assert "exited with 0, although its ranks had not finished" in only(thought).message
+        assert len(thought.draft.state.budget.restarts) == 1
+
+    def test_its_last_words_may_be_on_their_way(self) -> None:
+        world = change_worker(training(1, 0), "j-w0-0", pod={"exit_code": 0})
+        thought = think(world, policy())
+        assert not thought.draft.state.life.completed_at
+        assert not decisions(thought)
+        heard = change_worker(world, "j-w0-0", heartbeat={"state": LauncherState.FINISHED})
+        assert think(heard, policy()).draft.state.life.completed_at == NOW
+
     def test_as_long_as_the_others_can_come_to_their_end_nothing_is_done(self) -> None:
-        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0})
+        done = {"state": LauncherState.FINISHED}
+        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0}, heartbeat=done)
         thought = think(world, policy())
         assert (thought.draft.plan.membership, thought.draft.state.life.finished) == (1, ("j-w0-0",))
 
     def test_who_waits_for_a_trainer_that_has_ended_gets_another(self) -> None:
         """A rank crashed when another worker had finished and left: the next round can never come together."""
-        world = change_worker(training(4, 1), "j-w0-0", pod={"exit_code": 0})
+        done = {"state": LauncherState.FINISHED}
+        world = change_worker(training(4, 1), "j-w0-0", pod={"exit_code": 0}, heartbeat=done)
         world = change_worker(world, "j-w1-0", heartbeat={"state": LauncherState.GATHERING}, state_seconds=0.5)
         assert think(world, policy()).draft.plan.membership == 1, "its news may be older than the others'"
         world = change_worker(world, "j-w1-0", state_seconds=5.0)

@@ -348,7 +348,8 @@ class TestWorkerLost:
         assert len(think(world, policy()).draft.state.budget.restarts) == 1
 
     def test_a_worker_whose_trainer_ended_well_is_not_lost(self) -> None:
-        world = change_worker(training(), "j-w1-0", pod={"exit_code": 0})
+        done = {"state": LauncherState.FINISHED}
+        world = change_worker(training(), "j-w1-0", pod={"exit_code": 0}, heartbeat=done)
         thought = think(world, policy())
         assert thought.draft.state.life.finished == ("j-w1-0",)
         assert not decisions(thought)
@@ -442,7 +443,8 @@ class TestStages:
     def test_complete_when_all_trainers_ended_well(self) -> None:
         world = training(replicas=2, spares=1)
         for name in ("j-w0-0", "j-w1-0"):
-            world = change_worker(world, name, pod={"exit_code": 0, "phase": "Succeeded"})
+            done = {"state": LauncherState.FINISHED}
+            world = change_worker(world, name, pod={"exit_code": 0, "phase": "Succeeded"}, heartbeat=done)
         thought = think(world, policy())
         assert thought.draft.state.life.completed_at == NOW
         assert thought.draft.plan.stop is Stop.FINISH

@@ -45,9 +45,20 @@ class TestEnded:
         assert (action.dead, action.never_ready) == (True, True)
         assert (decision.node, decision.live) == ("node-4", True)
 
-    @pytest.mark.parametrize("pod", [{"exit_code": 0}, {"deleting": True}, {"disrupted": "Evicted"}])
-    def test_who_ended_well_or_was_taken_away_did_not_fail(self, pod: dict[str, object]) -> None:
+    @pytest.mark.parametrize("pod", [{"deleting": True}, {"disrupted": "Evicted"}])
+    def test_who_was_taken_away_did_not_fail(self, pod: dict[str, object]) -> None:
         assert start_failed.check(change_worker(dead(), "j-w4-0", pod=pod), policy()) is None
+
+    def test_a_container_that_ends_well_without_a_launcher_is_told_how_to_begin(self) -> None:
+        decision = found(change_worker(dead(), "j-w4-0", pod={"exit_code": 0, "exit_reason": ""}))
+        assert decision.message.startswith("the trainer of j-w4-0 ended with 0 before it was ready: the command of")
+        assert "pacekeeper run" in decision.message
+
+    def test_an_init_container_that_fails_is_named(self) -> None:
+        pod = {"exit_code": 3, "phase": "Failed", "ended_before": "fetch", "exit_message": "no such bucket"}
+        decision = found(change_worker(dead(), "j-w4-0", pod=pod))
+        assert decision.message == "the init container fetch of j-w4-0 ended with 3 (Error)"
+        assert (decision.class_, decision.evidence) == (Class.APPLICATION, ("no such bucket",))
 
     def test_nor_did_who_had_been_ready(self) -> None:
         assert start_failed.check(change_worker(dead(), "j-w4-0", heartbeat={"state": "Warm"}), policy()) is None
@@ -90,6 +101,11 @@ class TestLate:
         assert isinstance(action, ReplaceWorker)
         assert (action.dead, action.never_ready, decision.live) == (True, True, True)
         assert (decision.node, decision.remedy) == ("node-4", Remedy.REPLACE_WORKER)
+
+    def test_without_a_launcher_it_is_said_what_to_change(self) -> None:
+        assert "no launcher has spoken" not in found(change_worker(late(), "j-w4-0")).message
+        silent = change_worker(late(), "j-w4-0", heartbeat={"meeting_port": 0})
+        assert "no launcher has spoken: the command of container trainer must run" in found(silent).message
 
     def test_a_rank_that_waits_for_it_is_held_up(self) -> None:
         world = late()
