@@ -364,11 +364,11 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
         return _Found(Condition.DEGRADED, True, Reason.STRAGGLER, words)
     if metrics.uniform is not None and metrics.uniform >= UNIFORM_SLOWDOWN:
         alone = plan.world_size == 1  # it waits for nobody
-        waits = metrics.waiting is not None and not alone
-        if waits and (1 - metrics.waiting) * metrics.uniform < spec.detection.straggler_slowdown:
+        waiting = None if alone else metrics.waiting
+        if waiting is not None and (1 - waiting) * metrics.uniform < spec.detection.straggler_slowdown:
             words = (
                 f"steps take {metrics.uniform:.2f} × the time of the job's own first steady steps, and "
-                f"{metrics.waiting:.0%} of each is waiting: for a link, or for ranks that are slow in turns"
+                f"{waiting:.0%} of each is waiting: for a link, or for ranks that are slow in turns"
             )
             return _Found(Condition.DEGRADED, True, Reason.SLOW_COMMUNICATION, words)
         words = (

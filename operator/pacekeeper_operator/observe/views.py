@@ -92,7 +92,7 @@ def _failed_before(status: Mapping[str, Any]) -> Mapping[str, Any]:
 def _own_fault(status: Mapping[str, Any]) -> str:
     """Why the kubelet ended the pod, where its successor would end the same way: it has filled a volume or its own
     ephemeral storage, or its own deadline is over. Of a node that is short of memory others may be the cause."""
-    reason, message = status.get("reason", ""), status.get("message", "")
+    reason, message = status.get("reason", ""), status.get("message", "").strip()
     if reason == "DeadlineExceeded":
         return f"{reason}: {message}"
     fills = any(words in message for words in ("exceeds the", "exceeded its"))  # of emptyDirs, pods, containers

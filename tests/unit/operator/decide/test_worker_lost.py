@@ -101,13 +101,13 @@ class TestToldToEnd:
     def test_where_nobody_wanted_it_the_pod_itself_is_the_cause_and_its_budget_pays(self) -> None:
         """A liveness probe that fails: its kubelet ends it, and the API server shows nothing."""
         world = replace(training(), faults=(told_to_end("j-w1-0"),))
-        assert worker_lost.check(replace(world, now=NOW - 1), policy()) is None, "its deletion may be shown yet"
+        assert worker_lost.check(replace(world, now=NOW - 2), policy()) is None, "its deletion may be shown yet"
         decision = lost(world)
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
         assert (decision.class_, action.dead, action.disruption) == (Class.UNKNOWN, False, False)
         assert "liveness probe" in decision.message
-        deleted = lost(change_worker(replace(world, now=NOW - 1), "j-w1-0", pod={"deleting": True}))
+        deleted = lost(change_worker(replace(world, now=NOW - 2), "j-w1-0", pod={"deleting": True}))
         assert deleted.class_ is Class.DISRUPTION
 
     def test_once_its_pod_has_ended_it_trains_no_more(self) -> None:
