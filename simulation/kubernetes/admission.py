@@ -270,6 +270,9 @@ def police(kind: Kind, new: Object | None, old: Object | None, actor: Actor) -> 
 
 
 def _owned(new: Object | None, old: Object | None) -> str:
+    if new is None and old is not None and old["kind"] == "TrainingJobState":
+        if not old["metadata"].get("ownerReferences"):
+            return ""  # orphaned
     for body in (new, old):
         if body is None:
             continue
