@@ -155,6 +155,7 @@ class Reason(StrEnum):
     WAITING_FOR_PODS = "WaitingForPods"
     SCHEDULING_TIMEOUT = "SchedulingTimeout"
     IMAGE_PULL_FAILED = "ImagePullFailed"
+    CONTAINER_CANNOT_START = "ContainerCannotStart"  # a missing Secret or ConfigMap, a command that is not there, …
     FOLDER_IN_USE = "CheckpointFolderInUse"
     # Reconciling
     OTHER_REPLICAS = "ReplicasDiffer"
@@ -171,6 +172,7 @@ class Reason(StrEnum):
     WORKERS_UNREACHED = "WorkersUnreached"
     FEWER_REPLICAS = "FewerReplicas"
     NO_SPARE = "NoSpareLeft"
+    WORKER_CANNOT_START = "WorkerCannotStart"  # a spare, or a successor
     QUARANTINE_BREAKER = "QuarantineBreaker"
     PAUSED = "Paused"
     HEALTHY = "Healthy"

@@ -38,12 +38,15 @@ class PodView:
     delete_by: float = 0.0  # end of its grace period; 0: not being deleted
     disrupted: str = ""  # reason of its DisruptionTarget condition: eviction, preemption, taint, …
     unschedulable: str = ""  # the scheduler's words
-    exit_code: int | None = None  # of the trainer; None: it has not ended
+    exit_code: int | None = None  # of the trainer, or of `ended_before`; None: it has not ended
+    ended_before: str = ""  # the init container that failed, so that the trainer never ran
+    own_fault: str = ""  # why its kubelet ended it, where the pod itself is the cause, in the kubelet's words
     exit_reason: str = ""  # OOMKilled, Error, …
     exit_message: str = ""
     finished: bool = False  # its launcher's last word: the ranks have finished
     waiting_reason: str = ""  # ErrImagePull, CreateContainerConfigError, … of any container
     waiting_message: str = ""
+    waiting_container: str = ""  # whose reason that is
     job: str = ""  # by its label
     owner: str = ""  # UID of its job
     gated: bool = False  # it is not to be scheduled yet: somebody's scheduling gates hold it (a queue's, mostly)

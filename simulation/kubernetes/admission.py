@@ -270,6 +270,9 @@ def police(kind: Kind, new: Object | None, old: Object | None, actor: Actor) -> 
 
 
 def _owned(new: Object | None, old: Object | None) -> str:
+    orphaned = old is not None and not old["metadata"].get("ownerReferences")
+    if new is None and old is not None and orphaned and old["kind"] == "TrainingJobState":
+        return ""
     for body in (new, old):
         if body is None:
             continue

@@ -226,7 +226,7 @@ SCENARIOS: dict[str, Scenario] = {
     "kept-off-for-good": _scenario(
         "a pod that was kept off a suspect when it was made waits for ever for a place, though the suspect is cleared",
         _at(CALM, ranks.GpuFails(index=3)),
-        _at(CALM + 3.4, ranks.GpuFails(index=2, xid=48)),
+        _at(CALM + 5.5, ranks.GpuFails(index=2, xid=48)),
         seed=3780584162,
         nodes=4,
         replicas=3,

@@ -98,7 +98,7 @@ def _change(observation: Observation, policy: Policy) -> Draft:
     newcomers = spares[: max(0, survivors.most(observation, min(wanted, len(seats) + len(spares))) - len(seats))]
     seats += seating.founded(observation, newcomers)
     if [member.worker for member in seats] == [member.worker for member in plan.members]:
-        return _calm(draft)
+        return _save_before_end(observation, _calm(draft))
     if all(view.trains for view in observation.members) and len(observation.members) == len(plan.members):
         if not survivors.may_grow(observation, seats):
             return _calm(draft)
@@ -106,6 +106,18 @@ def _change(observation: Observation, policy: Policy) -> Draft:
         if waiting is not None:
             return waiting
     return rounds.begin(observation, _numbered(observation.job, seats))
+
+
+def _save_before_end(observation: Observation, draft: Draft) -> Draft:
+    """Members whose pods end, and whose seats nobody can take yet, are told by the plan to let their ranks save and
+    leave: a signal does not reach a launcher that runs behind a shell."""
+    ending = (
+        view
+        for view in observation.members
+        if view.record.leaving and view.trains and view.pod is not None and (view.pod.deleting or view.pod.disrupted)
+    )
+    leaving = tuple(sorted({*draft.plan.leaving, *(view.name for view in ending)}))
+    return draft if leaving == draft.plan.leaving else draft.with_plan(leaving=leaving)
 
 
 def _still_wanted(observation: Observation) -> Sequence[Member]:

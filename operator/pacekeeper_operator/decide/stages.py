@@ -14,8 +14,10 @@ PULL_REASONS = frozenset(
         "ErrImagePull",
         "ImagePullBackOff",
         "InvalidImageName",
+        "ImageInspectError",
         "ErrImageNeverPull",
         "RegistryUnavailable",
+        "SignatureValidationFailed",
         "CreateContainerConfigError",
         "CreateContainerError",
         "RunContainerError",
@@ -23,6 +25,7 @@ PULL_REASONS = frozenset(
     }
 )
 """Why a container waits that no patience of ours will start."""
+_OF_REGISTRIES = ("RegistryUnavailable", "SignatureValidationFailed")
 
 
 def step(observation: Observation, _policy: Policy) -> Draft:
@@ -148,10 +151,10 @@ def _out_of_time(observation: Observation) -> Draft:
 def _cannot_start(observation: Observation) -> Draft:
     """Fail a job whose pods are placed but cannot start. One that has trained before goes on trying: its images were
     there, and its kubelets try again by themselves, less and less often."""
-    message = why_not_started(observation)
-    if not message or observation.has_trained:
+    message, stuck = why_not_started(observation), stuck_worker(observation)
+    if not message or stuck is None or observation.has_trained:
         return observation.draft
-    return _fail(observation, Reason.IMAGE_PULL_FAILED, message)
+    return _fail(observation, why_stuck(stuck), message)
 
 
 def why_not_started(observation: Observation) -> str:
@@ -161,13 +164,27 @@ def why_not_started(observation: Observation) -> str:
         return ""
     if observation.now - since < observation.job.spec.scheduling_timeout:
         return ""
-    assert stuck.pod is not None
-    return f"worker {stuck.name} cannot start: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
+    return f"worker {stuck.name} cannot start: {say_stuck(stuck)}"
 
 
 def stuck_worker(observation: Observation) -> WorkerView | None:
     """A worker whose containers cannot be started as they are written."""
     return next((v for v in observation.workers if v.pod is not None and v.pod.waiting_reason in PULL_REASONS), None)
+
+
+def why_stuck(view: WorkerView) -> Reason:
+    """Whether it is the image that is missing, or something else that its containers are made of."""
+    of_image = view.pod is not None and "Image" in view.pod.waiting_reason
+    of_registry = view.pod is not None and view.pod.waiting_reason in _OF_REGISTRIES
+    return Reason.IMAGE_PULL_FAILED if of_image or of_registry else Reason.CONTAINER_CANNOT_START
+
+
+def say_stuck(view: WorkerView) -> str:
+    """In the kubelet's words, with the container and the pod to look at."""
+    assert view.pod is not None
+    pod = view.pod
+    of = f"container {pod.waiting_container}: " if pod.waiting_container else ""
+    return f"{of}{pod.waiting_reason}: {pod.waiting_message}"
 
 
 def _fail(observation: Observation, reason: Reason, message: str) -> Draft:

@@ -330,17 +330,39 @@ def _holds_nothing(view: WorkerView) -> bool:
 
 def _clean_up(observation: Observation) -> tuple[WorkerView, ...]:
     """Of a job that has ended."""
+    chosen: Sequence[WorkerView]
     match observation.job.spec.run_policy.clean_pod_policy:
         case CleanPodPolicy.NONE:
             return ()
         case CleanPodPolicy.ALL:
-            chosen: Sequence[WorkerView] = observation.workers
+            chosen = observation.workers
         case _:
-            chosen = [view for view in observation.workers if view.pod is not None and not view.pod.ended]
-    late = observation.now - (observation.state.life.stopped_at or observation.now) > LEAVE_SECONDS / 4
+            return _clean_up_running(observation)
+    late = _is_late(observation, LEAVE_SECONDS / 4)
     failed = bool(observation.state.life.failed_reason)
     return tuple(
         view
         for view in chosen
         if view.pod is not None and not _going(view) and (view.pod.ended or failed or late or _holds_nothing(view))
     )
+
+
+def _clean_up_running(observation: Observation) -> tuple[WorkerView, ...]:
+    """Those whose containers run: ended pods stay for their logs, also those of launchers that leave by themselves.
+
+    Of a failed job all of them have the time to do so, since what they have to say is why it has failed. A pod whose
+    trainer has ended, while another of its containers runs on, keeps its node: it is late, too.
+    """
+    failed = bool(observation.state.life.failed_reason)
+    late = _is_late(observation, LEAVE_SECONDS if failed else LEAVE_SECONDS / 4)
+    return tuple(
+        view
+        for view in observation.workers
+        if view.pod is not None and view.pod.phase not in ("Succeeded", "Failed") and not _going(view)
+        # What has no place, or no container yet, would only begin now.
+        if late or view.pod.phase == "Pending" or (not failed and not view.pod.ended and _holds_nothing(view))
+    )
+
+
+def _is_late(observation: Observation, seconds: float) -> bool:
+    return observation.now - (observation.state.life.stopped_at or observation.now) > seconds

@@ -218,6 +218,25 @@ class TestFinished:
         world = change_worker(training(1, 0), "j-w0-0", pod={"exit_code": 0, "finished": True}, heartbeat=warm)
         assert think(world, policy()).draft.state.life.completed_at == NOW
 
+    @pytest.mark.parametrize("phase", ["Succeeded", "Running"])
+    def test_a_container_that_exits_with_0_behind_a_pipe_is_no_success(self, phase: str) -> None:
+        """Its launcher was killed: the last that it said is that its ranks run."""
+        world = training(1, 0)
+        world = change_worker(world, "j-w0-0", pod={"exit_code": 0, "phase": phase}, silent_seconds=20.0)
+        thought = think(world, policy())
+        assert not thought.draft.state.life.completed_at
+        assert made(thought) == ["j-w0-1"]
+        assert "exited with 0, although its ranks had not finished" in only(thought).message
+        assert len(thought.draft.state.budget.restarts) == 1
+
+    def test_its_last_words_may_be_on_their_way(self) -> None:
+        world = change_worker(training(1, 0), "j-w0-0", pod={"exit_code": 0})
+        thought = think(world, policy())
+        assert not thought.draft.state.life.completed_at
+        assert not decisions(thought)
+        heard = change_worker(world, "j-w0-0", heartbeat={"state": LauncherState.FINISHED})
+        assert think(heard, policy()).draft.state.life.completed_at == NOW
+
     def test_as_long_as_the_others_can_come_to_their_end_nothing_is_done(self) -> None:
         world = change_worker(training(), "j-w0-0", pod={"exit_code": 0, "finished": True})
         thought = think(world, policy())

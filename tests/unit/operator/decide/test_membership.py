@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.plan import Role, Stop
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator.api import Remedy
 from pacekeeper_operator.decide import membership
@@ -142,6 +142,28 @@ class TestSeats:
         world = training(2, 2, job=job(3, 1))
         asked = world.with_draft(step(world))
         assert len(step(replace(asked, faults=stalls(asked, culprit=1))).plan.members) == 3
+
+
+class TestPodsThatEnd:
+    """A drain: the signal does not reach a launcher behind a shell."""
+
+    def test_their_ranks_are_told_to_save_and_leave(self) -> None:
+        world = change_worker(leaving(training(spares=0), "j-w1-0", dead=False), "j-w1-0", pod={"deleting": True})
+        draft = step(world)
+        assert (draft.plan.leaving, draft.plan.membership) == (("j-w1-0",), 1)
+        assert draft.plan.version > world.plan.version, "or no launcher would read it"
+        assert step(world.with_draft(draft)) is draft, "once"
+        assert draft.plan.part("j-w1-0").role is Role.LEAVE
+
+    def test_those_that_stay_are_not(self) -> None:
+        assert step(leaving(training(spares=0), "j-w1-0", dead=False)).plan.leaving == ()
+        deleted = change_worker(training(spares=0), "j-w1-0", pod={"deleting": True})
+        assert step(deleted).plan.leaving == (), "nobody has decided upon it yet"
+
+    def test_a_new_membership_begins_without_them(self) -> None:
+        world = change_worker(leaving(training(), "j-w1-0"), "j-w1-0", gone=True)
+        draft = step(world.with_draft(world.draft.with_plan(leaving=("j-w1-0",))))
+        assert (draft.plan.membership, draft.plan.leaving) == (2, ())
 
 
 class TestScaledDown:

@@ -124,6 +124,16 @@ class TestCannotStart:
         assert (found.status, found.reason) == ("True", "BackOff")
         assert found.message == "worker j-w1-0 cannot start: ErrImagePull: no such host; its kubelet tries again"
 
+    def test_a_missing_secret_is_no_image(self) -> None:
+        why = {
+            "waiting_reason": "CreateContainerConfigError",
+            "waiting_message": 'secret "s" not found',
+            "waiting_container": "trainer",
+        }
+        life = step(change_worker(self.stuck(60), "j-w1-0", pod=why)).state.life
+        assert life.failed_reason == "ContainerCannotStart"
+        assert life.failed_message.endswith('container trainer: CreateContainerConfigError: secret "s" not found')
+
     def test_only_of_a_job_that_is_being_placed(self) -> None:
         world = self.stuck(1000)
         idle = world.with_draft(world.draft.with_placement(placing_since=0.0))

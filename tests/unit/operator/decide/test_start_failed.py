@@ -50,11 +50,16 @@ class TestEnded:
     def test_who_was_taken_away_did_not_fail(self, pod: dict[str, object]) -> None:
         assert start_failed.check(change_worker(dead(), "j-w4-0", pod=pod), policy()) is None
 
-    def test_a_command_that_ends_well_and_was_never_a_launcher_did(self) -> None:
-        world = change_worker(dead(), "j-w4-0", pod={"exit_code": 0, "exit_reason": "", "phase": "Succeeded"})
-        assert "with 0 before it was ready: its command has to be `pacekeeper run" in found(world).message
-        never = found(world.with_draft(world.draft.with_plan(members=()).with_placement(failed_starts=1)))
-        assert isinstance(never.actions[0], FailJob)
+    def test_a_container_that_ends_well_without_a_launcher_is_told_how_to_begin(self) -> None:
+        decision = found(change_worker(dead(), "j-w4-0", pod={"exit_code": 0, "exit_reason": ""}))
+        assert decision.message.startswith("the trainer of j-w4-0 ended with 0 before it was ready: the command of")
+        assert "pacekeeper run" in decision.message
+
+    def test_an_init_container_that_fails_is_named(self) -> None:
+        pod = {"exit_code": 3, "phase": "Failed", "ended_before": "fetch", "exit_message": "no such bucket"}
+        decision = found(change_worker(dead(), "j-w4-0", pod=pod))
+        assert decision.message == "the init container fetch of j-w4-0 ended with 3 (Error)"
+        assert (decision.class_, decision.evidence) == (Class.APPLICATION, ("no such bucket",))
 
     def test_nor_did_who_had_been_ready(self) -> None:
         assert start_failed.check(change_worker(dead(), "j-w4-0", heartbeat={"state": "Warm"}), policy()) is None
@@ -128,6 +133,11 @@ class TestLate:
         assert isinstance(action, ReplaceWorker)
         assert (action.dead, action.never_ready, decision.live) == (True, True, True)
         assert (decision.node, decision.remedy) == ("node-4", Remedy.REPLACE_WORKER)
+
+    def test_without_a_launcher_it_is_said_what_to_change(self) -> None:
+        assert "no launcher has spoken" not in found(change_worker(late(), "j-w4-0")).message
+        silent = change_worker(late(), "j-w4-0", heartbeat={"meeting_port": 0})
+        assert "no launcher has spoken: the command of container trainer must run" in found(silent).message
 
     def test_a_rank_that_waits_for_it_is_held_up(self) -> None:
         world = late()
