@@ -12,8 +12,20 @@ from typing import Any, TypeVar
 import kopf
 
 from .. import metrics
-from ..api import LABEL_JOB, PAUSE, Fabric, Job, JobPhase, Mode
-from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, SILENT_SECONDS, STATES, Cluster, Kind, NotFound, Object
+from ..api import LABEL_JOB, PAUSE, Fabric, Job, JobPhase, Mode, NodeHistory
+from ..cluster import (
+    CONFIG_MAPS,
+    FABRICS,
+    NODE_HISTORIES,
+    NODES,
+    PODS,
+    SILENT_SECONDS,
+    STATES,
+    Cluster,
+    Kind,
+    NotFound,
+    Object,
+)
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
 from ..network import JobName, Network
@@ -27,7 +39,7 @@ from ..observe.store import Key, Shelf
 from ..observe.views import view_node, view_pod
 from ..runtime import Runtime
 from ..settings import Settings
-from . import incidents
+from . import incidents, node_history
 from .fleet import Fleet
 from .tokens import Holder
 
@@ -89,6 +101,11 @@ class Operator:
     states: dict[JobName, Object] = field(default_factory=dict)
     """What is written of jobs of which nothing is known, as last listed: an operator that begins to lead does not ask
     for a thousand one by one."""
+    histories: Shelf[NodeHistory] = field(default_factory=lambda: Shelf(NODE_HISTORIES, NodeHistory.parse))
+    """Listed now and then, not followed: nobody else writes them, and whoever deletes one has time."""
+    recording: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever writes a NodeHistory."""
+    unreliable_nodes: tuple[str, ...] = ()  # by their histories, the worst first
     _asking: asyncio.Task[None] | None = None
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
     sources: dict[Kind, Source] = field(init=False)
@@ -287,6 +304,7 @@ class Operator:
                     paused_at = now
                 self._ask_prometheus()
                 if now - incidents_at > pause:
+                    await node_history.look_after(self)
                     await incidents.look_after(self.cluster, self.settings.watch_namespaces, self.runtime.now())
                     pause = FIRST_RETENTION_SECONDS if incidents_at < 0 else RETENTION_SECONDS
                     incidents_at = now
