@@ -145,8 +145,8 @@ class Settings:
             raise InputError(f"{name}: {kind!r} must be a type of condition of its own, like PacekeeperFaulty")
         if kind in {text.partition("=")[0] for text in (*self.quarantine_conditions, *self.leave_conditions)}:
             raise InputError(
-                f"{name}: {kind} is one of the conditions by which nodes are quarantined or left, so the operator would "
-                "take its own word for somebody else's; choose another type, like PacekeeperFaulty"
+                f"{name}: {kind} is one of the conditions by which nodes are quarantined or left, so the operator "
+                "would take its own word for somebody else's; choose another type, like PacekeeperFaulty"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Nodes in words: what approving and releasing a quarantine does, and which Incidents nodes are remembered for. Pure."""
+"""Nodes in words: what approving and releasing a quarantine does, and which Incidents nodes have had. Pure."""
 
 from __future__ import annotations
 
