@@ -314,7 +314,9 @@ class TestCondition:
         await place.by_hand()
         await place.reconcile(settings=FLAGGING)
         if by_command:
-            await release_all(place.cluster, place.runtime, 30, FLAGGING)
+            task = asyncio.ensure_future(release_all(place.cluster, place.runtime, 30, FLAGGING))
+            await place.timeline.run(29)
+            await task
         else:
             await place.cluster.delete(QUARANTINES, "node-1")
             await place.reconcile(settings=FLAGGING)
