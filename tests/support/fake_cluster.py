@@ -120,7 +120,7 @@ class FakeCluster(Cluster):
         ours = [entry["fieldsV1"]["f:status"]["f:conditions"] for entry in entries if entry["manager"] == manager]
         mine = [key for keys in ours for key in keys]
         conditions = wanted.get("status", {}).get("conditions", [])
-        keys = {f'k:{{"type":"{condition["type"]}"}}': {} for condition in conditions}
+        keys: Object = {f'k:{{"type":"{condition["type"]}"}}': {} for condition in conditions}
         there = node.get("status", {}).get("conditions", [])
         others = [one for one in there if f'k:{{"type":"{one["type"]}"}}' not in (*mine, *keys)]
         entry = {

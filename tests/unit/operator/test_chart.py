@@ -90,7 +90,7 @@ def test_definitions_are_the_canonical_ones(objects: list[dict[str, Any]]) -> No
     assert {name: found["spec"] for name, found in rendered.items()} == {
         definition["metadata"]["name"]: definition["spec"] for definition in canonical
     }
-    assert len(canonical) == 7
+    assert len(canonical) == 8
     for found in rendered.values():
         assert found["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 

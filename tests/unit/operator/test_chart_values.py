@@ -123,6 +123,7 @@ CHANGES: dict[str, Change] = {
     "policy.quarantine.conditions": Change(
         ["GpuFault", "Gpu=False"], setting("QUARANTINE_CONDITIONS", "GpuFault,Gpu=False")
     ),
+    "policy.quarantine.condition": Change("PacekeeperFaulty", setting("REPAIR_CONDITION", "PacekeeperFaulty")),
     "policy.quarantine.expiresAfter": Change("90m", setting("QUARANTINE_EXPIRES_AFTER", "90m")),
     "policy.quarantine.releaseProbes": Change(1, setting("RELEASE_PROBES", "1")),
     "policy.nodeHealth.cordons": Change(False, setting("LEAVE_CORDONED", "false")),

@@ -218,13 +218,16 @@ class Cluster(FakeCluster):
         self._store(("nodes", "", "node-7"), {"metadata": metadata, "spec": {}})
 
     async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
-        return await self._mortal(kind, super().find(kind, name, namespace))
+        found: Object | None = await self._mortal(kind, super().find(kind, name, namespace))
+        return found
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
-        return await self._mortal(kind, super().create(kind, body, dry_run=dry_run))
+        made: Object = await self._mortal(kind, super().create(kind, body, dry_run=dry_run))
+        return made
 
     async def patch(self, kind: Kind, name: str, body: Any, namespace: str = "", **more: Any) -> Object:
-        return await self._mortal(kind, super().patch(kind, name, body, namespace, **more))
+        patched: Object = await self._mortal(kind, super().patch(kind, name, body, namespace, **more))
+        return patched
 
     async def delete(self, kind: Kind, name: str, namespace: str = "", **more: Any) -> None:
         await self._mortal(kind, super().delete(kind, name, namespace, **more))
@@ -372,12 +375,12 @@ class TestLookingAfter:
         await node_history.look_after(life.operator)
         kept = {key[2]: NodeHistory.parse(body) for key, body in cluster.objects.items() if key[0] == "nodehistories"}
         assert {name: len(found.incidents) for name, found in kept.items()} == {"node-1": 2}
-        assert life.operator.unreliable_nodes == ("node-1",)
+        assert list(life.operator.unreliable_nodes) == ["node-1"]
         labels = {"node": "node-1", "kind": "Lost"}
         assert REGISTRY.get_sample_value("pacekeeper_node_incidents", labels) == 2
         await cluster.delete(NODE_HISTORIES, "node-1")  # it has been repaired, say
         await node_history.look_after(life.operator)
-        assert life.operator.unreliable_nodes == ()
+        assert list(life.operator.unreliable_nodes) == []
         assert REGISTRY.get_sample_value("pacekeeper_node_incidents", labels) is None
 
     async def test_where_there_is_no_such_kind_nothing_happens(self, cluster: Cluster) -> None:
