@@ -123,7 +123,6 @@ CHANGES: dict[str, Change] = {
     "policy.quarantine.conditions": Change(
         ["GpuFault", "Gpu=False"], setting("QUARANTINE_CONDITIONS", "GpuFault,Gpu=False")
     ),
-    "policy.quarantine.condition": Change("PacekeeperFaulty", setting("REPAIR_CONDITION", "PacekeeperFaulty")),
     "policy.quarantine.expiresAfter": Change("90m", setting("QUARANTINE_EXPIRES_AFTER", "90m")),
     "policy.quarantine.releaseProbes": Change(1, setting("RELEASE_PROBES", "1")),
     "policy.nodeHealth.cordons": Change(False, setting("LEAVE_CORDONED", "false")),
@@ -289,6 +288,7 @@ ELSEWHERE = {
     "admissionPolicy.stateWriters.users": "test_state_writers_are_exempt",
     "admissionPolicy.stateWriters.groups": "test_state_writers_are_exempt",
     "crds.keep": "test_chart.py",
+    "policy.quarantine.condition": "test_chart.py",
     "monitoring.dashboardLabels": "test_dashboards.py",
     "prometheus.secretName": "test_chart.py",
     "prometheus.headers": "test_chart.py",
