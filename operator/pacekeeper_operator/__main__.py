@@ -57,7 +57,7 @@ def main() -> int:
     have_one_heap()
     seldom_look_for_garbage()
     read_what_is_nested_deeply()
-    return asyncio.run(_run(settings) if arguments.command == "run" else _release_all())
+    return asyncio.run(_run(settings) if arguments.command == "run" else _release_all(settings))
 
 
 class _Edges:
@@ -123,9 +123,9 @@ async def _run(settings: Settings) -> int:
     return 1
 
 
-async def _release_all() -> int:
+async def _release_all(settings: Settings) -> int:
     async with cluster.connect() as api:
-        await release_all(api, Runtime(), RELEASE_SECONDS)
+        await release_all(api, Runtime(), RELEASE_SECONDS, settings)
     return 0
 
 

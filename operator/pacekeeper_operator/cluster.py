@@ -110,6 +110,7 @@ BEHAVIOURS = Kind(f"/apis/{api.API_VERSION}", "behaviourwindows")
 INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
 FABRICS = Kind(f"/apis/{api.API_VERSION}", "fabrics", namespaced=False)
 NODE_PROBES = Kind(f"/apis/{api.API_VERSION}", "nodeprobes", namespaced=False)
+NODE_HISTORIES = Kind(f"/apis/{api.API_VERSION}", "nodehistories", namespaced=False)
 QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
 
 _OF_ANYBODY = (LEASES.path, TOKEN_REVIEWS.path)

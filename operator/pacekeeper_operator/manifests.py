@@ -99,6 +99,7 @@ def worker_pod(
     *,
     spare: bool = False,
     avoid_nodes: Sequence[str] = (),
+    unreliable_nodes: Sequence[str] = (),
     node_labels: Mapping[str, str] | None = None,
     tolerations: Sequence[Object] = (),
     pod_group: str = "",
@@ -107,7 +108,8 @@ def worker_pod(
     """A worker: the user's template, the sidecar, and what both need of volumes and environment.
 
     `spare`: it is made to be one, and is kept off the nodes of the job's other workers. `avoid_nodes`: suspects by
-    name, whether they are tainted (a template may tolerate everything) or not (mode Recommend).
+    name, whether they are tainted (a template may tolerate everything) or not (mode Recommend). `unreliable_nodes`: it
+    is placed there only where the scheduler finds no other node as good.
     `node_labels`, `tolerations`: of the nodes that its queue has given it. `pod_group`: with which it is placed.
     `checkpoints_apart`: as for `checkpoint_sub_path`.
     """
@@ -143,6 +145,8 @@ def worker_pod(
     if pod_group:
         spec.setdefault("schedulingGroup", {"podGroupName": pod_group})
     _place(job, spec, spare, avoid_nodes)
+    if unreliable_nodes:
+        _prefer_others(spec, unreliable_nodes)
     avoids = ",".join(avoid_nodes)
     return {
         "apiVersion": "v1",
@@ -495,6 +499,18 @@ def _place(job: Job, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> N
             term["matchFields"] = [*term.get("matchFields", []), *excluded]
     if affinity:
         spec["affinity"] = affinity
+
+
+def _prefer_others(spec: Object, nodes: Sequence[str]) -> None:
+    """Add a preference for all nodes but these. Its weight is the least that there is, so that a preference of the
+    template's own counts more."""
+    names = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in nodes]
+    wish = {"weight": 1, "preference": {"matchFields": names}}
+    affinity = spec.get("affinity") or {}
+    of_nodes = affinity.get("nodeAffinity") or {}
+    wishes = of_nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or []
+    of_nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [*wishes, wish]
+    spec["affinity"] = {**affinity, "nodeAffinity": of_nodes}
 
 
 def owned_by(job: Job) -> Object:

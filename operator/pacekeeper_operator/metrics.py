@@ -12,6 +12,8 @@ from .api import (
     FabricStatus,
     JobStatus,
     Mode,
+    NodeHistory,
+    NodeHistoryStatus,
     Outcome,
     QuarantineCondition,
     QuarantineStatus,
@@ -81,6 +83,11 @@ NODE_QUARANTINE = Gauge(
     "1: the phase of a NodeQuarantine, which has its node's name, and the reason of its condition Quarantined.",
     ("nodequarantine", "phase", "reason"),
 )
+NODE_INCIDENTS = Gauge(
+    "pacekeeper_node_incidents",
+    "Incidents of all jobs that a node is remembered for, within 90 days, by kind.",
+    ("node", "kind"),
+)
 HOT_LINKS = Gauge(
     "pacekeeper_hot_links",
     "Hot places of the job's delay matrix (links, senders, receivers) when its connections were last looked at.",
@@ -146,6 +153,15 @@ def show_quarantines(found: Mapping[str, QuarantineStatus]) -> None:
         if status.phase is not None:
             series[name, status.phase, reason] = 1
     _show(NODE_QUARANTINE, None, series)
+
+
+def show_node_histories(found: Iterable[NodeHistory]) -> None:
+    """All there are: at most four series a node that had Incidents."""
+    series: dict[tuple[str, ...], float] = {}
+    for history in found:
+        for count in NodeHistoryStatus.of(history.incidents).counts:
+            series[history.node, count.kind] = count.count
+    _show(NODE_INCIDENTS, None, series)
 
 
 def show_fabric(fabric: str, status: FabricStatus | None) -> None:

@@ -203,6 +203,7 @@ class Surroundings:
     leaving_since: Mapping[str, float] = field(default_factory=dict)  # of nodes that are to be empty, by name
     levels: tuple[str, ...] = ()  # labels of nodes by which a Fabric says where they are, from the leaf outward
     suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
+    unreliable_nodes: tuple[str, ...] = ()  # that had Incidents of any jobs on several days, the worst first
     older_job_waits: str = ""  # an older job that is to be placed first
     folder_held_by: str = ""  # another job that writes its checkpoints where this one would, and began before
     hung_nodes: Mapping[str, int] = field(default_factory=dict)  # node → hangs on it lately, of this namespace's jobs

@@ -11,7 +11,7 @@ from typing import Self
 from pacekeeper_analysis.errors import InputError
 
 from .api import Mode, parse_duration
-from .node_health import CONDITIONS, TAINTS, NodeHealth
+from .node_health import CONDITION_TYPE, CONDITIONS, KUBERNETES_CONDITIONS, TAINTS, NodeHealth
 from .policies import Peer, parse_peers, peers_of_url
 from .prometheus_options import Headers, Matchers, check_url, parse_headers, parse_matchers
 from .resources import SIDECAR_RESOURCES, Resources, parse_resources
@@ -83,6 +83,8 @@ class Settings:
     quarantine_conditions: tuple[str, ...] = ()
     """A node with one of these conditions (a type, or type=status) is quarantined on the platform's own word: no job
     has to blame it, and no probe has to agree."""
+    repair_condition: str = ""
+    """Type of the condition that a node has while it is quarantined, for whoever repairs nodes; "": none."""
     quarantine_expires_after: float = 3600.0
     probe_timeout: float = 60.0
     release_probes: int = 3
@@ -129,9 +131,23 @@ class Settings:
                 f"PACEKEEPER_RELEASE_PROBES: {self.release_probes} must lie between 1 and {MAX_RELEASE_PROBES}"
             )
         _ = self.node_health, self.broken_nodes  # their own checks
+        self._check_repair_condition()
         check_url(self.prometheus_url)
         if self.network_policies and not self.metrics_from:
             peers_of_url(self.prometheus_url)  # now rather than at the first job, whose metrics would be missed
+
+    def _check_repair_condition(self) -> None:
+        """Raises InputError for a type that is none, or that somebody else has a say in."""
+        kind, name = self.repair_condition, "PACEKEEPER_REPAIR_CONDITION"
+        if not kind:
+            return
+        if not CONDITION_TYPE.fullmatch(kind) or kind in KUBERNETES_CONDITIONS:
+            raise InputError(f"{name}: {kind!r} must be a type of condition of its own, like PacekeeperFaulty")
+        if kind in {text.partition("=")[0] for text in (*self.quarantine_conditions, *self.leave_conditions)}:
+            raise InputError(
+                f"{name}: {kind} is one of the conditions by which nodes are quarantined or left, so the operator "
+                "would take its own word for somebody else's; choose another type, like PacekeeperFaulty"
+            )
 
     @property
     def scrapers(self) -> tuple[Peer, ...]:

@@ -21,8 +21,10 @@ from ..observation import Ruling
 from . import node_probes
 from .node_census import Around
 from .node_steps import (
+    MAX_MESSAGE,
     Delete,
     EndProbe,
+    Flag,
     Guard,
     Hold,
     Node,
@@ -130,7 +132,20 @@ def _quarantine(quarantine: Quarantine, node: Node, pod: ProbePod | None, rules:
         return _watch(quarantine, pod, rules, now)
     if quarantine.last_probe is not None and pod is not None:
         return EndProbe(quarantine.last_probe.pod)
-    return _keep(quarantine, node, quarantine.status.cordoned_at, now)
+    step = _keep(quarantine, node, quarantine.status.cordoned_at, now)
+    # Only where there is nothing else to do: a condition that cannot be set delays neither probes nor the release.
+    if isinstance(step, Wait) and rules.condition and not node.flagged:
+        return _flag(quarantine, quarantine.status.cordoned_at)
+    return step
+
+
+def _flag(quarantine: Quarantine, since: float) -> Flag:
+    """The reason is who has confirmed that the node is bad; the message says why, and where to look."""
+    conditions = quarantine.status.conditions
+    witness = next((c.reason for c in conditions if c.type == QuarantineCondition.WITNESSED), "")
+    where = f"kubectl describe nodequarantine {quarantine.name}"
+    why = quarantine.spec.reason[: MAX_MESSAGE - len(where) - 2]
+    return Flag(witness or str(Witness.PERSON), f"{why}; {where}", since)
 
 
 def _begin(quarantine: Quarantine, node: Node, now: float) -> Report:

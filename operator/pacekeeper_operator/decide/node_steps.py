@@ -9,6 +9,7 @@ from typing import Any, Self
 from pacekeeper_analysis.errors import InputError
 
 from ..api import (
+    FIELD_MANAGER_CONDITION,
     FIELD_MANAGER_CORDON,
     FINALIZER_QUARANTINE,
     LABEL_NO_QUARANTINE,
@@ -145,10 +146,12 @@ class Node:
     ready: bool = True
     broken: str = ""  # by a condition that the platform vouches for: which one, in words
     broken_since: float = 0.0  # as that condition says; 0: it does not
+    flagged: bool = False  # by us, with the condition for those who repair nodes
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any], health: NodeHealth = NO_HEALTH) -> Self:
-        """`body`: the whole object, with its managed fields. `health`: conditions that the platform vouches for."""
+    def parse(cls, body: Mapping[str, Any], health: NodeHealth = NO_HEALTH, condition: str = "") -> Self:
+        """`body`: the whole object, with its managed fields. `health`: conditions that the platform vouches for.
+        `condition`: type of the one that we set; "": none."""
         metadata, spec = body["metadata"], body.get("spec", {})
         owners = [
             (entry["manager"], entry["operation"])
@@ -168,15 +171,25 @@ class Node:
             ready=conditions.get("Ready") == "True",
             broken=broken.words if broken else "",
             broken_since=broken.since if broken else 0.0,
+            flagged=bool(condition) and conditions.get(condition) == "True" and _is_our_condition(metadata, condition),
         )
 
     @property
     def marked(self) -> bool:
-        return self.tainted or self.cordoned
+        return self.tainted or self.cordoned or self.flagged
 
     @property
     def held(self) -> bool:
         return self.tainted and self.cordoned
+
+
+def _is_our_condition(metadata: Mapping[str, Any], condition: str) -> bool:
+    """Somebody else's condition of this type is not ours to take away."""
+    return any(
+        entry["manager"] == FIELD_MANAGER_CONDITION
+        and f'k:{{"type":"{condition}"}}' in entry.get("fieldsV1", {}).get("f:status", {}).get("f:conditions", {})
+        for entry in metadata.get("managedFields", ())
+    )
 
 
 @dataclass(frozen=True)
@@ -234,6 +247,7 @@ class Rules:
     breaker_nodes: int = 3
     probe_timeout: float = 60.0
     release_probes: int = 3  # that must pass in a row
+    condition: str = ""  # type of the condition that a held node gets; "": none
 
 
 @dataclass(frozen=True)
@@ -254,8 +268,17 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Flag:
+    """Set our condition on a node that is held, for whoever repairs nodes. `since`: when it was cordoned."""
+
+    reason: str
+    message: str
+    since: float
+
+
+@dataclass(frozen=True)
 class Release:
-    """Take our taint away, and give up our part of the cordon."""
+    """Take our taint and our condition away, and give up our part of the cordon."""
 
     reason: str
 
@@ -301,7 +324,7 @@ class Wait:
     seconds: float
 
 
-QuarantineStep = Guard | Approve | Hold | Release | Report | StartProbe | EndProbe | Delete | Unguard | Wait
+QuarantineStep = Guard | Approve | Hold | Flag | Release | Report | StartProbe | EndProbe | Delete | Unguard | Wait
 
 
 def told(quarantine: Quarantine, phase: QuarantinePhase, verdict: Verdict, message: str, now: float) -> Report:

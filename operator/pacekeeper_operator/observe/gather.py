@@ -163,6 +163,7 @@ def surroundings(
     now: float,
     levels: Sequence[str] = (),
     network: Network | None = None,
+    unreliable_nodes: tuple[str, ...] = (),
 ) -> Surroundings:
     """What other jobs and the nodes say that concerns this one."""
     return replace(
@@ -171,4 +172,5 @@ def surroundings(
         leaving_since=nodes.leaving_since,
         levels=tuple(levels),
         network=network,
+        unreliable_nodes=unreliable_nodes,
     )

@@ -15,7 +15,7 @@ from pacekeeper_analysis.behaviour.localise import sentences
 from pacekeeper_analysis.behaviour.report import html
 from pacekeeper_analysis.errors import InputError
 
-from ..api import ANNOTATION_PROFILE, LABEL_JOB, PAUSE, JobPhase, Mode, Object, WantedMode
+from ..api import ANNOTATION_PROFILE, LABEL_JOB, PAUSE, JobPhase, Mode, NodeHistory, Object, WantedMode
 from ..runtime import read_what_is_nested_deeply
 from . import incidents, jobs, links, nodes, report, whatif
 from .kubectl import Kubectl, KubectlError, Missing
@@ -25,6 +25,7 @@ from .text import paragraph
 Found = TypeVar("Found")
 
 JOBS, INCIDENTS, QUARANTINES, BEHAVIOURS = "trainingjobs", "incidents", "nodequarantines", "behaviourwindows"
+HISTORIES = "nodehistories"
 RELEASE_SECONDS = 120.0
 PROFILE_SECONDS, LOOK_SECONDS = 180.0, 2.0
 KEPT_SECONDS = 15.0
@@ -76,6 +77,18 @@ def show_incidents(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
         if not found:
             _job(kubectl, arguments.name)
     print(incidents.overview(found, time.time(), namespaces=kubectl.all_namespaces) if found else "no Incidents here")
+    return 0
+
+
+def show_nodes(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    if not arguments.node:
+        print(nodes.overview([NodeHistory.parse(body) for body in kubectl.list(HISTORIES)], time.time()))
+        return 0
+    try:
+        body = kubectl.get(HISTORIES, arguments.node)
+    except Missing as error:
+        raise Missing(f"{error}\nIt had no Incidents. {_there_are(kubectl, HISTORIES)}") from error
+    print(nodes.story(NodeHistory.parse(body), time.time()))
     return 0
 
 
@@ -298,6 +311,8 @@ def _parser() -> argparse.ArgumentParser:
     made = verb("incidents", show_incidents, "faults, of all jobs or of one; one in full by its name")
     made.add_argument("name", nargs="?", default="", metavar="JOB|INCIDENT")
     anywhere(made)
+    made = verb("nodes", show_nodes, "which nodes had Incidents within 90 days, over all jobs; one in full by its name")
+    made.add_argument("node", nargs="?", default="")
     made = verb("report", write_report, "a page of a job's life: goodput, what its time was lost to, its incidents")
     made.add_argument("job")
     made.add_argument("-o", "--output", type=Path, metavar="PAGE", help="by default JOB.html")

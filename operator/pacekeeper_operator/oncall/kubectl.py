@@ -89,5 +89,5 @@ class Kubectl:
 
 def _full(kind: str) -> str:
     """Ours by their full name: another product may have kinds of the same name."""
-    ours = ("trainingjobs", "incidents", "nodequarantines", "behaviourwindows")
+    ours = ("trainingjobs", "incidents", "nodequarantines", "nodehistories", "behaviourwindows")
     return f"{kind}.{GROUP}" if kind in ours else kind

@@ -12,8 +12,20 @@ from typing import Any, TypeVar
 import kopf
 
 from .. import metrics
-from ..api import LABEL_JOB, PAUSE, Fabric, Job, JobPhase, Mode
-from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, SILENT_SECONDS, STATES, Cluster, Kind, NotFound, Object
+from ..api import LABEL_JOB, PAUSE, Fabric, Job, JobPhase, Mode, NodeHistory
+from ..cluster import (
+    CONFIG_MAPS,
+    FABRICS,
+    NODE_HISTORIES,
+    NODES,
+    PODS,
+    SILENT_SECONDS,
+    STATES,
+    Cluster,
+    Kind,
+    NotFound,
+    Object,
+)
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
 from ..network import JobName, Network
@@ -28,7 +40,7 @@ from ..observe.views import view_node, view_pod
 from ..runtime import Runtime
 from ..server_clock import ServerClock
 from ..settings import Settings
-from . import incidents
+from . import incidents, node_history
 from .fleet import Fleet
 from .tokens import Holder
 
@@ -90,6 +102,11 @@ class Operator:
     states: dict[JobName, Object] = field(default_factory=dict)
     """What is written of jobs of which nothing is known, as last listed: an operator that begins to lead does not ask
     for a thousand one by one."""
+    histories: Shelf[NodeHistory] = field(default_factory=lambda: Shelf(NODE_HISTORIES, NodeHistory.parse))
+    """Listed now and then, not followed: nobody else writes them, and whoever deletes one has time."""
+    recording: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever writes a NodeHistory."""
+    unreliable_nodes: tuple[str, ...] = ()  # by their histories, the worst first
     _asking: asyncio.Task[None] | None = None
     _clock_agreed: bool = True  # when that was logged last
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -293,6 +310,7 @@ class Operator:
                 self._ask_prometheus()
                 if now - incidents_at > pause:
                     agreed = self.runtime.now() if self.clock.agrees else None
+                    await node_history.look_after(self)
                     await incidents.look_after(self.cluster, self.settings.watch_namespaces, agreed)
                     pause = FIRST_RETENTION_SECONDS if incidents_at < 0 else RETENTION_SECONDS
                     incidents_at = now

@@ -21,6 +21,7 @@ from pacekeeper_analysis.errors import InputError
 
 from ..api import (
     API_VERSION,
+    FIELD_MANAGER_CONDITION,
     FIELD_MANAGER_CORDON,
     FINALIZER_QUARANTINE,
     LABEL_NO_QUARANTINE,
@@ -31,6 +32,7 @@ from ..api import (
     Sign,
     Verdict,
     Witness,
+    format_time,
 )
 from ..cluster import NODES, QUARANTINES, Busy, Cluster, Conflict, NotFound, Object
 from ..decide.node_circle import Seat, launches
@@ -39,6 +41,7 @@ from ..decide.node_steps import (
     Approve,
     Delete,
     EndProbe,
+    Flag,
     Guard,
     Hold,
     ProbePod,
@@ -256,8 +259,9 @@ class _Round:
             self.fleet.news.set()
 
 
-async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> None:
+async def release_all(cluster: Cluster, runtime: Runtime, seconds: float, settings: Settings | None = None) -> None:
     """Deletes all NodeQuarantines and returns when their nodes are released, whether the operator runs or not.
+    `settings`: of the installation, which say whether nodes have a condition of ours.
 
     Raises TimeoutError, naming those that are left, after so many `seconds`.
     """
@@ -266,7 +270,7 @@ async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> Non
     async def release() -> None:
         while left:
             try:
-                left[:] = await _release_once(cluster, runtime)
+                left[:] = await _release_once(cluster, runtime, settings or Settings())
             except kopf.TemporaryError as error:
                 log.warning("releasing is tried again: %s", error)
             if left:
@@ -278,9 +282,9 @@ async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> Non
         raise TimeoutError(f"not released within {seconds:.0f} s: {', '.join(left)}") from error
 
 
-async def _release_once(cluster: Cluster, runtime: Runtime) -> list[str]:
+async def _release_once(cluster: Cluster, runtime: Runtime, settings: Settings) -> list[str]:
     """Asks for all deletions and does what they demand; the names of those that are left, none if all is done."""
-    fleet = Fleet(cluster, runtime, Settings())
+    fleet = Fleet(cluster, runtime, settings)
     try:
         quarantines = [body["metadata"] for body in await cluster.list(QUARANTINES)]
     except NotFound:  # the definitions are gone, and all NodeQuarantines with them
@@ -424,6 +428,8 @@ async def _carry_out(fleet: Fleet, step: QuarantineStep, known: Known, seen: See
             if again:
                 note = "taint or cordon was taken away; delete the NodeQuarantine to release the node"
                 await _tell(fleet, known, seen, "QuarantineRestored", note, warning=True)
+        case Flag() if seen is not None:
+            await _flag(fleet, step, seen)
         case Release(reason) if seen is not None:
             await _release(fleet, seen)
             await _tell(fleet, known, seen, "NodeReleased", reason)
@@ -478,6 +484,20 @@ async def _release(fleet: Fleet, seen: Seen) -> None:
         await _patch_taints(fleet, seen, [taint for taint in _taints(seen) if taint["key"] != TAINT_QUARANTINE])
     if seen.node.cordoned:
         await _apply(fleet, seen, {})
+    if seen.node.flagged:  # last: the node takes pods again, whatever becomes of this
+        await _apply_status(fleet, seen, {})
+
+
+async def _flag(fleet: Fleet, flag: Flag, seen: Seen) -> None:
+    condition = {
+        "type": fleet.settings.repair_condition,
+        "status": "True",
+        "reason": flag.reason,
+        "message": flag.message,
+        "lastHeartbeatTime": format_time(flag.since)[:19] + "Z",
+        "lastTransitionTime": format_time(flag.since)[:19] + "Z",
+    }
+    await _apply_status(fleet, seen, {"status": {"conditions": [condition]}})
 
 
 def _taints(seen: Seen) -> list[Object]:
@@ -500,6 +520,14 @@ async def _apply(fleet: Fleet, seen: Seen, wanted: Object) -> None:
     metadata = {"name": seen.body["metadata"]["name"], "uid": seen.body["metadata"]["uid"]}
     body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, **wanted}
     fleet.nodes.take(await fleet.cluster.apply(NODES, body, manager=FIELD_MANAGER_CORDON))
+
+
+async def _apply_status(fleet: Fleet, seen: Seen, wanted: Object) -> None:
+    """What we want of the node's conditions: server-side apply leaves those of others alone."""
+    metadata = {"name": seen.body["metadata"]["name"], "uid": seen.body["metadata"]["uid"]}
+    body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, **wanted}
+    manager = FIELD_MANAGER_CONDITION
+    fleet.nodes.take(await fleet.cluster.apply(NODES, body, manager=manager, subresource="status"))
 
 
 async def _start_probe(fleet: Fleet, pod: str, known: Known, share: bool) -> None:

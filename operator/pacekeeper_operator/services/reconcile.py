@@ -26,7 +26,7 @@ from ..observation import FRESH_SECONDS, Hindrance, Observation, Policy
 from ..observe import gather
 from ..queues import stage_elsewhere, under
 from ..state import Draft, LinkLook
-from . import bookkeeping, events, incidents, queues
+from . import bookkeeping, events, incidents, node_history, queues
 from .desk import Desk
 from .doing import QUEUE_SECONDS, carry_out
 from .errands import Errands
@@ -141,9 +141,12 @@ async def clean_up(operator: Operator, desk: Desk) -> bool:
 async def close_incidents(operator: Operator, desk: Desk) -> None:
     """The job is deleted: nobody will see what is open recover, and it shall not look open for ever."""
     draft = desk.memory.draft or await bookkeeping.load(operator.cluster, desk.job, desk.memory)
-    for incident in draft.state.incidents.current if draft is not None else ():
-        ended = incident if incident.outcome is not None else replace(incident, outcome=Outcome.SUPERSEDED)
+    current = draft.state.incidents.current if draft is not None else ()
+    over = [one if one.outcome is not None else replace(one, outcome=Outcome.SUPERSEDED) for one in current]
+    for ended in over:
         await incidents.write(operator.cluster, desk.job, ended, operator.settings.incident_retention)
+    for ended in over:  # afterwards: the histories of nodes keep no incident open
+        await node_history.record(operator, desk.job, ended)
 
 
 async def _read(operator: Operator, desk: Desk) -> None:
@@ -172,7 +175,16 @@ async def _observe(operator: Operator, desk: Desk) -> Observation:
             memory,
             gather.of(operator.pods, job),
             memory.metrics,
-            gather.surroundings(operator.memory, job, memory.draft, nodes, now, operator.levels, operator.network),
+            gather.surroundings(
+                operator.memory,
+                job,
+                memory.draft,
+                nodes,
+                now,
+                operator.levels,
+                operator.network,
+                operator.unreliable_nodes,
+            ),
             now,
             operator.runtime.identifier(),
             clock_agrees=operator.clock.agrees,

@@ -90,7 +90,7 @@ def test_definitions_are_the_canonical_ones(objects: list[dict[str, Any]]) -> No
     assert {name: found["spec"] for name, found in rendered.items()} == {
         definition["metadata"]["name"]: definition["spec"] for definition in canonical
     }
-    assert len(canonical) == 7
+    assert len(canonical) == 8
     for found in rendered.values():
         assert found["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
@@ -377,8 +377,33 @@ def test_every_kind_that_the_operator_writes_has_a_policy() -> None:
     }
     everywhere = rules(rendered, "ClusterRole") | rules(rendered, "ClusterRole", f"{RELEASE}-jobs")
     written = {resource for (_, resource, _), verbs in everywhere.items() if verbs - READ and "/" not in resource}
-    harmless = {"events", "tokenreviews", "incidents", "behaviourwindows", "nodequarantines", "nodeprobes"}
+    harmless = {
+        "events",
+        "tokenreviews",
+        "incidents",
+        "behaviourwindows",
+        "nodequarantines",
+        "nodeprobes",
+        "nodehistories",
+    }
     assert written - harmless <= bound
+
+
+def test_the_status_of_nodes_is_written_only_where_repairs_are_to_hear_of_a_quarantine() -> None:
+    usual = helm_template()
+    assert ("", "nodes/status", "") not in rules(usual, "ClusterRole")
+    assert policies(usual)["nodes"]["matchConstraints"]["resourceRules"][0]["resources"] == ["nodes"]
+    assert Settings.from_environment(environment(usual)).repair_condition == ""
+
+    flagging = helm_template("--set", "policy.quarantine.condition=PacekeeperFaulty")
+    assert rules(flagging, "ClusterRole")["", "nodes/status", ""] == {"patch"}
+    policy = policies(flagging)["nodes"]
+    assert policy["matchConstraints"]["resourceRules"][0]["resources"] == ["nodes", "nodes/status"]
+    assert len(policy["validations"]) == len(policies(usual)["nodes"]["validations"]) + 2
+    assert "condition.type == 'PacekeeperFaulty'" in policy["validations"][-1]["expression"]
+    assert Settings.from_environment(environment(flagging)).repair_condition == "PacekeeperFaulty"
+    (release,) = one(flagging, "Job", f"{RELEASE}-release-nodes")["spec"]["template"]["spec"]["containers"]
+    assert {"name": "PACEKEEPER_REPAIR_CONDITION", "value": "PacekeeperFaulty"} in release["env"]
 
 
 def test_policies_follow_the_values() -> None:

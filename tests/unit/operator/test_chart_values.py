@@ -288,6 +288,7 @@ ELSEWHERE = {
     "admissionPolicy.stateWriters.users": "test_state_writers_are_exempt",
     "admissionPolicy.stateWriters.groups": "test_state_writers_are_exempt",
     "crds.keep": "test_chart.py",
+    "policy.quarantine.condition": "test_chart.py",
     "monitoring.dashboardLabels": "test_dashboards.py",
     "prometheus.secretName": "test_chart.py",
     "prometheus.headers": "test_chart.py",

@@ -466,6 +466,25 @@ def test_suspect_nodes_are_avoided_in_every_alternative() -> None:
         assert lost({"nodeSelectorTerms": mine if affinity else []}, found) == []
 
 
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+THEIRS = [{"weight": 5, "preference": {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}}]
+
+
+@pytest.mark.parametrize(
+    ("affinity", "before"), [({}, []), ({"nodeAffinity": None}, []), ({"nodeAffinity": {PREFERRED: THEIRS}}, THEIRS)]
+)
+def test_unreliable_nodes_are_a_preference_of_the_least_weight_and_no_more(affinity: Any, before: Any) -> None:
+    wanted = job(template(affinity=affinity))
+    body = worker_pod(wanted, 2, 8, INSTALLATION, spare=True, unreliable_nodes=["node-1", "node-2"])
+    of_nodes = body["spec"]["affinity"]["nodeAffinity"]
+    assert of_nodes.keys() == {PREFERRED}, "nothing is required"
+    names = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("node-1", "node-2")]
+    assert of_nodes[PREFERRED] == [*before, {"weight": 1, "preference": {"matchFields": names}}]
+    assert terms(body, "podAntiAffinity", "required") == [OTHERS], "what a spare needs stays"
+    if before:
+        assert lost(wanted.spec.template, body) == []
+
+
 def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
     node = {"metadata": {"name": "node-3", "uid": "uid-of-node"}}
     quarantine = {"metadata": {"name": "node-3", "uid": "uid-of-quarantine"}}

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from pacekeeper_analysis.behaviour.localise import judge
 from pacekeeper_analysis.behaviour.page import page
 from pacekeeper_analysis.behaviour.table import read_table
-from pacekeeper_operator.api import API_VERSION, Object
+from pacekeeper_operator.api import API_VERSION, Object, format_time
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.oncall.command import main
 from tests.support import kubectl_stand_in
@@ -46,7 +47,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "spec": {"reason": "XID 79"},
         "status": {"phase": "Pending"},
     }
-    objects = [job_object(thought.observation), incident_object(training().job, incident), quarantine]
+    at = format_time(time.time() - 7200)
+    entry = {"namespace": "ns", "name": "j-r1-hang", "kind": "Hung", "at": at, "leftWithNode": True}
+    histories = [
+        {
+            "apiVersion": API_VERSION,
+            "kind": "NodeHistory",
+            "metadata": metadata(name, "h"),
+            "status": {"incidents": items},
+        }
+        for name, items in (("node-7", [entry]), ("node-8", [{**entry, "kind": "Possessed"}]))
+    ]
+    objects = [job_object(thought.observation), incident_object(training().job, incident), quarantine, *histories]
     (tmp_path / "objects.json").write_text(json.dumps(objects))
     return tmp_path
 
@@ -81,6 +93,9 @@ def changes(folder: Path) -> list[list[str]]:
         (["incidents"], "j-r1-hang-u1d2c"),
         (["incidents", "j"], "open"),
         (["incidents", "j-r1-hang-u1d2c"], "hang of job j, round 1"),
+        (["nodes"], "node-7  1     0     1     0     0    2.0 h ago"),
+        (["nodes", "node-7"], "2.0 h ago  Hung  yes             ns/j-r1-hang"),
+        (["nodes", "node-8"], "node node-8: 0 Incidents within 90 days"),
     ],
 )
 def test_looking_changes_nothing(run: Run, folder: Path, arguments: list[str], words: str) -> None:
@@ -171,6 +186,7 @@ def test_where_nobody_can_be_asked_it_says_so(run: Run, folder: Path) -> None:
         (["status", "nobody"], "there are: j"),
         (["why", "nobody"], "there are: j"),
         (["incidents", "nobody"], "there are: j"),
+        (["nodes", "nobody"], "there are: node-7, node-8"),
         (["mode", "nobody", "Sync"], "there are: j"),
         (["restarts", "nobody", "30"], "there are: j"),
         (["pause", "nobody"], "there are: j"),
