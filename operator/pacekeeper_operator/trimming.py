@@ -25,11 +25,14 @@ _KOPF = "kopf.zalando.org/"
 def trim(job: Object) -> None:
     """In place. A template that is too large becomes one that says so: `manifests.refused_template` reads it."""
     metadata = {name: value for name, value in job["metadata"].items() if name in _METADATA}
-    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    metadata["labels"] = {name: value for name, value in labels.items() if name in _LABELS}
-    metadata["annotations"] = {
-        name: value for name, value in annotations.items() if name == ANNOTATION_PROFILE or name.startswith(_KOPF)
-    }
+    if metadata.get("labels"):
+        metadata["labels"] = {name: value for name, value in metadata["labels"].items() if name in _LABELS}
+    if metadata.get("annotations"):
+        metadata["annotations"] = {
+            name: value
+            for name, value in metadata["annotations"].items()
+            if name == ANNOTATION_PROFILE or name.startswith(_KOPF)
+        }
     job["metadata"] = metadata
     spec = job.get("spec")
     if isinstance(spec, dict) and (words := too_large(spec)):

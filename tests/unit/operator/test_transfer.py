@@ -29,7 +29,7 @@ class Server:
     """Lists its pods by `limit` and `continue`, as the API server does."""
 
     def __init__(self, *sizes: int) -> None:
-        self.pods = [
+        self.pods: list[Object] = [
             {"metadata": {"name": f"pod-{number}", "resourceVersion": "3"}, "filling": "x" * size}
             for number, size in enumerate(sizes)
         ]

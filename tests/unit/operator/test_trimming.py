@@ -84,6 +84,6 @@ def test_a_template_of_the_largest_size_is_kept() -> None:
 
 
 def test_names_and_what_is_no_job_yet_do_no_harm() -> None:
-    body = {"kind": "TrainingJob", "metadata": {"name": "j", "labels": None}, "spec": None}
+    body: dict[str, Any] = {"kind": "TrainingJob", "metadata": {"name": "j", "labels": None}, "spec": None}
     trim(body)
     assert body["metadata"]["name"] == "j"
