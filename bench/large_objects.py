@@ -93,13 +93,12 @@ def objects(pods: int, jobs: int, filling: str) -> Iterator[tuple[str, dict[str,
         }
         container = {"name": "c", "image": "i", "args": [large]}
         yield "/api/v1/pods", {"metadata": metadata, "spec": {"containers": [container]}, "status": {}}
-    arguments = {"too large": [large], "text": ["x" * 260_000], "values": [str(i) for i in range(8_000)], "": []}[
-        filling
-    ]
+    arguments: dict[str, list[str]] = {"too large": [large], "text": ["x" * 260_000], "": []}
+    arguments["values"] = [str(number) for number in range(8_000)]
     for number in range(jobs):
         metadata = {"name": f"job-{number}", "namespace": "tenant", "generation": 1}
-        container = {"name": "trainer", "image": "i", "args": arguments[filling]}
-        spec = {"suspend": True, "replicas": 1, "template": {"spec": {"containers": [container]}}}
+        trainer = {"name": "trainer", "image": "i", "args": arguments[filling]}
+        spec = {"suspend": True, "replicas": 1, "template": {"spec": {"containers": [trainer]}}}
         body = {"apiVersion": "pacekeeper.dev/v1alpha1", "kind": "TrainingJob", "metadata": metadata, "spec": spec}
         yield f"{GROUP}/trainingjobs", body
 
