@@ -192,9 +192,12 @@ async def _write_incident(operator: Operator, desk: Desk, incident: Incident, be
     retention, known = operator.settings.incident_retention, before is not None
     fresh = await incidents.write(operator.cluster, desk.job, incident, retention, known=known)
     desk.told[incident.name] = incident
+    ended = incident.outcome is not None and (before is None or before.outcome is None)
+    if operator.webhook is not None and (fresh or ended):
+        operator.webhook.tell(desk.job, incident)
     if fresh:
         await _announce_beginning(operator, desk, incident)
-    if incident.outcome is not None and (before is None or before.outcome is None):
+    if ended:
         await _announce_end(operator, desk, incident)
 
 

@@ -30,6 +30,7 @@ from ..settings import Settings
 from . import incidents
 from .fleet import Fleet
 from .tokens import Holder
+from .webhook import Webhook
 
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
@@ -73,6 +74,8 @@ class Operator:
     sample: Sample = field(default_factory=Sample)
     for_nodes: Cluster | None = None
     """A connection by which nodes are held before all else that jobs want done; None: by the same."""
+    webhook: Webhook | None = None
+    """Where incidents are told of, besides the cluster."""
     gpu: tuple[GpuValue, ...] = ()  # as Prometheus has said last
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
