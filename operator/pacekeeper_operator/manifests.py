@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pacekeeper_analysis.errors import InputError
+
 from .api import (
     ANNOTATION_AVOIDS,
     API_VERSION,
@@ -26,6 +28,7 @@ from .api import (
     TAINT_QUARANTINE,
     TOKEN_AUDIENCE,
     TRAINER,
+    UNREAD,
     Job,
     Object,
 )
@@ -112,7 +115,10 @@ def worker_pod(
     is placed there only where the scheduler finds no other node as good.
     `node_labels`, `tolerations`: of the nodes that its queue has given it. `pod_group`: with which it is placed.
     `checkpoints_apart`: as for `checkpoint_sub_path`.
+    Raises InputError where the template is too large.
     """
+    if UNREAD in job.spec.template:  # of a job that an operator without this limit has accepted
+        raise InputError(f"spec.template: {job.spec.template[UNREAD]}")
     template = copy.deepcopy(dict(job.spec.template))
     metadata, spec = template.get("metadata") or {}, template["spec"]
     trainer = next(container for container in spec["containers"] if container["name"] == TRAINER)
@@ -244,6 +250,8 @@ def refused_template(job: Job) -> str:
 
     The API server's own checks (the CRD's rules, the dry run) come besides.
     """
+    if UNREAD in job.spec.template:
+        return f"spec.template: {job.spec.template[UNREAD]}"
     if _is_deeper(job.spec.template, MOST_LEVELS):
         return f"spec.template: is nested in more than {MOST_LEVELS} levels; compare it with `kubectl explain pod.spec`"
     try:

@@ -51,6 +51,7 @@ JOBS = Gauge("pacekeeper_jobs", "Jobs by phase.", ("phase",))
 WORKERS_HEARD = Gauge("pacekeeper_workers_heard", "Members of all jobs that their last pass has heard of.")
 PROMETHEUS_UP = Gauge("pacekeeper_prometheus_available", "Whether Prometheus answered the last time.")
 PROMETHEUS_BAD_ROWS = Counter("pacekeeper_prometheus_bad_rows", "Rows of Prometheus' answers that made no sense.")
+WEBHOOK_LOST = Counter("pacekeeper_webhook_lost", "Messages about incidents that the webhook has not taken.")
 GPU_SERIES_VOUCHED = Gauge("pacekeeper_gpu_series_vouched", "Whether GPU series count as a witness against a node.")
 CLOCK_AHEAD_SECONDS = Gauge(
     "pacekeeper_clock_ahead_seconds", "By how much this machine's clock is ahead of the API server's."

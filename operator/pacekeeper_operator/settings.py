@@ -109,6 +109,8 @@ class Settings:
     """Of one job: how often its ranks look into themselves for what slows them down, at most. 0: by hand only."""
 
     incident_retention: float = 30 * 86400.0
+    incident_webhook: str = ""
+    """Folder with the `url` that incidents are posted to, and where it needs them `token` and `ca.crt`; "": none is."""
     grace_after_start: float = 10.0
     """For so long after the operator's start silence means nothing: a worker may not have found the new one yet."""
     lease_seconds: float = 6.0

@@ -30,8 +30,8 @@ def of(shelf: Shelf[PodView], job: Job) -> tuple[PodView, ...]:
 
 async def pods(cluster: Cluster, job: Job) -> tuple[PodView, ...]:
     """The same, asked of the API server now."""
-    found = await cluster.list(PODS, job.namespace, labels=f"{LABEL_JOB}={job.name}")
-    return tuple(view for view in map(view_pod, found) if view.owner == job.uid)
+    found = await cluster.collect(PODS, view_pod, job.namespace, labels=f"{LABEL_JOB}={job.name}")
+    return tuple(view for view in found if view.owner == job.uid)
 
 
 def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:

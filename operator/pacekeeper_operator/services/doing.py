@@ -192,13 +192,15 @@ async def _guard_network(operator: Operator, desk: Desk) -> float:
 async def _write_incident(operator: Operator, desk: Desk, incident: Incident, before: Incident | None) -> None:
     retention, known = operator.settings.incident_retention, before is not None
     fresh = await incidents.write(operator.cluster, desk.job, incident, retention, known=known)
+    ended = incident.outcome is not None and (before is None or before.outcome is None)
+    if operator.webhook is not None and (fresh or ended):
+        operator.webhook.tell(desk.job, incident)
     if fresh:
         await _announce_beginning(operator, desk, incident)
-    ends = incident.outcome is not None and (before is None or before.outcome is None)
-    if ends:
+    if ended:
         await node_history.record(operator, desk.job, incident)
     desk.told[incident.name] = incident  # last: what fails before is repeated, by the next operator, too
-    if ends:
+    if ended:
         await _announce_end(operator, desk, incident)
 
 

@@ -47,7 +47,7 @@ async def write(cluster: Cluster, job: Job, incident: Incident, retention: float
 
 async def supersede(cluster: Cluster, job: Job, known: Container[str]) -> None:
     """Those of the job that are open, and that no bookkeeping knows (any more): nobody would ever close them."""
-    for body in await cluster.list(INCIDENTS, job.namespace, labels=f"{LABEL_JOB}={job.name}"):
+    for body in await cluster.collect(INCIDENTS, _reference, job.namespace, labels=f"{LABEL_JOB}={job.name}"):
         if body["metadata"]["name"] not in known and _job_uid(body) == job.uid:
             await _close(cluster, body, "its bookkeeping was lost")
 
@@ -80,7 +80,7 @@ async def _look_after(cluster: Cluster, place: str, now: float | None) -> None:
                 over.append(_reference(body))
             elif not _outcome(body):
                 open_.append(_reference(body))
-    jobs = {job["metadata"]["uid"] async for page in cluster.pages(JOBS, place) for job in page.items}
+    jobs = set(await cluster.collect(JOBS, lambda job: job["metadata"]["uid"], place))
     for body in over:
         await _delete(cluster, body["metadata"])
     for body in open_:
@@ -114,11 +114,12 @@ def _unchanged(body: Object) -> Object:
 
 
 def _reference(body: Object) -> Object:
-    """What it takes to delete or close it, and to find its job."""
+    """What it takes to delete or close it, and to find its job. Little: they may be many, and large."""
     kept = ("name", "namespace", "uid", "resourceVersion")
     return {
         "metadata": {name: body["metadata"][name] for name in kept},
         "spec": {"jobRef": {"uid": _job_uid(body)}},
+        "status": {"outcome": _outcome(body)},
     }
 
 

@@ -37,12 +37,13 @@ from ..observe.prometheus import Prometheus, Sample
 from ..observe.source import Source
 from ..observe.store import Key, Shelf
 from ..observe.views import view_node, view_pod
-from ..runtime import Runtime
+from ..runtime import Runtime, Superseded
 from ..server_clock import ServerClock
 from ..settings import Settings
 from . import incidents, node_history
 from .fleet import Fleet
 from .tokens import Holder
+from .webhook import Webhook
 
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
@@ -86,6 +87,8 @@ class Operator:
     sample: Sample = field(default_factory=Sample)
     for_nodes: Cluster | None = None
     """A connection by which nodes are held before all else that jobs want done; None: by the same."""
+    webhook: Webhook | None = None
+    """Where incidents are told of, besides the cluster."""
     gpu: tuple[GpuValue, ...] = ()  # as Prometheus has said last
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -223,6 +226,8 @@ class Operator:
         self.pods.prove()
         self.nodes.prove()
         self.fleet.prove()
+        for source in self.sources.values():
+            source.restored = False
 
     def turn(self, serves: bool) -> None:
         """It serves sidecars from now on, which need a while to come; or does not, and another may write."""
@@ -261,7 +266,8 @@ class Operator:
         await asyncio.gather(*(source.follow() for source in self.sources.values()))
 
     async def resync(self) -> None:
-        """List what watches tell of, at once and then every minute: until cancelled."""
+        """List what watches tell of, at once and then every minute: until cancelled. Raises Superseded where the API
+        server was restored from a backup while this operator leads."""
         while True:
             pause = RESYNC_SECONDS
             await self._read_fabrics()  # first: they say which labels of nodes matter
@@ -272,7 +278,14 @@ class Operator:
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 log.warning("pods and nodes could not be listed, which is tried again: %s", error)
                 pause = RETRY_SECONDS
+            self._begin_again_after_a_restore()
             await self.runtime.sleep(pause)
+
+    def _begin_again_after_a_restore(self) -> None:
+        """kopf watches jobs from where it was, and is told nothing until as much has happened again; and what is
+        remembered of jobs was written by an API server that there is no more. The operator after this one reads all."""
+        if self.leads() and any(source.restored for source in self.sources.values()):
+            raise Superseded("the API server was restored from a backup")
 
     async def _read_states(self) -> None:
         """What is known of jobs that somebody else has written, or deleted, meanwhile is doubted: who has nothing to

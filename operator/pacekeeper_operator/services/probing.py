@@ -84,9 +84,14 @@ def secret_of(bodies: Sequence[Object]) -> str:
 async def _gpus_taken(cluster: Cluster, node: str) -> int:
     """GPUs that pods on the node hold; all of them, as far as can be told, where not all pods may be seen."""
     try:
-        pods = await cluster.list(PODS, fields=f"spec.nodeName={node}")
+        return sum(await cluster.collect(PODS, _gpus_of, fields=f"spec.nodeName={node}"))
     except Denied:
         return sys.maxsize
-    running = [p["spec"] for p in pods if p.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
-    limits = [c.get("resources", {}).get("limits", {}) for spec in running for c in spec["containers"]]
+
+
+def _gpus_of(pod: Object) -> int:
+    """Those that the pod holds."""
+    if pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+        return 0
+    limits = [container.get("resources", {}).get("limits", {}) for container in pod["spec"]["containers"]]
     return sum(int(limit.get(GPU, 0)) for limit in limits)

@@ -577,6 +577,17 @@ def test_how_prometheus_is_reached() -> None:
     assert not [name for name in unset if name.startswith("PACEKEEPER_PROMETHEUS_") and not name.endswith("_URL")]
 
 
+def test_where_incidents_are_posted_to() -> None:
+    rendered = helm_template("--set", "policy.incidentWebhook.secretName=hook")
+    settings = Settings.from_environment(environment(rendered))
+    (pod,) = [spec for spec in pod_specs(rendered) if len(spec["volumes"]) > 1]
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    (volume,) = [volume for volume in pod["volumes"] if "secret" in volume]
+    assert mounts[volume["name"]] == settings.incident_webhook
+    assert volume["secret"] == {"secretName": "hook", "optional": True, "defaultMode": 0o440}
+    assert Settings.from_environment(environment(helm_template())).incident_webhook == ""
+
+
 def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -> None:
     job = one(objects, "Job", f"{RELEASE}-release-nodes")
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"

@@ -215,6 +215,11 @@ CHANGES: dict[str, Change] = {
     "networkPolicy.egress.prometheusPorts": Change(
         [10902], {"NetworkPolicy spec.egress.2.ports.0.port": 10902}, given={"prometheus.url": "http://prometheus:9090"}
     ),
+    "networkPolicy.egress.webhookPorts": Change(
+        [8443],
+        {"NetworkPolicy spec.egress.2.ports.0.port": 8443},
+        given={"policy.incidentWebhook.secretName": "hook"},
+    ),
     "podMonitor.interval": Change(
         "9s",
         {f"PodMonitor{name} spec.podMetricsEndpoints.0.interval": "9s" for name in ("", "-workers")},
@@ -291,6 +296,7 @@ ELSEWHERE = {
     "policy.quarantine.condition": "test_chart.py",
     "monitoring.dashboardLabels": "test_dashboards.py",
     "prometheus.secretName": "test_chart.py",
+    "policy.incidentWebhook.secretName": "test_chart.py",
     "prometheus.headers": "test_chart.py",
     "prometheus.matchers": "test_chart.py",
     "prometheusRule.runbookUrl": "test_alerts.py",

@@ -17,6 +17,7 @@ from pacekeeper_operator.network import JobName
 from pacekeeper_operator.observation import NOT_ASKED, GpuValue
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus, Sample
+from pacekeeper_operator.runtime import Superseded
 from pacekeeper_operator.services import incidents
 from pacekeeper_operator.services.nodes_first import FEW
 from pacekeeper_operator.services.operator import (
@@ -411,6 +412,20 @@ class TestResync:
         assert list(place.operator.states) == [("ns", "j")]
         place.operator.turn(serves=False)
         assert place.operator.states == {}, "another one may write from now on"
+        task.cancel()
+
+    @pytest.mark.parametrize("leads", [True, False])
+    async def test_where_the_api_server_was_restored_from_a_backup_the_leader_ends(
+        self, place: Place, leads: bool
+    ) -> None:
+        """kopf's watch of jobs cannot be turned back."""
+        place.operator.leads = lambda: leads
+        place.cluster.version = 100
+        task = place.runtime.start(place.operator.resync(), "resync")
+        await place.timeline.run(1)
+        place.cluster.version = 50
+        await place.timeline.run(60)
+        assert isinstance(place.runtime.failure, Superseded) == task.done() == leads
         task.cancel()
 
     async def test_one_that_does_not_lead_reads_none(self, place: Place) -> None:

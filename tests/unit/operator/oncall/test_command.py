@@ -18,6 +18,7 @@ from pacekeeper_analysis.behaviour.page import page
 from pacekeeper_analysis.behaviour.table import read_table
 from pacekeeper_operator.api import API_VERSION, Object, format_time
 from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.oncall import command
 from pacekeeper_operator.oncall.command import main
 from tests.support import kubectl_stand_in
 from tests.support.oncall import incident_object, job_object, metadata
@@ -308,3 +309,53 @@ def test_it_needs_no_library_of_the_operators() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
     assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+class TestJson:
+    """For programs: the words, and the objects that they are about."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "kinds"),
+        [
+            (("status",), {"TrainingJob"}),
+            (("status", "j"), {"TrainingJob", "Incident"}),
+            (("why", "j"), {"TrainingJob", "Incident"}),
+            (("incidents",), {"Incident"}),
+            (("report", "j"), {"TrainingJob", "Incident"}),
+            (("mode", "j", "Sync"), {"TrainingJob"}),
+            (("restarts", "j", "20"), {"TrainingJob"}),
+            (("pause", "j"), {"TrainingJob"}),
+            (("resume", "j"), {"TrainingJob"}),
+            (("approve", "node-7", "--yes"), {"NodeQuarantine"}),
+            (("release", "node-7", "--yes"), {"NodeQuarantine"}),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    )
+    def test_each_verb_says_one_object(self, run: Run, arguments: tuple[str, ...], kinds: set[str]) -> None:
+        _, plain, _ = run(*arguments) if arguments[0] in ("status", "why", "incidents") else (0, "", "")
+        code, words, _ = run(*arguments, "-o", "json")
+        said = json.loads(words)
+        assert code == 0
+        assert {body["kind"] for body in said["objects"]} == kinds
+        assert said["text"].split() == plain.split() or not plain
+
+    def test_a_report_writes_no_page(self, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(folder)
+        before = {path.name for path in folder.iterdir()}
+        run("report", "j", "-o", "json")
+        assert {path.name for path in folder.iterdir()} - before == {"asked.json"}, "which is the stand-in's"
+
+    def test_nobody_is_asked(self, run: Run) -> None:
+        code, words, error = run("release", "node-7", "-o", "json")
+        assert (code, words) == (2, "")
+        assert "give --yes" in error
+
+    def test_an_error_is_words_and_a_status(self, run: Run) -> None:
+        code, words, error = run("why", "nobody", "-o", "json")
+        assert (code, words) == (1, "")
+        assert "there are: j" in error
+
+    def test_every_verb_knows_it(self) -> None:
+        verbs = next(action for action in command._parser()._actions if action.dest == "==SUPPRESS==" or action.choices)
+        assert verbs.choices
+        assert all("--output" in verb._option_string_actions for verb in dict(verbs.choices).values())
