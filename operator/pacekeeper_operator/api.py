@@ -678,6 +678,12 @@ class Sign:
     at: float
     witness: Witness = Witness.NONE
     weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
+    since: float | None = None  # when the namespace said it first; None: at `at`
+
+    @property
+    def first(self) -> float:
+        """When the namespace said it first, seconds since the epoch."""
+        return self.at if self.since is None else self.since
 
     @property
     def by_platform(self) -> bool:
@@ -697,10 +703,10 @@ class QuarantineSpec:
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:
-        return from_json(cls, spec, "spec", {"expires_after": parse_duration, "at": parse_time})
+        return from_json(cls, spec, "spec", {"expires_after": parse_duration, "at": parse_time, "since": parse_time})
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, {"expires_after": format_duration, "at": format_time})
+        return to_json(self, {"expires_after": format_duration, "at": format_time, "since": format_time})
 
 
 _Seconds = Annotated[float, Within(0.0, 1e6)]

@@ -498,6 +498,66 @@ class TestService:
         assert not world.held()
         assert await world.list(QUARANTINES) == []
 
+    async def lose_power(self, world: World, clock: Clock) -> None:
+        """Of three nodes. Their kubelets are away, and their jobs' words come within seconds."""
+        for i in (1, 2, 3):
+            world.node(f"node-{i}", ready="Unknown")
+            world.kubelet[f"node-{i}"] = {"phase": "Pending"}
+            await suspect(Fleet(world, clock, SETTINGS), blame(f"node-{i}", at=clock.now()))
+        await run(world, clock, 90)
+        assert not world.held()
+
+    def come_back(self, world: World, name: str, pod: Object | None = None) -> None:
+        world.node(name)
+        world.kubelet[name] = pod or {"phase": "Succeeded"}
+
+    async def test_the_first_that_is_back_shows_nothing_of_those_that_still_boot(
+        self, world: World, clock: Clock
+    ) -> None:
+        await self.lose_power(world, clock)
+        for i, pause in ((1, 100), (2, 400), (3, 30)):
+            self.come_back(world, f"node-{i}")
+            for late in range(i + 1, 4):  # jobs say it again: that makes it no other fault
+                said = ObjectRef(f"again-{i}-{late}", "team-a")
+                await suspect(Fleet(world, clock, SETTINGS), blame(f"node-{late}", incident=said, at=clock.now()))
+            await run(world, clock, pause)
+            assert not world.held()
+            found = world.quarantine(f"node-{i}")
+            assert found is not None
+            assert found.verdict is Verdict.CLEARED
+        await run(world, clock, 700)
+        assert not world.held()
+        assert await world.list(QUARANTINES) == []
+
+    async def test_one_that_comes_back_broken_is_quarantined_once_the_others_are_settled(
+        self, world: World, clock: Clock
+    ) -> None:
+        await self.lose_power(world, clock)
+        state = {"terminated": {"exitCode": 1, "message": "3 of 4 GPUs answer"}}
+        broken = {"phase": "Failed", "containerStatuses": [{"name": "probe", "state": state}]}
+        self.come_back(world, "node-1", broken)
+        await run(world, clock, 100)
+        assert not world.held(), "the others may come back in the same way"
+        for name in ("node-2", "node-3"):
+            self.come_back(world, name)
+        await run(world, clock, 300)
+        assert world.held() == {"node-1"}
+
+    async def test_a_probe_that_failed_while_many_were_away_is_asked_again(self, world: World, clock: Clock) -> None:
+        """The API server has not noticed yet that the nodes are not Ready."""
+        for i in (1, 2, 3):
+            world.kubelet[f"node-{i}"] = {"phase": "Pending"}
+            await suspect(Fleet(world, clock, SETTINGS), blame(f"node-{i}", at=clock.now()))
+        await run(world, clock, 70)
+        assert "ProbeFailed" in world.events()
+        for i in (1, 2, 3):
+            self.come_back(world, f"node-{i}")
+            await run(world, clock, 70)
+            assert not world.held()
+        await run(world, clock, 200)
+        assert not world.held()
+        assert {found.verdict for i in (1, 2, 3) if (found := world.quarantine(f"node-{i}"))} <= {Verdict.CLEARED}
+
     async def test_jobs_that_ask_on_and_on_do_not_wear_the_breaker_down(self, world: World, clock: Clock) -> None:
         """Each suspicion is dropped in its turn; what is said again then is no new sign."""
         said = []
