@@ -306,6 +306,8 @@ class Inconclusive(StrEnum):
     IMAGE = "Image"  # it cannot be pulled, which may be the registry's fault, or the installation's
     NOT_RUN = "NotRun"  # the pod could not be made, had no room on the node, or was ended by somebody
     OVERTAKEN = "Overtaken"  # another witness has spoken meanwhile
+    SHARED = "Shared"  # a probe pod on another node failed in the same check: it is the installation's fault
+    ALONE = "Alone"  # no probe pod on another node has passed the check in which it failed
 
 
 class PathControl(StrEnum):

@@ -14,7 +14,7 @@ from pacekeeper_analysis.errors import InputError
 from ..api import API_VERSION, LABEL_CIRCLE, Inconclusive, NodeProbe, PreflightSpec
 from ..cluster import NODE_PROBES, NODES, PODS, Cluster, Object
 from ..decide.node_circle import FEWEST, Seat, circles, launches
-from ..decide.node_probes import slowness
+from ..decide.node_probes import slowness, unshared
 from ..decide.node_steps import ProbePod
 from ..decide.preflight import is_valid
 from ..manifests import ProbeTask
@@ -155,7 +155,9 @@ def _judged(
         words = f"its probe pod did not end within {LOOK_SECONDS:.0f} s" + (f": {pod.message}" if pod.message else "")
         return replace(probe, message=words), reason
     if pod.phase == "Failed":
-        return replace(probe, passed=None if pod.inconclusive else False), pod.inconclusive
+        company = tuple(other for name, other in pods.items() if name != seat.pod)  # of other circles, too
+        shared, why = unshared(replace(pod, others=company))
+        return replace(probe, passed=None if shared else False, message=f"{pod.message}{why}"), shared
     words = slowness(replace(pod, others=others))
     if words:
         return replace(probe, passed=True, message=f"slow: {words}"), Inconclusive.SLOW

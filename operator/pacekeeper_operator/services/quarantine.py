@@ -519,7 +519,8 @@ async def _start_probe(fleet: Fleet, pod: str, known: Known, share: bool) -> Non
         place = node if launch.seat.pod == pod else await cluster.find(NODES, launch.seat.node)
         if place is None:
             continue
-        gpus = await probing.gpus(cluster, place, share=share) if launch.seat.pod == pod else 0
+        own = launch.seat.pod == pod
+        gpus = await probing.gpus(cluster, place, share=share) if own else await probing.one_gpu(cluster, place)
         task = ProbeTask(pod, secret, gpus, launch.peers, launch.guests)
         await probing.start(cluster, settings, launch.seat.pod, place, known.body, "NodeQuarantine", task)
 

@@ -142,6 +142,17 @@ async def test_what_a_probe_pod_comes_to(status: Object, passed: bool | None, wo
     assert place.cluster.probes()["c"].get("passed") is passed
 
 
+@pytest.mark.parametrize("check", ["network", "driver", ""])
+async def test_what_fails_on_every_node_is_no_nodes_fault(check: str) -> None:
+    unfit = told({"unfit": "it does not work", "check": check, "gpus": 1}, "Failed")
+    place = Place(a=[unfit], b=[unfit], c=[unfit])
+    found = await place.look("a", "b", "c")
+    assert {check.passed for check in found.values()} == {None}
+    assert "fails in the same way" in found["a"].words
+    alone = Place(a=[told({"unfit": "no network", "check": "network"}, "Failed")])
+    assert (await alone.look("a"))["a"].passed is None
+
+
 async def test_where_hardly_a_pod_ends_it_is_no_nodes_fault() -> None:
     place = Place(a=[{"phase": "Running"}], b=[told(USUAL)], c=[{"phase": "Running"}])
     found = await place.look("a", "b", "c")

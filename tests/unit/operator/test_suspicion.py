@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,7 +57,8 @@ from tests.support.schema import faults, schema
 START = 1_000_000.0
 NODE, DOWN = Node("uid-1"), Node("uid-1", ready=False)
 HELD = Node("uid-1", tainted=True, cordoned=True)
-PASSED, FAILED = ProbePod("Succeeded"), ProbePod("Failed", "GPU-a has 7 uncorrected memory errors")
+ELSEWHERE = (ProbePod("Succeeded", node="node-2", gpus=True),)
+PASSED, FAILED = ProbePod("Succeeded"), ProbePod("Failed", "GPU-a has 7 uncorrected memory errors", others=ELSEWHERE)
 NO_IMAGE = ProbePod("Pending", "ErrImagePull", Inconclusive.IMAGE)
 
 
@@ -149,7 +151,7 @@ class TestWitnesses:
 
     def test_a_node_that_cannot_start_the_pod_in_time_is_confirmed(self) -> None:
         begun, _ = settle(suspicion())
-        late, step = settle(begun, pod=ProbePod("Pending"), now=START + 60)
+        late, step = settle(begun, pod=ProbePod("Pending", others=ELSEWHERE), now=START + 60)
         assert condition(late, QuarantineCondition.WITNESSED) == ("True", "Probe")
         assert step == EndProbe("probe-q-node-1-1000000")
 
@@ -488,6 +490,45 @@ class TestService:
         assert "no basic auth" in (found.status.message or "")
         await run(world, clock, 600)
         assert not world.held()
+
+    @pytest.mark.parametrize("check", ["network", "driver"])
+    async def test_what_probes_fail_on_every_node_convicts_none(self, world: World, clock: Clock, check: str) -> None:
+        """A forged XID is enough to have a node probed."""
+        words = json.dumps({"unfit": "it does not work", "check": check, "gpus": 1})
+        state = {"terminated": {"exitCode": 1, "message": words}}
+        for i in range(1, 7):
+            world.node(f"node-{i}", gpus=8)
+            status = [{"name": "probe", "state": state}]
+            world.kubelet[f"node-{i}"] = {"phase": "Failed", "containerStatuses": status}
+        await suspect(Fleet(world, clock, SETTINGS), blame())
+        await run(world, clock, 20)
+        found = world.quarantine()
+        assert found is not None
+        assert found.status.probes[-1].inconclusive is Inconclusive.SHARED
+        assert "fails in the same way" in (found.status.message or "")
+        assert faults(found.status.to_patch(), schema("nodequarantines")["status"]) == []
+        await run(world, clock, 700)
+        assert not world.held()
+
+    async def test_the_others_of_a_circle_look_at_one_gpu_each_where_one_is_free(
+        self, world: World, clock: Clock
+    ) -> None:
+        for i in range(1, 4):
+            world.node(f"node-{i}", gpus=8)
+        for i in range(4, 7):
+            world.objects.pop(("nodes", "", f"node-{i}"))
+        limits = {"resources": {"limits": {"nvidia.com/gpu": "8"}}}
+        spec = {"nodeName": "node-3", "containers": [limits]}
+        world._store(("pods", "team-b", "w"), {"metadata": {"name": "w", "namespace": "team-b"}, "spec": spec})
+        world.kubelet |= {f"node-{i}": {"phase": "Running", "podIP": "10.0.0.1"} for i in (1, 2, 3)}
+        await suspect(Fleet(world, clock, SETTINGS), blame())
+        await run(world, clock, 15)
+        asked = {
+            pod["spec"]["nodeName"]: pod["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu")
+            for pod in world.probes()
+            if LABEL_CIRCLE in pod["metadata"].get("labels", {})
+        }
+        assert asked == {"node-1": "8", "node-2": "1", "node-3": None}
 
     async def test_power_lost_at_once_touches_no_node(self, world: World, clock: Clock) -> None:
         for i in (1, 2, 3):

@@ -150,7 +150,7 @@ class TestEvidence:
 
     def test_a_probe_that_fails_while_it_is_watched_is_the_witness_at_once(self) -> None:
         running = suspicion(probes=(ProbeResult("p", START),))
-        failed = ProbePod("Failed", "7 errors")
+        failed = ProbePod("Failed", "7 errors", others=(ProbePod("Succeeded"),))
         step = decide(running, NODE, failed, Around(), START + 2)
         assert isinstance(step, Report)
         assert (step.event, step.warning) == ("ProbeFailed", True)
