@@ -63,6 +63,10 @@ async def one_gpu(cluster: Cluster, node: Object) -> int:
     return int(wanted > 0 and (taken == sys.maxsize or taken < wanted))
 
 
+def has_gpus(node: Object) -> bool:
+    return int(node.get("status", {}).get("allocatable", {}).get(GPU, 0)) > 0
+
+
 def company(node: Object, nodes: Iterable[Object], salt: str) -> list[str]:
     """Names of nodes that can be probed beside `node`; the same ones for the same `salt`. Of the same kind, or one of
     another kind: it cannot show that the node is slow, but that what fails there works elsewhere."""

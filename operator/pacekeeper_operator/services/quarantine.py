@@ -125,6 +125,8 @@ async def reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
     for _ in range(MAX_STEPS):
         known, seen = await fleet.quarantine(name), await fleet.node(name)
         if known is None:
+            if seen is not None and seen.node.marked and not await _release_unanswered(fleet, name, seen):
+                continue
             if seen is None or not fleet.broken(name, seen):
                 return math.inf
             await _blame_by_condition(fleet, name, seen)
@@ -238,8 +240,6 @@ class _Round:
         if not fleet.nodes.listed.is_set():
             await fleet.nodes.read(fleet.cluster, ())
         await fleet.quarantines.read(fleet.cluster, ())
-        if self._listed_at < 0:
-            await _sweep(fleet)
         self._waiting |= dict.fromkeys(fleet.names())
 
     async def _attend(self, name: str, *, words: bool) -> None:
@@ -302,6 +302,21 @@ async def _sweep(fleet: Fleet) -> None:
         if seen.node.marked and await _quarantine_of(fleet, name) is None:
             await _release(fleet, seen)
             await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+
+
+async def _release_unanswered(fleet: Fleet, name: str, seen: Seen) -> bool:
+    """Releases a node with our marks for which no NodeQuarantine is known, whenever that is found; whether it is done.
+    That there is none the API server itself has to say: a watch may be late."""
+    try:
+        if await fleet.quarantine_anew(name) is not None:
+            return False
+        await _release(fleet, seen)
+    except (Conflict, NotFound) as error:
+        log.info("marks of %s: looking anew: %s", name, error)
+        await fleet.node_anew(name)
+        return False
+    await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+    return True
 
 
 async def _quarantine_of(fleet: Fleet, name: str) -> Object | None:
