@@ -293,6 +293,7 @@ ELSEWHERE = {
     "watchNamespaces": "test_chart.py",
     "tls.existingSecret": "test_chart.py",
     "admissionPolicy.hostAccess": "test_chart.py",
+    "admissionPolicy.hostNetwork": "test_chart.py",
     "admissionPolicy.stateWriters.users": "test_state_writers_are_exempt",
     "admissionPolicy.stateWriters.groups": "test_state_writers_are_exempt",
     "crds.keep": "test_chart.py",
