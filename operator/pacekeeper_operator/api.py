@@ -317,6 +317,8 @@ class Inconclusive(StrEnum):
     IMAGE = "Image"  # it cannot be pulled, which may be the registry's fault, or the installation's
     NOT_RUN = "NotRun"  # the pod could not be made, had no room on the node, or was ended by somebody
     OVERTAKEN = "Overtaken"  # another witness has spoken meanwhile
+    SHARED = "Shared"  # a probe pod on another node failed in the same check: it is the installation's fault
+    ALONE = "Alone"  # no probe pod on another node has passed the check in which it failed
 
 
 class NodeTrouble(StrEnum):
@@ -698,6 +700,12 @@ class Sign:
     at: float
     witness: Witness = Witness.NONE
     weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
+    since: float | None = None  # when the namespace said it first; None: at `at`
+
+    @property
+    def first(self) -> float:
+        """When the namespace said it first, seconds since the epoch."""
+        return self.at if self.since is None else self.since
 
     @property
     def by_platform(self) -> bool:
@@ -717,10 +725,10 @@ class QuarantineSpec:
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:
-        return from_json(cls, spec, "spec", {"expires_after": parse_duration, "at": parse_time})
+        return from_json(cls, spec, "spec", {"expires_after": parse_duration, "at": parse_time, "since": parse_time})
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, {"expires_after": format_duration, "at": format_time})
+        return to_json(self, {"expires_after": format_duration, "at": format_time, "since": format_time})
 
 
 _Seconds = Annotated[float, Within(0.0, 1e6)]
@@ -797,6 +805,7 @@ class NodeProbe:
     passed: bool | None = None  # None: it could not be found out
     message: str = ""
     figures: ProbeFigures | None = None
+    gpus_left_alone: bool = False  # for a job that uses none: they were not looked at
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:

@@ -34,6 +34,7 @@ from .api import (
 )
 from .probe import SECRET
 from .resources import SIDECAR_RESOURCES, Resources
+from .tolerations import Toleration
 
 GPU = "nvidia.com/gpu"
 RUNTIME_PATH = "/run/pacekeeper"
@@ -80,6 +81,8 @@ class ProbeImage:
     name: str
     pull_policy: str = ""  # "": the API server's default
     pull_secrets: tuple[str, ...] = ()  # names of Secrets in the operator's namespace
+    runtime_class: str = ""  # of those that look at GPUs; "": the nodes' default
+    tolerations: tuple[Toleration, ...] = ()  # besides those that every probe pod has
 
 
 @dataclass(frozen=True)
@@ -339,7 +342,9 @@ def probe_pod(
             "tolerations": [
                 {"key": TAINT_QUARANTINE, "operator": "Exists"},
                 {"key": "node.kubernetes.io/unschedulable", "operator": "Exists"},
+                *(dict(toleration) for toleration in image.tolerations),
             ],
+            **({"runtimeClassName": image.runtime_class} if image.runtime_class and task.gpus else {}),
             "containers": [container],
         },
     }

@@ -140,10 +140,13 @@ class GpuValue:
     value: float
     vouched: bool = False  # Prometheus' own service discovery says which node it is, not the exporter
     uuid: str = ""  # of the GPU; "": the exporter does not say
+    instance: str = ""  # of MIG; "": it is the whole GPU's
+    before: float | None = 0.0  # what the same series was two minutes ago; None: it was not there
 
     @property
     def key(self) -> str:
-        return f"{self.node}/{self.gpu}/{self.metric}"
+        gpu = self.gpu or self.uuid
+        return f"{self.node}/{gpu}{f':{self.instance}' if self.instance else ''}/{self.metric}"
 
     @property
     def gpu_key(self) -> tuple[str, str]:

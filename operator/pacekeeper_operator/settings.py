@@ -15,6 +15,7 @@ from .node_health import CONDITION_TYPE, CONDITIONS, KUBERNETES_CONDITIONS, TAIN
 from .policies import Peer, parse_peers, peers_of_url
 from .prometheus_options import Headers, Matchers, check_url, parse_headers, parse_matchers
 from .resources import SIDECAR_RESOURCES, Resources, parse_resources
+from .tolerations import Toleration, parse_tolerations
 
 MAX_RELEASE_PROBES = 5
 """A NodeQuarantine keeps its last ten probes, those in vain among them."""
@@ -45,6 +46,10 @@ class Settings:
     """Of probe pods; "": the API server's default."""
     image_pull_secrets: str = ""
     """Of probe pods: names of Secrets in the operator's namespace, comma separated."""
+    probe_runtime_class: str = ""
+    """RuntimeClass of probe pods that look at GPUs, where the nodes' default does not bring the driver into pods."""
+    probe_tolerations: tuple[Toleration, ...] = ()
+    """Of probe pods (a JSON list): a taint with the effect NoExecute would else end them."""
     sidecar_image: str = ""
     """Image of the sidecar; "": that of the job's trainer, which has Pacekeeper in it."""
     sidecar_pull_policy: str = ""
@@ -210,6 +215,8 @@ def _read(variable: str, text: str, annotation: str) -> object:
                 return Mode(text)
             case "tuple[Peer, ...]":
                 return parse_peers(text)
+            case "tuple[Toleration, ...]":
+                return parse_tolerations(text)
             case "Headers":
                 return parse_headers(text)
             case "Matchers":

@@ -28,7 +28,8 @@ from ..api import (
     format_time,
 )
 from ..node_health import NodeHealth
-from .node_figures import read_figures
+from ..probe import DRIVER, GPUS, MEMORY, NETWORK
+from .node_figures import read_check, read_figures
 
 MAX_MESSAGE = 1000
 NO_HEALTH = NodeHealth(cordons=False, taints=(), conditions=())
@@ -45,6 +46,10 @@ IMAGE_REASONS = frozenset(
     }
 )
 """Why a container waits through no fault of its node's."""
+RUNS = "runs"
+"""The check that a probe pod starts, and ends with words of its own."""
+CHECKS = (RUNS, NETWORK, DRIVER, GPUS, MEMORY)
+"""In the order in which a probe pod makes them."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,22 @@ class ProbePod:
     address: str = ""
     figures: ProbeFigures | None = None
     others: tuple[ProbePod, ...] = ()  # of its circle
+    check: str = ""  # in which it found its node unfit; "": it does not say
+    gpus: bool = False  # it had GPUs to look at
+
+    @property
+    def failed_check(self) -> str:
+        """What its node fails, if it fails anything. A pod that does not end in words of its own has not run."""
+        return self.check or RUNS
+
+    @property
+    def passed_checks(self) -> frozenset[str]:
+        """What its node passes. The checks come one after the other."""
+        made = [check for check in CHECKS if self.gpus or check not in (DRIVER, GPUS)]
+        if self.phase == "Succeeded":
+            return frozenset(made)
+        stopped = self.phase == "Failed" and self.check in made
+        return frozenset(made[: made.index(self.check)]) if stopped else frozenset()
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -217,7 +238,9 @@ class ProbePod:
         words = [status.get("reason"), status.get("message"), *said]
         message = ": ".join(word.strip() for word in words if word)[-MAX_MESSAGE:]
         phase = status.get("phase", "Pending")
-        return cls(phase, message, _inconclusive(status), node, status.get("podIP", ""), figures)
+        check, gpus = read_check(told)
+        address = status.get("podIP", "")
+        return cls(phase, message, _inconclusive(status), node, address, figures, check=check, gpus=gpus)
 
     @property
     def ended(self) -> bool:

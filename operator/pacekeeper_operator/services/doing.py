@@ -25,7 +25,7 @@ from ..effects import (
     WriteIncident,
 )
 from ..gangs import Gang
-from ..manifests import refused_template, worker_pod
+from ..manifests import refused_template, uses_gpus, worker_pod
 from ..observation import TemplateVerdict
 from ..observe.views import view_pod
 from ..queues import Stage, Turn
@@ -157,7 +157,7 @@ async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuar
 
 async def _look_at_nodes(operator: Operator, desk: Desk, nodes: Mapping[str, str], since: float) -> None:
     """What it brings back is news for the next pass."""
-    found = await preflight.look(operator, nodes, desk.job.spec.preflight, since)
+    found = await preflight.look(operator, nodes, desk.job.spec.preflight, since, gpus=uses_gpus(desk.job))
     for name, uid in nodes.items():
         check = found.get(uid)
         if check is not None and check.passed is not True:

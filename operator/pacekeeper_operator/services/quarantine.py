@@ -128,6 +128,8 @@ async def reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
     for _ in range(MAX_STEPS):
         known, seen = await fleet.quarantine(name), await fleet.node(name)
         if known is None:
+            if seen is not None and seen.node.marked and not await _release_unanswered(fleet, name, seen):
+                continue
             if seen is None or not fleet.broken(name, seen):
                 return math.inf
             await _blame_by_condition(fleet, name, seen)
@@ -241,8 +243,6 @@ class _Round:
         if not fleet.nodes.listed.is_set():
             await fleet.nodes.read(fleet.cluster, ())
         await fleet.quarantines.read(fleet.cluster, ())
-        if self._listed_at < 0:
-            await _sweep(fleet)
         self._waiting |= dict.fromkeys(fleet.names())
 
     async def _attend(self, name: str, *, words: bool) -> None:
@@ -306,6 +306,21 @@ async def _sweep(fleet: Fleet) -> None:
         if seen.node.marked and await _quarantine_of(fleet, name) is None:
             await _release(fleet, seen)
             await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+
+
+async def _release_unanswered(fleet: Fleet, name: str, seen: Seen) -> bool:
+    """Releases a node with our marks for which no NodeQuarantine is known, whenever that is found; whether it is done.
+    That there is none the API server itself has to say: a watch may be late."""
+    try:
+        if await fleet.quarantine_anew(name) is not None:
+            return False
+        await _release(fleet, seen)
+    except (Conflict, NotFound) as error:
+        log.info("marks of %s: looking anew: %s", name, error)
+        await fleet.node_anew(name)
+        return False
+    await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+    return True
 
 
 async def _quarantine_of(fleet: Fleet, name: str) -> Object | None:
@@ -547,7 +562,8 @@ async def _start_probe(fleet: Fleet, pod: str, known: Known, share: bool) -> Non
         place = node if launch.seat.pod == pod else await cluster.find(NODES, launch.seat.node)
         if place is None:
             continue
-        gpus = await probing.gpus(cluster, place, share=share) if launch.seat.pod == pod else 0
+        own = launch.seat.pod == pod
+        gpus = await probing.gpus(cluster, place, share=share) if own else await probing.one_gpu(cluster, place)
         task = ProbeTask(pod, secret, gpus, launch.peers, launch.guests)
         await probing.start(cluster, settings, launch.seat.pod, place, known.body, "NodeQuarantine", task)
 

@@ -414,6 +414,10 @@ def test_policies_follow_the_values() -> None:
     assert len(policies(helm_template())["pods"]["validations"]) == 2
     hosts = policies(helm_template("--set", "admissionPolicy.hostAccess=true"))["pods"]["validations"]
     assert [rule["message"] for rule in hosts] == ["a probe needs nothing of its node, and no service account"]
+    network = policies(helm_template("--set", "admissionPolicy.hostNetwork=false"))["pods"]["validations"]
+    assert [rule["expression"] for rule in network if "admissionPolicy.hostNetwork" in rule["message"]] == [
+        "!object.spec.?hostNetwork.orValue(false)"
+    ]
     assert "plans" in policies(helm_template())
     assert "plans" not in policies(helm_template("--set", "migration.enabled=false"))
     assert policies(helm_template("--set", "admissionPolicy.enabled=false")) == {}

@@ -485,6 +485,18 @@ def test_unreliable_nodes_are_a_preference_of_the_least_weight_and_no_more(affin
         assert lost(wanted.spec.template, body) == []
 
 
+def test_a_probe_gets_the_installations_runtime_where_it_looks_at_gpus_and_its_tolerations() -> None:
+    owner = {"metadata": {"name": "node-3", "uid": "u"}}
+    image = ProbeImage("image", runtime_class="nvidia", tolerations=({"key": "gpu", "operator": "Exists"},))
+    with_gpus, without = (
+        probe_pod("probe", "system", owner, owner, "NodeProbe", image, ProbeTask("circle", gpus=gpus))["spec"]
+        for gpus in (1, 0)
+    )
+    assert with_gpus["runtimeClassName"] == "nvidia"
+    assert "runtimeClassName" not in without, "a node without GPUs may not have it"
+    assert {"key": "gpu", "operator": "Exists"} in without["tolerations"]
+
+
 def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
     node = {"metadata": {"name": "node-3", "uid": "uid-of-node"}}
     quarantine = {"metadata": {"name": "node-3", "uid": "uid-of-quarantine"}}

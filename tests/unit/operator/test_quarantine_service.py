@@ -393,6 +393,32 @@ class TestWatchOver:
         assert place.cluster.marked() == {"node-3"}
         assert place.cluster.lists.count("nodes") == 1
 
+    async def test_marks_whose_quarantine_goes_by_force_are_taken_away_while_it_runs(self, place: Place) -> None:
+        await place.by_hand()
+        fleet = place.fleet()
+        watching = place.runtime.start(watch_over(fleet), "quarantines")
+        await place.timeline.run(3)
+        assert place.cluster.marked() == {"node-1"}
+        gone = place.cluster.objects.pop((QUARANTINES.plural, "", "node-1"))
+        fleet.quarantines.hear(gone, deleted=True)
+        await place.timeline.run(3)
+        assert place.cluster.marked() == set()
+        assert "NodeReleased" in {event[0] for event in place.cluster.events("Node")}
+        watching.cancel()
+
+    async def test_marks_that_come_while_it_runs_without_a_quarantine_go(self, place: Place) -> None:
+        """Like those of a restored backup; one whose NodeQuarantine a watch has not told of yet stays."""
+        fleet = place.fleet()
+        watching = place.runtime.start(watch_over(fleet), "quarantines")
+        await place.timeline.run(3)
+        await place.by_hand("node-3")
+        for name in ("node-2", "node-3"):
+            place.cluster.node(name, marked=True)
+            fleet.nodes.hear(place.cluster.objects[NODES.plural, "", name], deleted=False)
+        await place.timeline.run(3)
+        assert place.cluster.marked() == {"node-3"}
+        watching.cancel()
+
     async def test_the_sweep_is_tried_again_until_it_is_done(self, place: Place) -> None:
         place.cluster.node("node-2", marked=True)
         place.cluster.failures["nodes"] = [kopf.TemporaryError("429")]
