@@ -188,10 +188,9 @@ class TestHeldBack:
         asked = suspicion(name="node-2", phase=QuarantinePhase.PENDING)
         suspected = suspicion(name="node-3", phase=QuarantinePhase.SUSPECTED)
         approved = suspicion(name="node-4", approved=True)
-        one = {"max_nodes": 1, "breaker_nodes": 9}
 
         def verdict(*others: Quarantine, acts: bool) -> str:
-            report = judged(suspicion(), DOWN, census=Census.of(others), rules=Rules(acts=acts, **one))
+            report = judged(suspicion(), DOWN, census=Census.of(others), rules=Rules(acts=acts, max_nodes=1, breaker_nodes=9))
             return said(report, QuarantineCondition.QUARANTINED)[1]
 
         assert verdict(asked, suspected, acts=True) == "Suspected", "it is to be quarantined"
