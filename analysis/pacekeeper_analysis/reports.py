@@ -199,6 +199,8 @@ class FaultKind(StrEnum):
     ROUND_FAILED = "RoundFailed"  # a round could not be started: not all launchers came, or the store is out of reach
 
 
+GONE = ("Z", "X", "")
+"""State letters of a process that has exited."""
 DEBUGGER = "a debugger"
 """In `RankState.waits_for`: somebody looks into the rank, for as long as that takes."""
 

@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from ..records import Collective, Device, Phase
-from ..reports import DEBUGGER, BlockedConnection, Fault, FaultKind, RankState
+from ..reports import DEBUGGER, GONE, BlockedConnection, Fault, FaultKind, RankState
 from .waiting import Gathering, Sinks, WaitGraph, name_ranks
 
 COMMUNICATION_SECONDS = 10.0
@@ -118,7 +118,7 @@ _NO_VERDICT = HangVerdict(HangKind.COMMUNICATION, (), ())
 
 
 def _stopped(case: _Case) -> HangVerdict | None:
-    gone = [rank for rank in case.ranks if rank.process_state in ("T", "Z", "X", "") and not rank.ended]
+    gone = [rank for rank in case.ranks if rank.process_state in ("T", *GONE) and not rank.ended]
     return case.blame(HangKind.STOPPED, gone)
 
 

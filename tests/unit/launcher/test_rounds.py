@@ -198,6 +198,13 @@ def test_ranks_get_time_when_a_peer_has_left_because_it_was_told_to(running: Mac
     assert running.see(after=SETTINGS.settle) == [Kill()]
 
 
+def test_a_rank_that_fails_while_the_others_leave_does_not_cost_them_their_time(running: Machine) -> None:
+    left = replace(GATHERING, ended_by="other", ending=Ending.LEFT)
+    assert running.see(view=left) == []
+    assert running.see(ranks=failed(1, 1), view=left, after=0.2) == []
+    assert running.see(view=left, after=SETTINGS.settle) == [Kill()]
+
+
 def test_no_round_before_the_killed_ranks_are_gone_and_a_fault_when_they_stay(running: Machine) -> None:
     running.see(ranks=failed(0, -9), view=GATHERING)
     stuck = (RankSeen(0, exit_code=-9, gone=True), RankSeen(1))

@@ -164,7 +164,7 @@ async def test_the_processes_of_stalled_ranks_are_looked_at(bench: Bench, sleepe
 async def test_a_rank_that_has_only_just_ended_has_crashed_and_does_not_hang(
     bench: Bench, sleeper: subprocess.Popen[bytes]
 ) -> None:
-    """One whose end nobody tells of is reported all the same, with the next report of the stall."""
+    """If the exit is never reported, the next report of the stall has it."""
     bench.steps(10)
     sleeper.kill()
     await asyncio.to_thread(os.waitid, os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.records import Device
-from pacekeeper_analysis.reports import Fault
+from pacekeeper_analysis.reports import GONE, Fault
 
 from . import ras
 from .rounds import RoundState
@@ -25,8 +25,6 @@ from .watch import BETWEEN_LOOKS, Look, Watch, step_seconds_of
 
 STOPPED = "T"
 """State letter of a process that a signal has stopped."""
-GONE = ("Z", "X", "")
-"""Those of a process that has ended."""
 _PROBE_TIMEOUT = 1.0
 
 
@@ -117,9 +115,9 @@ class Inspector:
         neighbours: list[str],
         ended: Collection[int],
     ) -> None:
-        """Looks twice at every rank, and once whether the neighbours are there; reports the stall.
+        """Check every rank twice, and once whether the peer replicas can be reached; report the stall.
 
-        A process found gone for the first time has only just ended: its exit, which is about to be told, says more.
+        A process found gone for the first time has only just ended. Its exit, which is about to be reported, says more.
         """
         probes = asyncio.gather(*(is_reachable(address, self._settings.neighbour_port) for address in neighbours))
         first = await _look_at_all(pids, stacks)

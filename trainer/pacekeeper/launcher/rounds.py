@@ -17,8 +17,8 @@ from .meeting import Ending, MeetingStage, Report, Status, View
 from .settings import LauncherSettings
 
 EXPLAIN_SECONDS = 0.1
-"""A rank that has lost a peer may be heard of just before that peer is, on its own worker or another: so long the
-others are not killed for it."""
+"""The launcher may see a rank that lost a peer just before it sees that peer's exit, also from another worker. The
+other ranks are not killed for this duration."""
 ALONE_SECONDS = 2.0
 """Peers are heard once a second: who hears none for so long may have to end its ranks by the operator's silence."""
 LEFT_EXIT_CODE = 143
@@ -232,7 +232,7 @@ def _look_at_ranks(turn: _Turn) -> None:
             turn.set(stage=LauncherState.FINISHED, finished_round=state.running)
             _end_ranks(turn, patience=turn.settings.linger)
         return
-    if state.ending in {Ending.CONNECTION, Ending.ENDED} and state.killed_at is None:
+    if state.killed_at is None and _may_have_followed(turn):
         better = [rank for rank in ranks if rank.exit_code and _ending_of(rank) < Ending.CONNECTION]
         if better:
             _note_failure(turn, min(better, key=_ending_of))
@@ -243,13 +243,27 @@ def _look_at_ranks(turn: _Turn) -> None:
         turn.set(stage=state.stage if stays else LauncherState.GATHERING)
 
 
+def _may_have_followed(turn: _Turn) -> bool:
+    """Return whether the round ended because a rank, here or elsewhere, lost a peer: a rank here may explain it."""
+    state, view = turn.state, turn.seen.view
+    by_peers = state.ending is Ending.ENDED and view is not None and view.ending is Ending.CONNECTION
+    return by_peers or state.ending is Ending.CONNECTION
+
+
+def _patience(turn: _Turn, ending: Ending) -> float:
+    """Return the seconds that ranks have to end by themselves in a round that ends this way."""
+    if ending is Ending.LEFT:
+        return turn.settings.settle
+    return EXPLAIN_SECONDS if ending is Ending.CONNECTION else 0.0
+
+
 def _note_failure(turn: _Turn, rank: RankSeen) -> None:
     """The round ends here because of `rank`, the one of this worker's that explains it best."""
     ending = _ending_of(rank)
     turn.set(ending=ending)
     if ending is Ending.LEFT:
         turn.set(failure=None)
-        _end_ranks(turn, patience=turn.settings.settle)
+        _end_ranks(turn, patience=_patience(turn, ending))
         return
     fault = turn.fault(
         FaultKind.RANK_FAILED,
@@ -262,7 +276,7 @@ def _note_failure(turn: _Turn, rank: RankSeen) -> None:
         error=rank.error,
     )
     turn.set(failure=fault, failed_at=turn.now)
-    _end_ranks(turn, patience=EXPLAIN_SECONDS if ending is Ending.CONNECTION else 0.0)
+    _end_ranks(turn, patience=_patience(turn, ending))
 
 
 def _ending_of(rank: RankSeen) -> Ending:
@@ -383,8 +397,7 @@ def _take_part(turn: _Turn, plan: WorkerPlan) -> None:
         turn.set(stage=LauncherState.LOST)
     elif state.running:
         if view is not None and not _is_current(view, state.running):
-            patience = {Ending.LEFT: turn.settings.settle, Ending.CONNECTION: EXPLAIN_SECONDS}
-            _end_ranks(turn, patience=patience.get(view.ending, 0.0))
+            _end_ranks(turn, patience=_patience(turn, view.ending))
     else:
         _act_on(view, turn, plan)
 

@@ -6,6 +6,8 @@ import asyncio
 import os
 from pathlib import Path
 
+from pacekeeper_analysis.reports import GONE
+
 from .processes import catches, read_fields
 from .rank import STACK_SIGNAL
 from .waits import describe_wait, helper_ticks
@@ -58,7 +60,7 @@ def main_stack(dump: str, main_thread: str) -> str:
 async def look_at(pid: int, file: StackFile) -> Look:
     """One look at the process; never longer than `_PATIENCE`."""
     state, ticks = process_state(pid)
-    if state in {"", "T", "Z", "X"}:
+    if state in ("T", *GONE):
         return Look(state, ticks)
     # It has become another program, the script has taken the handler away, or a debugger holds it.
     if state == "t" or not catches(pid, STACK_SIGNAL):
