@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper_analysis.diagnose.gpu_health import Sign
+from pacekeeper_operator.observe.prometheus import BEFORE_MINUTES
 
 from .network import PROMETHEUS
 
@@ -19,6 +21,7 @@ SCRAPES = 5.0
 """Seconds between two scrapes of a pod."""
 LOOKBACK = 300.0
 """So many seconds a series without news is answered with."""
+BEFORE_SECONDS = 60.0 * BEFORE_MINUTES
 XID_METRIC = "DCGM_FI_DEV_XID_ERRORS"
 EXPORTER = "gpu-operator"
 Job = tuple[str, str]
@@ -46,6 +49,7 @@ class Prometheus:
         self._world = world
         self._targets: dict[str, tuple[Job, list[Series]]] = {}  # by pod uid
         self._xids: dict[tuple[str, str], int] = {}  # by node and GPU
+        self._xids_before: dict[tuple[str, str], tuple[float, int]] = {}  # until when, in virtual seconds; and which
         self._pending_rows: dict[tuple[str, str], None] = {}
         world.after(SCRAPES, self._scrape_all)
 
@@ -57,6 +61,7 @@ class Prometheus:
 
     def count_xid(self, node: str, gpu: str, xid: int) -> None:
         """The newest one of a GPU, as DCGM tells it."""
+        self._xids_before[node, gpu] = self._world.now(), self._xids.get((node, gpu), 0)
         self._xids[node, gpu] = xid
 
     def rows(self, query: str) -> list[Row]:
@@ -104,6 +109,9 @@ class Prometheus:
             xids["node-that-is-not", "0"] = 79
         for (node, gpu), xid in xids.items():
             yield self._row({"__name__": XID_METRIC, **self._of_gpu(node, gpu, "gpu")}, xid)
+            changed, earlier = self._xids_before.get((node, gpu), (math.inf, 0))
+            before = xid if self._world.now() - changed > BEFORE_SECONDS else earlier
+            yield self._row({"__name__": XID_METRIC, **self._of_gpu(node, gpu, "gpu_before")}, before)
         yield self._row({"figure": "named" if self.names_nodes else "unnamed"}, len(nodes))
 
     def _of_gpu(self, node: str, gpu: str, figure: str) -> dict[str, str]:

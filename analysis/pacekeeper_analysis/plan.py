@@ -43,6 +43,7 @@ _Port = Annotated[int, Within(1024, 65535)]
 _Name = Annotated[str, Longest(253)]
 _StorePort = Annotated[int, Within(0, 65535)]
 _Address = Annotated[str, Longest(45)]
+_Names = Annotated[tuple[_Text, ...], Longest(MOST_WORKERS)]
 
 
 class SyncMode(StrEnum):
@@ -253,6 +254,7 @@ class Plan:
     figures_band: _Seconds = 0.05  # a rank's figures are told at once when they leave what was told last by this part
     step_seconds: _Seconds = 0.0  # of the slowest rank, when this membership began; 0: not known
     stop: Stop = Stop.NO
+    leaving: _Names = ()  # members whose pods end: their ranks save, and leave
     secret: str = field(default="", repr=False)  # of the membership, hex; "": an older operator gave none
 
     def __post_init__(self) -> None:
@@ -288,8 +290,9 @@ class Plan:
         """What `worker` is told: its own ranks and where to meet the others. Of thousands each costs the same: what is
         common to them is worked out once."""
         position, task = self._positions.get(worker), self._tasks.get(worker)
-        if position is None:
-            role = Role.LEAVE if self.stop is not Stop.NO else Role.SPARE
+        if position is None or self.stop is Stop.FINISH or worker in self.leaving:
+            leaves = position is not None or self.stop is not Stop.NO
+            role = Role.LEAVE if leaves else Role.SPARE
             return WorkerPlan(role=role, probe=task, **self._common)
         member = self.members[position]
         neighbours = {self.members[(position + offset) % len(self.members)].address for offset in (-1, 1)}

@@ -199,8 +199,12 @@ class FaultKind(StrEnum):
     ROUND_FAILED = "RoundFailed"  # a round could not be started: not all launchers came, or the store is out of reach
 
 
+FINISHED_MESSAGE = "pacekeeper: the ranks have finished"
+"""Line of a trainer's termination message. Exit code 0 alone proves nothing: behind a pipe it is another command's."""
+
 GONE = ("Z", "X", "")
 """State letters of a process that has exited."""
+
 DEBUGGER = "a debugger"
 """In `RankState.waits_for`: somebody looks into the rank, for as long as that takes."""
 

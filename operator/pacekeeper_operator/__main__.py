@@ -36,6 +36,8 @@ from .services.leadership import Lease
 from .services.operator import Operator
 from .services.quarantine import release_all
 from .services.sidecars import Sidecars
+from .services.webhook import Webhook
+from .services.webhook import over_http as over_webhook
 from .settings import Settings
 
 RELEASE_SECONDS = 120.0
@@ -57,7 +59,7 @@ def main() -> int:
     have_one_heap()
     seldom_look_for_garbage()
     read_what_is_nested_deeply()
-    return asyncio.run(_run(settings) if arguments.command == "run" else _release_all())
+    return asyncio.run(_run(settings) if arguments.command == "run" else _release_all(settings))
 
 
 class _Edges:
@@ -82,6 +84,10 @@ class _Edges:
         ask = over_http(url, Path(folder) if folder else None, settings.prometheus_headers) if url else None
         matchers = settings.prometheus_matchers
         return Prometheus(url, settings.dcgm_namespace, settings.dcgm_node_label, ask, matchers)
+
+    def webhook(self, settings: Settings, runtime: Runtime) -> Webhook | None:
+        folder = settings.incident_webhook
+        return Webhook(over_webhook(Path(folder)), runtime) if folder else None
 
     def answer_probes(self, operator: Operator, lease: Lease) -> AbstractAsyncContextManager[None]:
         return health.serve(partial(health.ill, operator, lease), operator.settings.liveness_port)
@@ -123,9 +129,9 @@ async def _run(settings: Settings) -> int:
     return 1
 
 
-async def _release_all() -> int:
+async def _release_all(settings: Settings) -> int:
     async with cluster.connect() as api:
-        await release_all(api, Runtime(), RELEASE_SECONDS)
+        await release_all(api, Runtime(), RELEASE_SECONDS, settings)
     return 0
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -47,6 +48,8 @@ ANNOTATION_PROFILE = f"{GROUP}/profile"
 """On jobs: another value asks for a behaviour window at once."""
 ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
 """On incidents, RFC 3339: deleted afterwards. Remove the annotation to keep the incident."""
+UNREAD = f"{GROUP}/unread"
+"""Key of what stands for a template that is too large to be kept: why, with the remedy."""
 PAUSE = "pacekeeper-pause"
 """ConfigMap of the operator's namespace: while it exists, no remedy is applied. Its key `reason` says why."""
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
@@ -62,6 +65,8 @@ FINALIZER_JOB = f"{GROUP}/job"
 FINALIZER_QUARANTINE = f"{GROUP}/release-node"
 FIELD_MANAGER_FABRIC = "pacekeeper-fabric"
 """Owner of the status of Fabrics (server-side apply)."""
+FIELD_MANAGER_CONDITION = "pacekeeper-condition"
+"""Owner of the condition of a quarantined node (server-side apply)."""
 FIELD_MANAGER_CORDON = "pacekeeper-quarantine"
 """Owner of taint and cordon (server-side apply): giving up the ownership leaves a cordon that somebody else owns."""
 
@@ -71,6 +76,8 @@ SIDECAR = "pacekeeper-sidecar"
 MAX_JOB_NAME = 40
 MAX_PROFILE_WANTED = 64
 """Characters of the annotation that are looked at."""
+MAX_NODE_INCIDENTS = 64
+"""Of a NodeHistory: the newest are kept."""
 MAX_EVIDENCE = 64
 MAX_EVIDENCE_CHARACTERS = 8192
 TOKEN_AUDIENCE = "pacekeeper"
@@ -155,9 +162,12 @@ class Reason(StrEnum):
     WAITING_FOR_PODS = "WaitingForPods"
     SCHEDULING_TIMEOUT = "SchedulingTimeout"
     IMAGE_PULL_FAILED = "ImagePullFailed"
+    CONTAINER_CANNOT_START = "ContainerCannotStart"  # a missing Secret or ConfigMap, a command that is not there, …
     FOLDER_IN_USE = "CheckpointFolderInUse"
     # Reconciling
     OTHER_REPLICAS = "ReplicasDiffer"
+    # Stalled
+    BACK_OFF = "BackOff"  # the next try waits, longer each time
     # Degraded
     ALL_SLOW = "AllRanksSlowAlike"
     STRAGGLER = "Straggler"
@@ -169,6 +179,7 @@ class Reason(StrEnum):
     WORKERS_UNREACHED = "WorkersUnreached"
     FEWER_REPLICAS = "FewerReplicas"
     NO_SPARE = "NoSpareLeft"
+    WORKER_CANNOT_START = "WorkerCannotStart"  # a spare, or a successor
     QUARANTINE_BREAKER = "QuarantineBreaker"
     PAUSED = "Paused"
     HEALTHY = "Healthy"
@@ -306,6 +317,17 @@ class Inconclusive(StrEnum):
     IMAGE = "Image"  # it cannot be pulled, which may be the registry's fault, or the installation's
     NOT_RUN = "NotRun"  # the pod could not be made, had no room on the node, or was ended by somebody
     OVERTAKEN = "Overtaken"  # another witness has spoken meanwhile
+    SHARED = "Shared"  # a probe pod on another node failed in the same check: it is the installation's fault
+    ALONE = "Alone"  # no probe pod on another node has passed the check in which it failed
+
+
+class NodeTrouble(StrEnum):
+    """Kinds of Incidents that a NodeHistory counts."""
+
+    LOST = "Lost"
+    HUNG = "Hung"
+    SLOW = "Slow"
+    GPU_ERROR = "GpuError"
 
 
 class PathControl(StrEnum):
@@ -678,6 +700,12 @@ class Sign:
     at: float
     witness: Witness = Witness.NONE
     weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
+    since: float | None = None  # when the namespace said it first; None: at `at`
+
+    @property
+    def first(self) -> float:
+        """When the namespace said it first, seconds since the epoch."""
+        return self.at if self.since is None else self.since
 
     @property
     def by_platform(self) -> bool:
@@ -697,10 +725,10 @@ class QuarantineSpec:
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:
-        return from_json(cls, spec, "spec", {"expires_after": parse_duration, "at": parse_time})
+        return from_json(cls, spec, "spec", {"expires_after": parse_duration, "at": parse_time, "since": parse_time})
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, {"expires_after": format_duration, "at": format_time})
+        return to_json(self, {"expires_after": format_duration, "at": format_time, "since": format_time})
 
 
 _Seconds = Annotated[float, Within(0.0, 1e6)]
@@ -777,6 +805,7 @@ class NodeProbe:
     passed: bool | None = None  # None: it could not be found out
     message: str = ""
     figures: ProbeFigures | None = None
+    gpus_left_alone: bool = False  # for a job that uses none: they were not looked at
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:
@@ -785,6 +814,75 @@ class NodeProbe:
 
     def to_json(self) -> dict[str, Any]:
         return to_json(self, {"at": format_time, **_FIGURES_OUT})
+
+
+@dataclass(frozen=True)
+class NodeIncident:
+    """An Incident of some job that its node is remembered for."""
+
+    namespace: str
+    name: str
+    kind: NodeTrouble
+    at: float  # when it was detected, seconds since the epoch
+    left_with_node: bool | None = None  # None: its worker was not moved, or what came of it is not known
+
+
+@dataclass(frozen=True)
+class TroubleCount:
+    """How many Incidents of one kind a node has had. Times are seconds since the epoch."""
+
+    kind: NodeTrouble
+    count: int
+    first_at: float
+    last_at: float
+
+
+@dataclass(frozen=True)
+class NodeHistoryStatus:
+    """`incidents`: the newest first. `counts`: the same by kind, for people."""
+
+    incidents: tuple[NodeIncident, ...] = ()
+    counts: tuple[TroubleCount, ...] = ()
+
+    @classmethod
+    def of(cls, incidents: tuple[NodeIncident, ...]) -> Self:
+        """With their counts."""
+        times = {kind: [one.at for one in incidents if one.kind is kind] for kind in NodeTrouble}
+        counts = (TroubleCount(kind, len(at), min(at), max(at)) for kind, at in times.items() if at)
+        return cls(incidents, tuple(counts))
+
+    @classmethod
+    def parse(cls, status: Mapping[str, Any]) -> Self:
+        """Raises InputError that names the field."""
+        return from_json(cls, status, "status", _HISTORY_TIMES)
+
+    def to_patch(self) -> dict[str, Any]:
+        return to_patch(self, _HISTORY_TIMES_OUT)
+
+
+@dataclass(frozen=True)
+class NodeHistory:
+    """What a node is remembered for. Named after its node; goes with it."""
+
+    node: str
+    node_uid: str
+    incidents: tuple[NodeIncident, ...] = ()  # the newest first
+    uid: str = ""
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """`body`: the whole object. Never raises: an entry that cannot be read (another version has written it, say)
+        is left out, and the others count."""
+        metadata, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
+        written = status.get("incidents")
+        found = tuple(_node_incidents(written if isinstance(written, list) else ()))
+        return cls(metadata["name"], str(spec.get("nodeUID", "")), found, metadata.get("uid", ""))
+
+
+def _node_incidents(items: Iterable[Any]) -> Iterator[NodeIncident]:
+    for item in items:
+        with suppress(InputError):
+            yield from_json(NodeIncident, item if isinstance(item, Mapping) else {}, "status.incidents", _HISTORY_TIMES)
 
 
 @dataclass(frozen=True)
@@ -987,6 +1085,8 @@ _FIGURES_OUT: Converters = {
     **dict.fromkeys(("held_back", "idle_cores", "throttled", "pressure", "frequency"), round_figure),
     **dict.fromkeys(("memory_bytes_per_second", "up", "down"), round),
 }
+_HISTORY_TIMES: Converters = dict.fromkeys(("at", "first_at", "last_at"), parse_time)
+_HISTORY_TIMES_OUT: Converters = dict.fromkeys(("at", "first_at", "last_at"), format_time)
 _INCIDENT_FIGURES = (
     "seconds",
     "gain_seconds",

@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from email.utils import parsedate_to_datetime
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlencode
 from urllib.request import getproxies
 
@@ -22,10 +23,11 @@ from kubernetes.aio import client, config
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
 
-from . import api
+from . import api, transfer
 
 Object = api.Object
 Objects = list[Object]
+Kept = TypeVar("Kept")
 
 REQUEST_SECONDS = 15
 WATCH_SECONDS = 300
@@ -33,7 +35,8 @@ WATCH_SECONDS = 300
 SILENT_SECONDS = 75.0
 """A watch that says nothing for so long has ended; it says once a minute that there is nothing."""
 PAGE = 500
-"""Objects of a list that come at once. Thousands would hold up everything else while they are read: a Lease, say."""
+"""Objects of a list that come at once, at most: `transfer.Pages` bounds their bytes. Thousands would hold up everything
+else while they are read: a Lease, say."""
 CALLS_AT_ONCE = 32
 """Of one connection; others wait. More would make no answer come sooner, and each of them later."""
 BUSY_SECONDS, LONGEST_BUSY_SECONDS = 2.0, 60.0
@@ -62,7 +65,7 @@ class Busy(kopf.TemporaryError):
 
 
 class Gone(kopf.TemporaryError):
-    """What has happened since is not known any more: it is to be listed anew."""
+    """What has happened since is not known any more, or not yet, where an etcd was restored: list it anew."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ BEHAVIOURS = Kind(f"/apis/{api.API_VERSION}", "behaviourwindows")
 INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
 FABRICS = Kind(f"/apis/{api.API_VERSION}", "fabrics", namespaced=False)
 NODE_PROBES = Kind(f"/apis/{api.API_VERSION}", "nodeprobes", namespaced=False)
+NODE_HISTORIES = Kind(f"/apis/{api.API_VERSION}", "nodehistories", namespaced=False)
 QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
 
 _OF_ANYBODY = (LEASES.path, TOKEN_REVIEWS.path)
@@ -126,6 +130,7 @@ class Answer:
     status: int
     body: Object
     retry_after: float = 0.0  # seconds, as the server asks; 0: it does not
+    date: float = 0.0  # seconds since the epoch, by the server's clock; 0: it does not say
 
 
 class Connection(Protocol):
@@ -150,6 +155,8 @@ class Cluster:
         self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
         self.before_write: Callable[[], None] = _go_on
         """Called before whatever changes the cluster is sent; it raises where this operator may not act."""
+        self.hear_date: Callable[[float], None] = _pass_over
+        """Called with the date of each answer that has one, in seconds since the epoch by the API server's clock."""
 
     async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
         return await self._call("GET", _path(kind, namespace, name))
@@ -180,10 +187,22 @@ class Cluster:
             version = page.version
         return Listing(items, version)
 
+    async def collect(
+        self, kind: Kind, keep: Callable[[Object], Kept], namespace: str = "", *, labels: str = "", fields: str = ""
+    ) -> Sequence[Kept]:
+        """What `keep` makes of each object. For objects of tenants, who decide how large they are: no more than a page
+        of them is held at once."""
+        kept: list[Kept] = []
+        async with aclosing(self.pages(kind, namespace, labels=labels, fields=fields)) as pages:
+            async for page in pages:
+                kept += map(keep, page.items)
+        return kept
+
     async def pages(
         self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = ""
     ) -> AsyncGenerator[Listing]:
-        """The same in parts, for whoever keeps little of each object: thousands of pods take hundreds of megabytes."""
+        """The same in parts, for whoever keeps little of each object: thousands of pods take hundreds of megabytes. A
+        page is emptied before the next one is asked for."""
         query = {"limit": str(PAGE)} | ({"labelSelector": labels} if labels else {})
         query |= {"fieldSelector": fields} if fields else {}
         while True:
@@ -192,7 +211,9 @@ class Cluster:
                 words = f"the API server has answered a list of {kind.plural} without a list"
                 raise kopf.TemporaryError(words, delay=2)
             query["continue"] = answer["metadata"].get("continue") or ""
-            yield Listing(answer["items"] or [], int(answer["metadata"]["resourceVersion"]))
+            items: Objects = answer["items"] or []
+            yield Listing(items, int(answer["metadata"]["resourceVersion"]))
+            items.clear()
             if not query["continue"]:
                 return
 
@@ -271,6 +292,8 @@ class Cluster:
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 words = f"the API server does not answer {method} {path}: {error!r}"
                 raise kopf.TemporaryError(words, delay=2) from error
+        if answer.date:
+            self.hear_date(answer.date)
         if answer.status < 300:
             return answer.body
         raise _error(answer, method, path)
@@ -287,20 +310,19 @@ class HttpConnection:
     ) -> Answer:
         answer = await self._ask(method, path, query, body, style, REQUEST_SECONDS)
         asked = answer.headers.get("Retry-After", "")
-        return Answer(answer.status, _parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0)
+        date = _date(answer.headers.get("Date", ""))
+        return Answer(answer.status, parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0, date)
 
     async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[Object]:
         patience = aiohttp.ClientTimeout(total=None, connect=REQUEST_SECONDS, sock_read=SILENT_SECONDS)
         answer = await self._ask("GET", path, query, None, JSON, patience)
         try:
             if answer.status >= 300:
-                yield {"type": "ERROR", "object": _parse(await answer.read()) | {"code": answer.status}}
+                yield {"type": "ERROR", "object": parse(await answer.read()) | {"code": answer.status}}
                 return
-            rest = b""
-            async for data in answer.response.content.iter_any():
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    yield _parse(line)
+            async with aclosing(transfer.lines(answer.response.content)) as lines:
+                async for line in lines:
+                    yield parse(line)
         finally:
             answer.response.close()
 
@@ -330,7 +352,7 @@ async def connect() -> AsyncIterator[Cluster]:
     except config.ConfigException:
         await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     # Only for the sake of a proxy: else aiohttp looks for a .netrc, and proxies, with every call.
-    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies()), **transfer.session_options()}
     configuration.connection_pool_maxsize = 0  # calls are bounded here, and watches need one for each namespace
     async with client.ApiClient(configuration) as connection:
         yield Cluster(HttpConnection(connection))
@@ -340,12 +362,25 @@ def _go_on() -> None:
     return None
 
 
+def _pass_over(_date: float) -> None:
+    return None
+
+
+def _date(text: str) -> float:
+    """Seconds since the epoch of a date in HTTP's form; 0: it is none."""
+    try:
+        return parsedate_to_datetime(text).timestamp()
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
 def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:
     scope = f"/namespaces/{namespace}" if kind.namespaced and namespace else ""
     return "/".join(part for part in (f"{kind.path}{scope}", kind.plural, name, subresource) if part)
 
 
-def _parse(data: bytes) -> Object:
+def parse(data: bytes) -> Object:
+    """An answer, or a line of a watch."""
     try:
         parsed = orjson.loads(data)
     except ValueError:
@@ -386,5 +421,7 @@ def _error(answer: Answer, method: str, path: str) -> Exception:
             return Busy(f"{method} {path}: status {status}: {text}", delay=min(asked, LONGEST_BUSY_SECONDS))
         case 401:
             return kopf.TemporaryError(f"the API server does not know the operator: {method} {path}: {text}", delay=15)
+        case 504 if "Too large resource version" in text:
+            return Gone(text)
         case _:
             return kopf.TemporaryError(f"{method} {path}: status {status}: {text}", delay=2)

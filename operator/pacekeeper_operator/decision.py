@@ -26,6 +26,11 @@ class RestartRanks:
 
 
 @dataclass(frozen=True)
+class BackOff:
+    """The next round by the same workers, after a wait that grows each time (`decide.back_off`)."""
+
+
+@dataclass(frozen=True)
 class ReplaceWorker:
     """The worker's ranks move to a spare; a new worker is made in its place."""
 
@@ -78,7 +83,7 @@ class FailJob:
     message: str
 
 
-Action = CountRestart | RestartRanks | ReplaceWorker | Adapt | PlanTraffic | QuarantineNode | FailJob
+Action = CountRestart | RestartRanks | BackOff | ReplaceWorker | Adapt | PlanTraffic | QuarantineNode | FailJob
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class Decision:
     gpu_seen: tuple[GpuValue, ...] = ()  # readings that it deals with
     continues: str = ""  # name of the open incident to which this is a further remedy
     live: bool = False  # changes no round
+    routine: bool = False  # what Kubernetes or torchrun would do: also where remedies are only recommended
     last_step: int = -1
     slowdown_before: float | None = None
     slowdown_after: float | None = None  # predicted

@@ -27,11 +27,12 @@ class TryTemplate:
 @dataclass(frozen=True)
 class CreatePod:
     """Of a worker whose name is reserved. `spare`: it is kept off the others' nodes; `avoid`: nodes under suspicion, or
-    that are to be empty."""
+    that are to be empty; `unreliable`: nodes that it is placed on only where there is no other as good."""
 
     worker: Worker
     spare: bool = False
     avoid: tuple[str, ...] = ()
+    unreliable: tuple[str, ...] = ()
     gang: Gang | None = None  # with which it is placed; None: alone
 
     PREFIX: ClassVar = "create "

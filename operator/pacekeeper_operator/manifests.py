@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pacekeeper_analysis.errors import InputError
+
 from .api import (
     ANNOTATION_AVOIDS,
     API_VERSION,
@@ -26,15 +28,18 @@ from .api import (
     TAINT_QUARANTINE,
     TOKEN_AUDIENCE,
     TRAINER,
+    UNREAD,
     Job,
     Object,
 )
 from .probe import SECRET
 from .resources import SIDECAR_RESOURCES, Resources
+from .tolerations import Toleration
 
 GPU = "nvidia.com/gpu"
 RUNTIME_PATH = "/run/pacekeeper"
 TOKEN_PATH = "/var/run/secrets/pacekeeper"
+DEFAULT_MESSAGE_PATH = "/dev/termination-log"  # Kubernetes' own default of terminationMessagePath
 DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodSeconds
 PROBE_SECONDS = 120
 """A probe pod ends itself, should there be no operator to end it."""
@@ -76,6 +81,8 @@ class ProbeImage:
     name: str
     pull_policy: str = ""  # "": the API server's default
     pull_secrets: tuple[str, ...] = ()  # names of Secrets in the operator's namespace
+    runtime_class: str = ""  # of those that look at GPUs; "": the nodes' default
+    tolerations: tuple[Toleration, ...] = ()  # besides those that every probe pod has
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ def worker_pod(
     *,
     spare: bool = False,
     avoid_nodes: Sequence[str] = (),
+    unreliable_nodes: Sequence[str] = (),
     node_labels: Mapping[str, str] | None = None,
     tolerations: Sequence[Object] = (),
     pod_group: str = "",
@@ -106,19 +114,26 @@ def worker_pod(
     """A worker: the user's template, the sidecar, and what both need of volumes and environment.
 
     `spare`: it is made to be one, and is kept off the nodes of the job's other workers. `avoid_nodes`: suspects by
-    name, whether they are tainted (a template may tolerate everything) or not (mode Recommend).
+    name, whether they are tainted (a template may tolerate everything) or not (mode Recommend). `unreliable_nodes`: it
+    is placed there only where the scheduler finds no other node as good.
     `node_labels`, `tolerations`: of the nodes that its queue has given it. `pod_group`: with which it is placed.
     `checkpoints_apart`: as for `checkpoint_sub_path`.
+    Raises InputError where the template is too large.
     """
+    if UNREAD in job.spec.template:  # of a job that an operator without this limit has accepted
+        raise InputError(f"spec.template: {job.spec.template[UNREAD]}")
     template = copy.deepcopy(dict(job.spec.template))
     metadata, spec = template.get("metadata") or {}, template["spec"]
     trainer = next(container for container in spec["containers"] if container["name"] == TRAINER)
     spec.setdefault("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     spec.setdefault("automountServiceAccountToken", False)
+    # Variables of Services: one by the name of pacekeeper-metrics would set PACEKEEPER_METRICS_PORT.
+    spec.setdefault("enableServiceLinks", False)
     spec["restartPolicy"] = "Never"  # a worker is never reused: the launcher restarts ranks, the operator replaces pods
     if _shares_the_nodes_network(job):
         spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")  # else the sidecar would not find the operator's name
-    environment = _environment(job, spec["terminationGracePeriodSeconds"])
+    message_path = trainer.get("terminationMessagePath", DEFAULT_MESSAGE_PATH)
+    environment = _environment(job, spec["terminationGracePeriodSeconds"], message_path)
     storage = _storage(job, trainer)
     name = worker_name(job, ordinal, incarnation)
     sidecar = _sidecar(trainer, environment, installation, metrics_port(job, name))
@@ -139,6 +154,8 @@ def worker_pod(
     if pod_group:
         spec.setdefault("schedulingGroup", {"podGroupName": pod_group})
     _place(job, spec, spare, avoid_nodes)
+    if unreliable_nodes:
+        _prefer_others(spec, unreliable_nodes)
     avoids = ",".join(avoid_nodes)
     return {
         "apiVersion": "v1",
@@ -236,6 +253,8 @@ def refused_template(job: Job) -> str:
 
     The API server's own checks (the CRD's rules, the dry run) come besides.
     """
+    if UNREAD in job.spec.template:
+        return f"spec.template: {job.spec.template[UNREAD]}"
     if _is_deeper(job.spec.template, MOST_LEVELS):
         return f"spec.template: is nested in more than {MOST_LEVELS} levels; compare it with `kubectl explain pod.spec`"
     try:
@@ -317,12 +336,15 @@ def probe_pod(
             "activeDeadlineSeconds": PROBE_SECONDS,
             "terminationGracePeriodSeconds": 1,
             "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
             "imagePullSecrets": [{"name": secret} for secret in image.pull_secrets],
             "securityContext": {"runAsNonRoot": True, "runAsUser": 65532, "runAsGroup": 65532},
             "tolerations": [
                 {"key": TAINT_QUARANTINE, "operator": "Exists"},
                 {"key": "node.kubernetes.io/unschedulable", "operator": "Exists"},
+                *(dict(toleration) for toleration in image.tolerations),
             ],
+            **({"runtimeClassName": image.runtime_class} if image.runtime_class and task.gpus else {}),
             "containers": [container],
         },
     }
@@ -413,7 +435,7 @@ def _healthy(period: int, failures: int) -> Object:
     }
 
 
-def _environment(job: Job, grace_seconds: int) -> list[Object]:
+def _environment(job: Job, grace_seconds: int, message_path: str) -> list[Object]:
     """Of trainer and sidecar; docs/architecture.md lists it."""
     spec = job.spec
     hang_seconds, adopt = spec.detection.hang_seconds, spec.checkpoint.adopt
@@ -435,6 +457,7 @@ def _environment(job: Job, grace_seconds: int) -> list[Object]:
         _variable("PACEKEEPER_HANG_SECONDS", "" if hang_seconds is None else f"{hang_seconds:g}"),
         _variable("PACEKEEPER_WINDOW_STEPS", spec.detection.window_steps),
         _variable("PACEKEEPER_GRACE_SECONDS", grace_seconds),
+        _variable("PACEKEEPER_TERMINATION_LOG", message_path),
     ]
 
 
@@ -489,6 +512,18 @@ def _place(job: Job, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> N
             term["matchFields"] = [*term.get("matchFields", []), *excluded]
     if affinity:
         spec["affinity"] = affinity
+
+
+def _prefer_others(spec: Object, nodes: Sequence[str]) -> None:
+    """Add a preference for all nodes but these. Its weight is the least that there is, so that a preference of the
+    template's own counts more."""
+    names = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in nodes]
+    wish = {"weight": 1, "preference": {"matchFields": names}}
+    affinity = spec.get("affinity") or {}
+    of_nodes = affinity.get("nodeAffinity") or {}
+    wishes = of_nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or []
+    of_nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [*wishes, wish]
+    spec["affinity"] = {**affinity, "nodeAffinity": of_nodes}
 
 
 def owned_by(job: Job) -> Object:

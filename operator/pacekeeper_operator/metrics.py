@@ -12,6 +12,8 @@ from .api import (
     FabricStatus,
     JobStatus,
     Mode,
+    NodeHistory,
+    NodeHistoryStatus,
     Outcome,
     QuarantineCondition,
     QuarantineStatus,
@@ -49,7 +51,11 @@ JOBS = Gauge("pacekeeper_jobs", "Jobs by phase.", ("phase",))
 WORKERS_HEARD = Gauge("pacekeeper_workers_heard", "Members of all jobs that their last pass has heard of.")
 PROMETHEUS_UP = Gauge("pacekeeper_prometheus_available", "Whether Prometheus answered the last time.")
 PROMETHEUS_BAD_ROWS = Counter("pacekeeper_prometheus_bad_rows", "Rows of Prometheus' answers that made no sense.")
+WEBHOOK_LOST = Counter("pacekeeper_webhook_lost", "Messages about incidents that the webhook has not taken.")
 GPU_SERIES_VOUCHED = Gauge("pacekeeper_gpu_series_vouched", "Whether GPU series count as a witness against a node.")
+CLOCK_AHEAD_SECONDS = Gauge(
+    "pacekeeper_clock_ahead_seconds", "By how much this machine's clock is ahead of the API server's."
+)
 LEADER = Gauge("pacekeeper_leader", "Whether this operator holds the Lease.")
 TASKS = Gauge("pacekeeper_tasks", "Asynchronous tasks of the operator that are not done.")
 REFUSALS = Counter("pacekeeper_refused_calls", "Calls to the endpoint for sidecars that were refused.", ("status",))
@@ -77,6 +83,11 @@ NODE_QUARANTINE = Gauge(
     "pacekeeper_node_quarantine",
     "1: the phase of a NodeQuarantine, which has its node's name, and the reason of its condition Quarantined.",
     ("nodequarantine", "phase", "reason"),
+)
+NODE_INCIDENTS = Gauge(
+    "pacekeeper_node_incidents",
+    "Incidents of all jobs that a node is remembered for, within 90 days, by kind.",
+    ("node", "kind"),
 )
 HOT_LINKS = Gauge(
     "pacekeeper_hot_links",
@@ -143,6 +154,15 @@ def show_quarantines(found: Mapping[str, QuarantineStatus]) -> None:
         if status.phase is not None:
             series[name, status.phase, reason] = 1
     _show(NODE_QUARANTINE, None, series)
+
+
+def show_node_histories(found: Iterable[NodeHistory]) -> None:
+    """All there are: at most four series a node that had Incidents."""
+    series: dict[tuple[str, ...], float] = {}
+    for history in found:
+        for count in NodeHistoryStatus.of(history.incidents).counts:
+            series[history.node, count.kind] = count.count
+    _show(NODE_INCIDENTS, None, series)
 
 
 def show_fabric(fabric: str, status: FabricStatus | None) -> None:

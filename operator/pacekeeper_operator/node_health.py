@@ -14,6 +14,9 @@ from .api import TAINT_QUARANTINE, parse_time
 TAINTS = ("ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted")
 CONDITIONS = ("KernelDeadlock", "ReadonlyFilesystem")
 """Of the node problem detector's own rules, those that last."""
+CONDITION_TYPE = re.compile(r"[A-Za-z]([\w./-]{0,314}[A-Za-z0-9])?", re.ASCII)
+KUBERNETES_CONDITIONS = frozenset({"Ready", "MemoryPressure", "DiskPressure", "PIDPressure", "NetworkUnavailable"})
+"""What the kubelet and the cloud's controllers say of a node."""
 _TAINT = re.compile(
     r"(?P<key>[A-Za-z0-9][\w./-]*)(=(?P<value>[\w.-]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
 )

@@ -38,11 +38,15 @@ class PodView:
     delete_by: float = 0.0  # end of its grace period; 0: not being deleted
     disrupted: str = ""  # reason of its DisruptionTarget condition: eviction, preemption, taint, …
     unschedulable: str = ""  # the scheduler's words
-    exit_code: int | None = None  # of the trainer; None: it has not ended
+    exit_code: int | None = None  # of the trainer, or of `ended_before`; None: it has not ended
+    ended_before: str = ""  # the init container that failed, so that the trainer never ran
+    own_fault: str = ""  # why its kubelet ended it, where the pod itself is the cause, in the kubelet's words
     exit_reason: str = ""  # OOMKilled, Error, …
     exit_message: str = ""
+    finished: bool = False  # its launcher's last word: the ranks have finished
     waiting_reason: str = ""  # ErrImagePull, CreateContainerConfigError, … of any container
     waiting_message: str = ""
+    waiting_container: str = ""  # whose reason that is
     job: str = ""  # by its label
     owner: str = ""  # UID of its job
     gated: bool = False  # it is not to be scheduled yet: somebody's scheduling gates hold it (a queue's, mostly)
@@ -136,10 +140,13 @@ class GpuValue:
     value: float
     vouched: bool = False  # Prometheus' own service discovery says which node it is, not the exporter
     uuid: str = ""  # of the GPU; "": the exporter does not say
+    instance: str = ""  # of MIG; "": it is the whole GPU's
+    before: float | None = 0.0  # what the same series was two minutes ago; None: it was not there
 
     @property
     def key(self) -> str:
-        return f"{self.node}/{self.gpu}/{self.metric}"
+        gpu = self.gpu or self.uuid
+        return f"{self.node}/{gpu}{f':{self.instance}' if self.instance else ''}/{self.metric}"
 
     @property
     def gpu_key(self) -> tuple[str, str]:
@@ -199,6 +206,7 @@ class Surroundings:
     leaving_since: Mapping[str, float] = field(default_factory=dict)  # of nodes that are to be empty, by name
     levels: tuple[str, ...] = ()  # labels of nodes by which a Fabric says where they are, from the leaf outward
     suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
+    unreliable_nodes: tuple[str, ...] = ()  # that had Incidents of any jobs on several days, the worst first
     older_job_waits: str = ""  # an older job that is to be placed first
     folder_held_by: str = ""  # another job that writes its checkpoints where this one would, and began before
     hung_nodes: Mapping[str, int] = field(default_factory=dict)  # node → hangs on it lately, of this namespace's jobs
@@ -271,6 +279,17 @@ class Policy:
     def acts(self) -> bool:
         return self.mode is Mode.ACT and not self.paused
 
+    @property
+    def recovers(self) -> bool:
+        """Whether routine remedies are applied, also where all others are only recommended: ranks that crash restart in
+        place, lost workers are replaced, as `batch/v1` and torchrun would."""
+        return not self.paused
+
+    @property
+    def restraint(self) -> str:
+        """Why a remedy that is not routine is not applied; "": it is."""
+        return "" if self.acts else "remedies are only recommended"
+
     def refusal(self, remedy: Remedy) -> str:
         """Why the remedy may not be taken; "": it may."""
         return "" if remedy in self.allow else "spec.remediation.allow does not list it"
@@ -298,6 +317,7 @@ class Observation:
     checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
     strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
     hindrances: tuple[Hindrance, ...] = ()
+    clock_agrees: bool = True  # with the API server's; False: nothing that cannot be taken back is done by the time
     dice: str = ""  # of this pass: what nobody can guess
 
     @property
@@ -434,6 +454,11 @@ class Observation:
         """That the script wants; 0: it does not say, or its ranks contradict each other. None: no rank has begun."""
         told = {beat.total_steps for beat in self._beats if beat.steps_in_round > 0}
         return None if not told else told.pop() if len(told) == 1 else 0
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the job has completed a step in any round: its script and its image can train."""
+        return bool(self.state.life.training_since)
 
     @property
     def checkpoint_step(self) -> int:

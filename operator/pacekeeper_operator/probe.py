@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,8 +61,16 @@ _SOCKET_BYTES = 1 << 20
 """Of a socket's buffers: what they hold of a slow way must be through soon, too."""
 
 
+NETWORK, DRIVER, GPUS, MEMORY = "network", "driver", "gpus", "memory"
+"""Names of the checks, in the order in which they are made. `driver`: nvidia-smi works in the pod."""
+
+
 class Unfit(Exception):
     """The node cannot be used yet; the message says why."""
+
+    def __init__(self, message: str, check: str) -> None:
+        super().__init__(message)
+        self.check = check
 
 
 def main() -> int:
@@ -78,13 +86,13 @@ def main() -> int:
         with Host(secret, arguments.guests) if arguments.guests else contextlib.nullcontext() as host:
             check_network(os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))
             if arguments.gpus:
-                check_gpus(arguments.gpus, _nvidia_smi())
-            figures = {**speed(), "links": list(_links(peers, secret))}
+                check_gpus(physical_gpus(arguments.gpus, os.environ), _nvidia_smi())
+            figures = {**speed(), "links": list(_links(peers, secret)), "gpus": arguments.gpus}
             if host is not None:
                 host.serve(arguments.wait)
     except Unfit as error:
         print(error, file=sys.stderr)
-        _tell({"unfit": str(error)[:1000]})
+        _tell({"unfit": str(error)[:1000], "check": error.check, "gpus": arguments.gpus})
         return 1
     _tell(figures)
     return 0
@@ -95,17 +103,27 @@ def check_network(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), timeout=TIMEOUT_SECONDS).close()
     except OSError as error:
-        raise Unfit(f"the API server's service {host}:{port} cannot be reached: {error}") from error
+        raise Unfit(f"the API server's service {host}:{port} cannot be reached: {error}", NETWORK) from error
+
+
+def physical_gpus(given: int, environment: Mapping[str, str]) -> int:
+    """How many GPUs nvidia-smi is to list. Of a GPU that pods share, or that is cut into MIG instances, several of the
+    `given` may be the same one: the device plugin says which (unless it hands them over in another way)."""
+    named = {name.strip() for name in environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",")}
+    if any(name.startswith("MIG-") for name in named):
+        return 1
+    uuids = {name for name in named if name.startswith("GPU-")}
+    return len(uuids) if uuids == named else given
 
 
 def check_gpus(expected: int, listed: str) -> None:
     """All GPUs answer and none has memory errors that could not be corrected. `listed`: lines of `uuid, errors`."""
     gpus = [[field.strip() for field in line.split(",")] for line in listed.splitlines() if line.strip()]
-    if len(gpus) != expected:
-        raise Unfit(f"{len(gpus)} of {expected} GPUs answer")
+    if len(gpus) < expected:
+        raise Unfit(f"{len(gpus)} of {expected} GPUs answer", GPUS if gpus else DRIVER)
     for uuid, errors in gpus:
         if errors.isdecimal() and int(errors) > 0:
-            raise Unfit(f"{uuid} has {errors} uncorrected memory errors since its last reset")
+            raise Unfit(f"{uuid} has {errors} uncorrected memory errors since its last reset", GPUS)
 
 
 def speed() -> dict[str, float]:
@@ -186,7 +204,9 @@ def check_memory() -> float:
         best = max(best, BUFFER_BYTES / max(time.thread_time() - began, 1e-6))
         for start in range(0, BUFFER_BYTES, CHUNK_BYTES):
             if bytes(view[start : start + CHUNK_BYTES]) != chunk:
-                raise Unfit(f"memory does not keep what is written: pattern {pattern.hex()} at {start} of a buffer")
+                raise Unfit(
+                    f"memory does not keep what is written: pattern {pattern.hex()} at {start} of a buffer", MEMORY
+                )
     return best
 
 
@@ -449,9 +469,9 @@ def _nvidia_smi() -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unfit(f"nvidia-smi does not work: {error}") from error
+        raise Unfit(f"nvidia-smi does not work: {error}", DRIVER) from error
     if done.returncode != 0:
-        raise Unfit(f"nvidia-smi: {(done.stdout + done.stderr).strip()}")
+        raise Unfit(f"nvidia-smi: {(done.stdout + done.stderr).strip()}", DRIVER)
     return done.stdout
 
 

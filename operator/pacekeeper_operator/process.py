@@ -25,6 +25,7 @@ from .services import leadership
 from .services.leadership import Lease
 from .services.operator import Operator
 from .services.sidecars import Sidecars
+from .services.webhook import Webhook
 from .settings import Settings
 
 LEAVING_SECONDS = 8.0
@@ -57,6 +58,9 @@ class Edges(Protocol):
     def certificates(self, api: Cluster, settings: Settings, runtime: Runtime) -> Certificates: ...
 
     def prometheus(self, settings: Settings) -> Prometheus: ...
+
+    def webhook(self, settings: Settings, runtime: Runtime) -> Webhook | None:
+        """Where incidents are told of; None: nowhere."""
 
     def answer_probes(self, operator: Operator, lease: Lease) -> AbstractAsyncContextManager[object]:
         """Says whether the operator lives, until left."""
@@ -112,6 +116,7 @@ async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges,
         prometheus=edges.prometheus(settings),
         runtime=runtime,
         leads=lease.holds,
+        webhook=edges.webhook(settings, runtime),
     )
     shown.told = partial(_tell, operator)
     await stack.enter_async_context(edges.answer_probes(operator, lease))
@@ -130,6 +135,8 @@ async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges,
     operator.begin()
     logging.info("%s leads", settings.identity)
     tasks = {"watch over": operator.watch_over(), "GPUs": operator.watch_gpus(), "resync": operator.resync()}
+    if operator.webhook is not None:
+        tasks["webhook"] = operator.webhook.deliver()
     stack.push_async_callback(_end, [runtime.start(task, name) for name, task in tasks.items()])
     stopped = asyncio.Event()
     handling = runtime.start(edges.handle(operator, stopped), "the handlers")

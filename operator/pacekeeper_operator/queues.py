@@ -13,8 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pacekeeper_analysis.plan import Stop
+
 from .api import GROUP, Job, JobPhase, JobStatus, Object, format_time
 from .manifests import owned_by
+from .state import Draft
 
 KUEUE = "kueue.x-k8s.io"
 VERSIONS = ("v1beta2", "v1beta1")
@@ -24,6 +27,7 @@ ANNOTATION_DIGEST = f"{GROUP}/digest"
 """Of what was asked for: the API server fills in defaults, and operators change."""
 WORKERS, SPARES = "workers", "spares"
 NOT_SERVED = "the job names a queue, and this cluster serves no Workloads: install Kueue, or remove the label"
+NOT_SERVED_NOW = "this cluster serves no Workloads at the moment, so the queue's last word stands: look at Kueue"
 NOT_MADE = "its Workload has not been made yet"
 NOT_SENT = "the Workload that its label kueue.x-k8s.io/prebuilt-workload-name names has not come yet"
 NOT_ITS_OWN = "the Workload of its name is another job's, or asks for other pods than this job has"
@@ -82,6 +86,15 @@ def under(job: Job, turn: Turn | None) -> Job:
     replicas, spares = turn.counts.get(WORKERS, job.spec.replicas), turn.counts.get(SPARES, 0)
     admitted = replace(job.spec, replicas=min(replicas, job.spec.replicas), spares=min(spares, job.spec.spares))
     return replace(job, spec=admitted)
+
+
+def turn_of(draft: Draft) -> Turn:
+    """Return what a job's bookkeeping says of its queue, where that cannot be asked: whoever trains was admitted."""
+    seats = len(draft.plan.members)
+    if not seats or draft.plan.stop is not Stop.NO:
+        return Turn(admitted=False, words=NOT_SERVED)
+    staying = sum(not worker.leaving for worker in draft.state.placement.workers)
+    return Turn(admitted=True, counts={WORKERS: seats, SPARES: max(0, staying - seats)})
 
 
 def workload_name(job: Job) -> str:

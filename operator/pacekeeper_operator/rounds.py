@@ -27,6 +27,7 @@ def begin(observation: Observation, members: tuple[Member, ...]) -> Draft:
             shares=plan.shares if same else None,
             paths=plan.paths if same else None,
             evidence_request="",
+            leaving=(),
             figures_band=adapt.slight(observation.job.spec.detection.straggler_slowdown) - 1,
             probe=None,
             step_seconds=observation.step_seconds or plan.step_seconds,

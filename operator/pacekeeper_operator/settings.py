@@ -11,10 +11,11 @@ from typing import Self
 from pacekeeper_analysis.errors import InputError
 
 from .api import Mode, parse_duration
-from .node_health import CONDITIONS, TAINTS, NodeHealth
+from .node_health import CONDITION_TYPE, CONDITIONS, KUBERNETES_CONDITIONS, TAINTS, NodeHealth
 from .policies import Peer, parse_peers, peers_of_url
 from .prometheus_options import Headers, Matchers, check_url, parse_headers, parse_matchers
 from .resources import SIDECAR_RESOURCES, Resources, parse_resources
+from .tolerations import Toleration, parse_tolerations
 
 MAX_RELEASE_PROBES = 5
 """A NodeQuarantine keeps its last ten probes, those in vain among them."""
@@ -45,6 +46,10 @@ class Settings:
     """Of probe pods; "": the API server's default."""
     image_pull_secrets: str = ""
     """Of probe pods: names of Secrets in the operator's namespace, comma separated."""
+    probe_runtime_class: str = ""
+    """RuntimeClass of probe pods that look at GPUs, where the nodes' default does not bring the driver into pods."""
+    probe_tolerations: tuple[Toleration, ...] = ()
+    """Of probe pods (a JSON list): a taint with the effect NoExecute would else end them."""
     sidecar_image: str = ""
     """Image of the sidecar; "": that of the job's trainer, which has Pacekeeper in it."""
     sidecar_pull_policy: str = ""
@@ -83,6 +88,8 @@ class Settings:
     quarantine_conditions: tuple[str, ...] = ()
     """A node with one of these conditions (a type, or type=status) is quarantined on the platform's own word: no job
     has to blame it, and no probe has to agree."""
+    repair_condition: str = ""
+    """Type of the condition that a node has while it is quarantined, for whoever repairs nodes; "": none."""
     quarantine_expires_after: float = 3600.0
     probe_timeout: float = 60.0
     release_probes: int = 3
@@ -107,6 +114,8 @@ class Settings:
     """Of one job: how often its ranks look into themselves for what slows them down, at most. 0: by hand only."""
 
     incident_retention: float = 30 * 86400.0
+    incident_webhook: str = ""
+    """Folder with the `url` that incidents are posted to, and where it needs them `token` and `ca.crt`; "": none is."""
     grace_after_start: float = 10.0
     """For so long after the operator's start silence means nothing: a worker may not have found the new one yet."""
     lease_seconds: float = 6.0
@@ -129,9 +138,23 @@ class Settings:
                 f"PACEKEEPER_RELEASE_PROBES: {self.release_probes} must lie between 1 and {MAX_RELEASE_PROBES}"
             )
         _ = self.node_health, self.broken_nodes  # their own checks
+        self._check_repair_condition()
         check_url(self.prometheus_url)
         if self.network_policies and not self.metrics_from:
             peers_of_url(self.prometheus_url)  # now rather than at the first job, whose metrics would be missed
+
+    def _check_repair_condition(self) -> None:
+        """Raises InputError for a type that is none, or that somebody else has a say in."""
+        kind, name = self.repair_condition, "PACEKEEPER_REPAIR_CONDITION"
+        if not kind:
+            return
+        if not CONDITION_TYPE.fullmatch(kind) or kind in KUBERNETES_CONDITIONS:
+            raise InputError(f"{name}: {kind!r} must be a type of condition of its own, like PacekeeperFaulty")
+        if kind in {text.partition("=")[0] for text in (*self.quarantine_conditions, *self.leave_conditions)}:
+            raise InputError(
+                f"{name}: {kind} is one of the conditions by which nodes are quarantined or left, so the operator "
+                "would take its own word for somebody else's; choose another type, like PacekeeperFaulty"
+            )
 
     @property
     def scrapers(self) -> tuple[Peer, ...]:
@@ -192,6 +215,8 @@ def _read(variable: str, text: str, annotation: str) -> object:
                 return Mode(text)
             case "tuple[Peer, ...]":
                 return parse_peers(text)
+            case "tuple[Toleration, ...]":
+                return parse_tolerations(text)
             case "Headers":
                 return parse_headers(text)
             case "Matchers":

@@ -120,6 +120,8 @@ class Budget:
     barren_error: str = ""
     barren_worker: str = ""  # on which it failed
     repetition: Repetition = field(default_factory=Repetition)  # of ends at the same step
+    backoffs: int = 0  # waits in a row before another round, since no round completes a step; 0: rounds begin at once
+    next_round_at: float = 0.0  # seconds since the epoch; while `backoffs` is not 0, no round begins before
     lost_seconds: float = 0.0  # to incidents that are closed
     restart_seconds: float = 0.0  # that a round of this job takes from decision to first step, as measured last
     exchange_seconds: float = 0.0  # the same of a round with a spare
@@ -132,6 +134,11 @@ class Budget:
     def within(self, now: float, window: float) -> int:
         """Restarts that count in the last `window` seconds."""
         return sum(at > now - window for at in self.restarts)
+
+    def room_at(self, limit: int, now: float, window: float) -> float:
+        """Return when fewer than `limit` (≥ 1) restarts count, in seconds since the epoch; `now` where they do."""
+        counting = sorted(at for at in self.restarts if at > now - window)
+        return counting[-limit] + window if len(counting) >= limit else now
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class _Exchange:
             self._serve_and_reply()
 
     def _serve(self) -> Answer:
-        answer = serve(self._api, self._request)
+        answer = replace(serve(self._api, self._request), date=self._api.world.wall())
         self._api.seen(replace(self._request, stage=Stage.DONE, status=answer.status))
         return answer
 

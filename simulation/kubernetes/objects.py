@@ -95,6 +95,7 @@ KINDS: dict[str, Kind] = {
         _custom("behaviourwindows", "BehaviourWindow", status=False),
         _custom("fabrics", "Fabric", namespaced=False, owners_of_fields=True),
         _custom("nodequarantines", "NodeQuarantine", namespaced=False),
+        _custom("nodehistories", "NodeHistory", namespaced=False),
         _custom("nodeprobes", "NodeProbe", namespaced=False, status=False),
     )
 }

@@ -96,6 +96,8 @@ RULES: Mapping[str, Rule] = {
     # Incident
     "self == oldSelf": lambda value, old: bool(value == old),
     "self.matches('^[a-z][a-z-]*[a-z]$')": lambda value, _: re.fullmatch("[a-z][a-z-]*[a-z]", value) is not None,
+    # NodeHistory
+    "self.nodeUID == oldSelf.nodeUID": _unchanged("nodeUID"),
     # NodeQuarantine
     "self.approved || !oldSelf.approved": lambda spec, old: bool(spec["approved"] or not old["approved"]),
     "has(self.nodeUID) == has(oldSelf.nodeUID) && (!has(self.nodeUID) || self.nodeUID == oldSelf.nodeUID)": (

@@ -212,6 +212,9 @@ class _Edges:
         except ConnectionRefusedError as error:
             raise NobodyThere("refused") from error
 
+    def webhook(self, _settings: Settings, _runtime: Runtime) -> None:
+        return None
+
     def answer_probes(self, _operator: Operator, _lease: Lease) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 

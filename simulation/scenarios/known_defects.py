@@ -226,7 +226,7 @@ SCENARIOS: dict[str, Scenario] = {
     "kept-off-for-good": _scenario(
         "a pod that was kept off a suspect when it was made waits for ever for a place, though the suspect is cleared",
         _at(CALM, ranks.GpuFails(index=3)),
-        _at(CALM + 3.4, ranks.GpuFails(index=2, xid=48)),
+        _at(CALM + 5.5, ranks.GpuFails(index=2, xid=48)),
         seed=3780584162,
         nodes=4,
         replicas=3,
@@ -242,7 +242,7 @@ SCENARIOS: dict[str, Scenario] = {
     "more-is-allowed": _scenario(
         "what was only recommended is not done when more is allowed later",
         _at(CALM, people.JobEdited(edit=people.Edit.RECOMMEND), 40.0),
-        _at(CALM + 5.0, machines.PodDeleted(force=True)),
+        _at(CALM + 5.0, ranks.RankStopped(index=1)),
         patience=60.0,
     ),
     "deleted-unattended": _scenario(

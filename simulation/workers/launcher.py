@@ -29,7 +29,7 @@ from pacekeeper.launcher.watch import BETWEEN_LOOKS, Look, Watch
 from pacekeeper.launcher.words import describe
 from pacekeeper.observe.windows import RankHistory
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Fault, GpuHealth, LauncherState
+from pacekeeper_analysis.reports import FINISHED_MESSAGE, Fault, GpuHealth, LauncherState
 
 from ..loop import Process
 from .meeting import Guest, Host
@@ -319,7 +319,8 @@ class Launcher(Process):
         if self._host is not None:
             self._host.close()
         self._guest.leave()
-        self._worker.trainer_ends(code)
+        finished = code == 0 and self.state.stage is LauncherState.FINISHED
+        self._worker.trainer_ends(code, FINISHED_MESSAGE if finished else "")
 
     # What it tells.
 

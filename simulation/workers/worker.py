@@ -68,7 +68,7 @@ class Worker:
         self._random = world.random(f"worker {self.uid}")
         self._sidecars = 1
         self._kill_at = float("inf")
-        self._ending: tuple[int, str] | None = None
+        self._ending: tuple[int, str, str] | None = None
         """How the trainer's container ends, once none of its processes is left."""
         self.training: Training = world.trainings.of_worker(self)
         self.launcher = Launcher(world, self)
@@ -114,15 +114,15 @@ class Worker:
 
     # How the trainer's container ends.
 
-    def trainer_ends(self, code: int) -> None:
+    def trainer_ends(self, code: int, message: str = "") -> None:
         """Its launcher has exited."""
-        self._trainer_dies(code, "")
+        self._trainer_dies(code, "", message)
 
-    def _trainer_dies(self, code: int, reason: str) -> None:
+    def _trainer_dies(self, code: int, reason: str, message: str = "") -> None:
         """Process 1 of its container has ended, and takes all others along."""
         self.launcher.kill()
         if self._ending is None:
-            self._ending = (code, reason)
+            self._ending = (code, reason, message)
         for rank in self.launcher.ranks:
             rank.end(SIGKILL)
         self._end_if_empty()

@@ -287,6 +287,11 @@ def test_a_stolen_operator_gets_no_hold_of_a_node(tenant: Tenant) -> None:
         worker(containers=container(privileged=True)),
         worker(containers=container(capabilities={"add": ["SYS_ADMIN"]})),
         worker(initContainers=[{"name": "first", "image": "x", "securityContext": {"privileged": True}}]),
+        worker(hostNetwork=True, securityContext={"windowsOptions": {"hostProcess": True}}),
+        worker(hostUsers=False, containers=container(procMount="Unmasked")),
+        worker(securityContext={"seccompProfile": {"type": "Unconfined"}}),
+        worker(containers=container(seccompProfile={"type": "Unconfined"})),
+        worker(containers=container(appArmorProfile={"type": "Unconfined"})),
     )
     words = tenant.refusal(OPERATOR, "create", "-f", "-", body=several(pods))
     assert words.count("admissionPolicy.hostAccess") == len(pods), words

@@ -314,15 +314,21 @@ class TestLong:
         """With cleanPodPolicy None: nothing of ours ends a pod that has come to its end or waits for us."""
         job.oncall("pause", job.name)
         job.until_seen()
-        membership, round_, pods, began = job.plan()["membership"], job.plan()["round"], uids(job), job.began_behind()
-        known = job.incident_names()
+        membership, pods, known = job.plan()["membership"], uids(job), job.incident_names()
 
         job.crash(1)
         incident = job.until_over("crash", known)
+        assert (incident["status"]["mode"], incident["status"]["outcome"]) == ("Act", "Recovered")
+        job.until_trained_on()
+        assert (job.plan()["membership"], uids(job)) == (membership, pods), "as torchrun restarts them"
+        round_, began = job.status["round"], job.began_behind()
+
+        job.hang(1)
+        incident = job.until_over("hang", known)
         assert (incident["status"]["mode"], incident["status"]["outcome"]) == ("Recommend", "Recommended")
         assert incident["status"]["remedy"] == "RestartRanks"
         assert "applied" not in incident["status"]
-        assert (job.plan()["membership"], job.plan()["round"], uids(job)) == (membership, round_, pods)
+        assert (job.plan()["membership"], job.status["round"], uids(job)) == (membership, round_, pods)
         assert job.began_behind() == began
 
         assert "only recommended" in job.oncall("incidents", incident["metadata"]["name"])

@@ -14,6 +14,7 @@ import pytest
 from kubernetes.aio import client, config
 
 from pacekeeper_operator.api import (
+    FIELD_MANAGER_CONDITION,
     FIELD_MANAGER_CORDON,
     LABEL_NO_QUARANTINE,
     PAUSE,
@@ -138,7 +139,8 @@ def is_ending(cluster: Cluster) -> bool:
 def is_free(cluster: Cluster, node: str = NODE) -> bool:
     """Nothing of ours is left on it, not even in the fields that the API server keeps for itself."""
     managers = [entry["manager"] for entry in cluster.get("node", node)["metadata"]["managedFields"]]
-    return FIELD_MANAGER_CORDON not in managers and not taints(cluster, node) and not cordoned(cluster, node)
+    ours = {FIELD_MANAGER_CORDON, FIELD_MANAGER_CONDITION}.intersection(managers)
+    return not ours and not taints(cluster, node) and not cordoned(cluster, node)
 
 
 def events(cluster: Cluster, node: str = NODE) -> dict[str, set[str]]:
@@ -399,9 +401,16 @@ class TestLimits:
         assert "1 of 6 nodes" in refused.words
 
     async def test_people_are_not_bound_by_the_budget(self, api: Api, cluster: Cluster, settings: Settings) -> None:
+        settings = replace(settings, repair_condition="PacekeeperFaulty")
         await hold(api, cluster, settings)
         make_by_hand(cluster, OTHER, approved=True)
         await settle(api, settings, OTHER)
+        conditions = {one["type"]: one for one in cluster.get("node", OTHER)["status"]["conditions"]}
+        assert {"Ready", "PacekeeperFaulty"} <= conditions.keys(), "what the kubelet says stays"
+        assert (conditions["PacekeeperFaulty"]["status"], conditions["PacekeeperFaulty"]["reason"]) == (
+            "True",
+            "Person",
+        )
         assert is_held(cluster, OTHER)
 
     async def test_the_pause_stops_new_ones_but_no_release(
@@ -428,10 +437,11 @@ class TestReleaseAll:
         cluster.kubectl("delete", "nq", OTHER)
         assert is_held(cluster, OTHER)  # somebody has forced the deletion: nothing but the node itself tells of it
 
-        await release_all(api, Runtime(), 30)
+        await release_all(api, Runtime(), 30, settings)
 
         assert is_free(cluster)
         assert is_free(cluster, OTHER)
+        assert "PacekeeperFaulty" not in {one["type"] for one in cluster.get("node", OTHER)["status"]["conditions"]}
         assert not cluster.list("nodequarantines")
 
     async def test_says_what_is_left(self, api: Api, cluster: Cluster) -> None:

@@ -494,7 +494,8 @@ def test_a_fabric_with_its_defaults_its_columns_and_its_rules(cluster: Cluster) 
 
 def test_all_our_kinds_are_found_by_one_word(cluster: Cluster) -> None:
     found = cluster.kubectl("api-resources", "--categories=pacekeeper", "-o", "name").split()
-    plurals = ("behaviourwindows", "fabrics", "incidents", "nodeprobes", "nodequarantines", "trainingjobs")
+    nodes = ("nodehistories", "nodeprobes", "nodequarantines")
+    plurals = ("behaviourwindows", "fabrics", "incidents", *nodes, "trainingjobs")
     assert sorted(found) == [f"{plural}.pacekeeper.dev" for plural in plurals]
 
 

@@ -35,7 +35,7 @@ TRUSTED = {
         "trainer/pacekeeper/sidecar/connections.py:_parse",
     ),
     "the API server's answers: their parsers are bounded, and every object in them is a border of its own": (
-        "operator/pacekeeper_operator/cluster.py:_parse",
+        "operator/pacekeeper_operator/cluster.py:parse",
         "operator/pacekeeper_operator/oncall/kubectl.py:Kubectl.get",
         "operator/pacekeeper_operator/oncall/kubectl.py:Kubectl.list",
         "operator/pacekeeper_operator/oncall/links.py:_ask",

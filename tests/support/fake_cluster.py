@@ -97,8 +97,11 @@ class FakeCluster(Cluster):
             del self.objects[key]
 
     async def apply(self, kind: Kind, body: Object, *, manager: str, subresource: str = "") -> Object:
-        """Server-side apply of `spec.unschedulable`, or of a whole status: the operator applies nothing else."""
+        """Server-side apply of `spec.unschedulable`, of a node's conditions, or of a whole status: the operator applies
+        nothing else."""
         before = await self.get(kind, body["metadata"]["name"])
+        if subresource and kind.plural == "nodes":
+            return self._apply_conditions(before, body, manager)
         if subresource:
             if body["metadata"]["uid"] != before["metadata"]["uid"]:
                 raise Conflict("it is another one by now")
@@ -110,6 +113,26 @@ class FakeCluster(Cluster):
         before["metadata"]["managedFields"] = [*others, entry] if wanted else others
         spec = wanted or ({} if others else {"unschedulable": None})
         return self._store((kind.plural, "", body["metadata"]["name"]), _merge(before, {"spec": spec}))
+
+    def _apply_conditions(self, node: Object, wanted: Object, manager: str) -> Object:
+        """`manager` owns whole conditions, by their types; those of others stay."""
+        entries = node["metadata"].get("managedFields", [])
+        ours = [entry["fieldsV1"]["f:status"]["f:conditions"] for entry in entries if entry["manager"] == manager]
+        mine = [key for keys in ours for key in keys]
+        conditions = wanted.get("status", {}).get("conditions", [])
+        keys: Object = {f'k:{{"type":"{condition["type"]}"}}': {} for condition in conditions}
+        there = node.get("status", {}).get("conditions", [])
+        others = [one for one in there if f'k:{{"type":"{one["type"]}"}}' not in (*mine, *keys)]
+        entry = {
+            "manager": manager,
+            "operation": "Apply",
+            "subresource": "status",
+            "fieldsV1": {"f:status": {"f:conditions": keys}},
+        }
+        kept = [one for one in entries if one["manager"] != manager]
+        node["metadata"]["managedFields"] = [*kept, entry] if keys else kept
+        node["status"] = {**node.get("status", {}), "conditions": [*others, *copy.deepcopy(conditions)]}
+        return self._store(("nodes", "", node["metadata"]["name"]), node)
 
 
 def _merge(before: Any, patch: Any) -> Any:

@@ -33,7 +33,7 @@ def main() -> int:
     kind = rest[0].partition(".")[0]
     lists = (folder / name for name in ("objects.json", "now.json") if (folder / name).exists())
     everything = [body for objects in lists for body in json.loads(objects.read_text())]
-    found = [body for body in everything if body["kind"].lower() + "s" == kind]
+    found = [body for body in everything if plural(body["kind"]) == kind]
     if rest[1] == "-o":
         print(json.dumps({"items": found}))
         return 0
@@ -43,6 +43,11 @@ def main() -> int:
         return 1
     print(json.dumps(one))
     return 0
+
+
+def plural(kind: str) -> str:
+    name = kind.lower()
+    return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
 
 
 def execute(place: Path, program: str, path: str) -> int:

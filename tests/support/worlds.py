@@ -87,6 +87,12 @@ def training(replicas: int = 4, spares: int = 1, step: int = 500, **changes: Any
     return replace(world, **changes)
 
 
+def untrained(replicas: int = 4, spares: int = 1, **changes: Any) -> Observation:
+    """The same in a job that has not completed a step so far."""
+    world = change_members(training(replicas, spares, **changes), first_step_at=0.0, step=-1, steps_in_round=0)
+    return world.with_draft(world.draft.with_life(training_since=0.0))
+
+
 def fresh(replicas: int = 2, spares: int = 1, **changes: Any) -> Observation:
     """A job that has no plan yet but an empty one, and no pods."""
     the_job = changes.pop("job", None) or job(replicas, spares)

@@ -28,6 +28,10 @@ SLOW_CLOCK = 0.8
 """Of the clock that busy GPUs of the same model have: one below is slow."""
 MOST_COUNTED = 2**53
 """More is nothing that a counter has counted."""
+BLANK = 2**30
+"""From here on a figure of DCGM or NVML is none: "not available" is 4294967295, or DCGM's 0x7ffffff0 and more for whole
+numbers and 2**47 for others. It is half the least of them, so that what a counter seems to have risen by to one is
+none, either. No GPU counts a billion errors."""
 STEADY_SECONDS = 60.0
 """For so long a PCIe link has to be below its maximum under load."""
 HARDWARE_SLOWDOWN = 0x8 | 0x40 | 0x80
@@ -42,7 +46,9 @@ class Origin(StrEnum):
 
     HARDWARE = "hardware"
     CONTAINED = "contained"  # a fault of the hardware that cost one process only: it is to be started again
+    LINK = "link"  # a fault of an NVLink, which has two ends: a witness against its node it is not
     APPLICATION = "application"  # may be: of one node it may be the hardware all the same
+    UNKNOWN = "unknown"  # the catalogue does not say, or is older than the driver
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,10 @@ class Xid:
 
 
 XIDS: Mapping[int, Xid] = {
+    11: Xid("invalid command stream", Origin.APPLICATION),
     13: Xid("graphics engine exception", Origin.APPLICATION),
     31: Xid("memory page fault", Origin.APPLICATION),
+    32: Xid("invalid command stream", Origin.APPLICATION),
     43: Xid("the GPU stopped a process", Origin.APPLICATION),
     45: Xid("a process was ended early", Origin.APPLICATION),
     46: Xid("GPU stopped processing", Origin.HARDWARE),
@@ -64,6 +72,7 @@ XIDS: Mapping[int, Xid] = {
     63: Xid("row remapping or page retirement", Origin.HARDWARE),
     64: Xid("row remapping or page retirement failed", Origin.HARDWARE),
     68: Xid("video processor exception", Origin.APPLICATION),
+    69: Xid("graphics engine class error", Origin.APPLICATION),
     74: Xid("NVLink error", Origin.HARDWARE),
     79: Xid("GPU has fallen off the bus", Origin.HARDWARE),
     92: Xid("high rate of single-bit memory errors", Origin.HARDWARE),
@@ -72,16 +81,29 @@ XIDS: Mapping[int, Xid] = {
     119: Xid("GSP firmware does not answer", Origin.HARDWARE),
     120: Xid("GSP firmware error", Origin.HARDWARE),
     136: Xid("link training failed", Origin.HARDWARE),
+    137: Xid("illegal access to a peer's memory", Origin.APPLICATION),
     140: Xid("unrecovered memory error", Origin.HARDWARE),
     143: Xid("GPU initialisation failed", Origin.HARDWARE),
+    144: Xid("NVLink error: SAW", Origin.LINK),
+    145: Xid("NVLink error: RLW", Origin.LINK),
+    146: Xid("NVLink error: TLW", Origin.LINK),
+    147: Xid("NVLink error: TREX", Origin.LINK),
+    148: Xid("NVLink error: NVLPW_CTRL", Origin.LINK),
+    149: Xid("NVLink error: NETIR", Origin.LINK),
+    150: Xid("NVLink error: MSE", Origin.LINK),
     154: Xid("GPU needs a recovery action", Origin.HARDWARE),
+    # Links that are taken down on purpose tell it, too.
+    155: Xid("NVLink event of the software", Origin.UNKNOWN),
+    156: Xid("part of the GPU retired, which takes a reset", Origin.HARDWARE),
+    157: Xid("part of the GPU could not be retired", Origin.UNKNOWN),
+    158: Xid("fatal timeout of the GPU", Origin.HARDWARE),
 }
 ROW_REMAP_FAILED_XID = 64
 
 
 def xid_blame(xid: int) -> Origin:
-    """What the catalogue does not lay on the hardware may come of the application alone."""
-    return XIDS[xid].blame if xid in XIDS else Origin.APPLICATION
+    """What the table does not hold is nobody's fault as far as is known: newer drivers have newer numbers."""
+    return XIDS[xid].blame if xid in XIDS else Origin.UNKNOWN
 
 
 def xid_words(xid: int) -> str:
@@ -215,8 +237,8 @@ def examine(gpu: str, samples: Sequence[GpuSample], busy_first: GpuSample | None
 
 def rise(values: Sequence[int | None]) -> int:
     """By how much a counter has risen beyond what it began with. A fall is a reset, or a slip of the driver's, so
-    neither it nor the way back up says anything. Values that are missing are passed over."""
-    known = [value for value in values if value is not None]
+    neither it nor the way back up says anything. Values that are missing, or mean that they are, are passed over."""
+    known = [value for value in values if value is not None and value < BLANK]
     return min(max(known) - known[0], MOST_COUNTED) if known else 0
 
 

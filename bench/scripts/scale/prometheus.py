@@ -34,6 +34,7 @@ class StandIn:
         for node, xid in self.xids.items():
             series = {"figure": "gpu", "__name__": XID, "node": node, "gpu": "0", "UUID": f"GPU-{node}"}
             rows.append({"metric": series, "value": [now, str(xid)]})
+            rows.append({"metric": {**series, "figure": "gpu_before"}, "value": [now, "0"]})
         return rows
 
 

@@ -34,7 +34,12 @@ class Strikes:
 
     def draw(self) -> str:
         """The name of a fault."""
-        return self.dice.choice(list(self._kinds))
+        return self.dice.choice(self.kinds)
+
+    @property
+    def kinds(self) -> list[str]:
+        """All of them."""
+        return list(self._kinds)
 
     def make(self, name: str, job: Job) -> str:
         """The fault of this name, to this job or to what is below all; in words."""

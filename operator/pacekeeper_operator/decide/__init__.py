@@ -13,6 +13,7 @@ from functools import partial
 from ..observation import Observation, Policy
 from ..state import Draft
 from . import (
+    back_off,
     crash,
     frozen,
     gpu_error,
@@ -78,6 +79,8 @@ STEPS: tuple[tuple[str, Step], ...] = (
     ("gpus", gpu_error.learn),
     # Started, suspended, resumed, complete, out of time.
     ("stages", stages.step),
+    # Rounds that wait because those before them ended before their first step.
+    ("back off", back_off.step),
     # Incidents that are over: before new decisions, so that these find a clean table.
     ("verify", verify.step),
     # What the ranks' connections show, before a decision names it.

@@ -10,11 +10,24 @@ from pacekeeper_analysis.diagnose.repetition import Repetition
 from pacekeeper_analysis.reports import Fault, FaultKind
 
 from ..api import Cause, Class, Reason, Remedy
-from ..decision import Action, CountRestart, Decision, FailJob, ReplaceWorker
+from ..decision import Action, BackOff, CountRestart, Decision, FailJob, ReplaceWorker
 from ..observation import FRESH_SECONDS, Observation, Policy
+from ..state import Draft
 from ..subject import Subject
 from .pricing import choose_at_standstill, replace_option, restart_option, written
 
+OWN_ERRORS = frozenset(
+    {
+        "SyntaxError",
+        "IndentationError",
+        "TabError",
+        "ImportError",
+        "ModuleNotFoundError",
+        "NameError",
+        "UnboundLocalError",
+    }
+)
+"""What Python raises for the text of a script, whatever is away. Other errors may be the environment's."""
 SETTLE_SECONDS = 2.0
 """A crash may be the consequence of a lost worker, which shows a moment later. Nothing waits for this judgement."""
 
@@ -35,18 +48,22 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
 def _judge(observation: Observation, policy: Policy, fault: Fault, of_round: Sequence[Fault]) -> Decision:
     repetition = observation.state.budget.repetition.after(fault)
     blame = _Blame.of(observation, policy, fault, of_round, repetition)
-    move = replace_option(observation, policy, refused=blame.why_not_move)
+    why_not_move = blame.why_not_move or policy.restraint
+    move = replace_option(observation, policy, refused=why_not_move)
     stay = restart_option(observation, policy, helps=bool(move.refused))
     choice = choose_at_standstill((stay, move))
     chosen = choice.chosen
     moves = chosen is not None and chosen.option is move
-    waits = not blame.why_not_move and _spare_comes(observation, policy)
-    end = _hopeless(observation, policy, fault, blame, repetition, moves or waits)
+    waits = not why_not_move and _spare_comes(observation, policy)
+    backs_off = not moves and _backs_off(observation, policy, fault, blame)
+    end = _hopeless(observation, policy, fault, blame, repetition, moves or waits, backs_off)
     actions: tuple[Action, ...] = (CountRestart(),)
     if end is not None:
         actions = (end,)
     elif moves:
         actions = (ReplaceWorker(fault.worker, blame.why_move, dead=True),)
+    elif backs_off:
+        actions = (BackOff(),)
     remedy = None if end is not None or chosen is None else Remedy(chosen.option.remedy)
     return Decision(
         subject=Subject(Cause.OUT_OF_MEMORY if fault.out_of_memory else Cause.CRASH, fault.round),
@@ -60,6 +77,7 @@ def _judge(observation: Observation, policy: Policy, fault: Fault, of_round: Seq
         rank=fault.rank,
         worker=fault.worker,
         settles=tuple(each.name for each in of_round),
+        routine=True,
         last_step=max(fault.step, observation.step),
         error=error_of(fault),
         barren=not fault.completed_step,
@@ -73,7 +91,8 @@ class _Blame:
 
     memory: bool
     follows_rank: bool  # the rank ran out of memory on another worker before
-    same_worker: bool  # on it, the round before has led nowhere either
+    again: bool  # the round before has led nowhere either
+    same_worker: bool  # and that on the same worker
     repeats: bool  # the round before has led nowhere by the same error
     elsewhere: bool  # that came on another worker, too
     stuck: bool  # rounds end at this step again and again, and no other worker has been tried
@@ -94,6 +113,7 @@ class _Blame:
         return cls(
             memory=fault.out_of_memory,
             follows_rank=_follows_rank(observation, fault),
+            again=again,
             same_worker=again and budget.barren_worker == fault.worker,
             repeats=again and bool(error) and budget.barren_error == error,
             elsewhere=others or budget.barren_worker != fault.worker,
@@ -135,18 +155,52 @@ def _spare_comes(observation: Observation, policy: Policy) -> bool:
     return (to_be_made or coming) and not policy.refusal(Remedy.REPLACE_WORKER)
 
 
+def _backs_off(observation: Observation, policy: Policy, fault: Fault, blame: _Blame) -> bool:
+    """Return whether the next round waits: the job has trained, and its rounds now end before their first step by what
+    the environment may have caused."""
+    if fault.completed_step or not observation.has_trained or not policy.max_restarts:
+        return False
+    is_scripts_own = blame.repeats and _type_of(error_of(fault)) in OWN_ERRORS
+    return not is_scripts_own and (blame.again or observation.budget_is_spent(policy))
+
+
+def _type_of(error: str) -> str:
+    """Return `ValueError` of `[rank0]: ValueError: …`; "": the line names no exception."""
+    words = (word.rpartition(".")[2] for word in error.split(":")[:2])
+    return next((word.strip() for word in words if word.strip().isidentifier()), "")
+
+
+def remember(draft: Draft, decision: Decision) -> Draft:
+    """A round that led nowhere, or no further than others: the next one that does is judged by it."""
+    if decision.repetition is not None:
+        draft = draft.with_budget(repetition=decision.repetition)
+    if not decision.barren:
+        return draft
+    return draft.with_budget(
+        barren_round=decision.round, barren_error=decision.error, barren_worker=decision.worker or ""
+    )
+
+
 def _hopeless(
-    observation: Observation, policy: Policy, fault: Fault, blame: _Blame, repetition: Repetition, elsewhere: bool
+    observation: Observation,
+    policy: Policy,
+    fault: Fault,
+    blame: _Blame,
+    repetition: Repetition,
+    elsewhere: bool,
+    backs_off: bool,
 ) -> FailJob | None:
     """The script says so, the same end twice before a step or too often at the same one, or no restarts left.
 
-    elsewhere: there is another worker that is worth a try.
+    elsewhere: there is another worker that is worth a try. backs_off: the next round waits, instead of failing the job.
     """
     if fault.exit_code in policy.exit_codes.do_not_retry:
         return FailJob(
             Reason.SCRIPT_FAILED,
             f"rank {fault.rank} {_ending(fault)}, which spec.remediation.exitCodes.doNotRetry names:\n{fault.error}",
         )
+    if backs_off:
+        return None
     if repetition.reaches(policy.rounds_without_progress) and not elsewhere:
         return FailJob(
             Reason.NO_PROGRESS,

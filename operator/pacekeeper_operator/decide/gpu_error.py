@@ -4,8 +4,10 @@ What launchers report, and series that a target may have labelled itself, choose
 node they raise a suspicion; only series that the platform vouches for are a witness against it.
 
 The gauge of XIDs holds the last one for ever and the counters never fall, so only a change is news, and what a node had
-before the job looked at it for the first time is none. Whose fault an XID is says
-`pacekeeper_analysis.diagnose.gpu_health`.
+before the job looked at it for the first time is none. A series that was not there before shows no change: an exporter
+that was away comes back with the counts of months. So what a job has not seen itself is held against what the same
+series was two minutes ago, and what has changed earlier while nobody could look is not found out. Whose fault an XID
+is says `pacekeeper_analysis.diagnose.gpu_health`.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class GpuFault:
 
     @property
     def witness(self) -> Witness:
-        return Witness.GPU_SERIES if self.value is not None and self.value.vouched else Witness.NONE
+        vouched = self.value is not None and self.value.vouched
+        return Witness.GPU_SERIES if vouched and self.blame is Origin.HARDWARE else Witness.NONE
 
     @property
     def identity(self) -> str:
@@ -63,15 +66,16 @@ class GpuFault:
 
     @property
     def fatal(self) -> bool:
-        return self.blame is Origin.HARDWARE
+        """The job leaves the GPU."""
+        return self.blame in (Origin.HARDWARE, Origin.LINK)
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
     found = next(_reported(observation), None) or next(_measured(observation), None)
     if found is None:
         return None
-    alike = _of_the_application(observation, found)
-    nodes = {one.node for one in alike} | _nodes_before(observation)
+    alike = _alike_elsewhere(observation, found)
+    nodes = {one.node for one in alike} | _nodes_before(observation, _CLASSES[found.blame])
     return _decide(observation, policy, found) if len(nodes) < 2 or not alike else _alike(observation, alike, nodes)
 
 
@@ -102,7 +106,9 @@ def _measured(observation: Observation) -> Iterator[GpuFault]:
     for value in observation.metrics.gpu:  # of the whole cluster
         if value.node not in nodes:
             continue
-        seen = gpus.values.get(value.key, 0.0)
+        seen = gpus.values.get(value.key, value.before)
+        if seen is None:
+            continue
         if value.value == seen or (value.metric != XID and value.value < seen):
             continue
         workers = tuple(v.name for v in observation.workers if v.record.node == value.node and not v.record.leaving)
@@ -110,32 +116,33 @@ def _measured(observation: Observation) -> Iterator[GpuFault]:
             yield GpuFault(value.node, value.gpu, _words(value), _blame(observation, value), workers, value=value)
 
 
-def _of_the_application(observation: Observation, found: GpuFault) -> Sequence[GpuFault]:
-    """All errors that are heard of now and may come of the application alone, where the first one may."""
-    if found.blame is not Origin.APPLICATION or not found.node:
+def _alike_elsewhere(observation: Observation, found: GpuFault) -> Sequence[GpuFault]:
+    """All errors that are heard of now and that no GPU is blamed for, where the first one is such."""
+    if found.blame not in (Origin.APPLICATION, Origin.UNKNOWN) or not found.node:
         return ()
     heard = (*_reported(observation), *_measured(observation))
-    return [one for one in heard if one.blame is Origin.APPLICATION and one.node]
+    return [one for one in heard if one.blame is found.blame and one.node]
 
 
-def _nodes_before(observation: Observation) -> set[str]:
+def _nodes_before(observation: Observation, class_: Class) -> set[str]:
     """On which such errors have come lately."""
     since = observation.now - TOGETHER_SECONDS
     return {
         past.node
         for past in observation.state.incidents.past
-        if past.cause is Cause.GPU_ERROR and past.class_ is Class.APPLICATION and past.at > since and past.node
+        if past.cause is Cause.GPU_ERROR and past.class_ is class_ and past.at > since and past.node
     }
 
 
 def _alike(observation: Observation, found: Sequence[GpuFault], nodes: Collection[str]) -> Decision:
     """GPUs of several nodes do not break at once: one incident for all of them, and nobody is moved."""
     faults = [one.fault for one in found if one.fault is not None]
+    whose = "the application's own" if found[0].blame is Origin.APPLICATION else "of something that they share"
     where = ", ".join(sorted(nodes)[:MOST_NAMED]) + (" …" if len(nodes) > MOST_NAMED else "")
     return Decision(
-        subject=Subject(Cause.GPU_ERROR, observation.round, gpu="the application"),
-        class_=Class.APPLICATION,
-        message=f"{found[0].words} on {len(nodes)} nodes at once ({where}): the application's own",
+        subject=Subject(Cause.GPU_ERROR, observation.round, gpu=_SUBJECTS[found[0].blame]),
+        class_=_CLASSES[found[0].blame],
+        message=f"{found[0].words} on {len(nodes)} nodes at once ({where}): {whose}",
         first_sign=min((fault.noticed_at for fault in faults), default=observation.now),
         evidence=tuple(dict.fromkeys(fault.error for fault in faults if fault.error)),
         node=found[0].node,
@@ -159,7 +166,7 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
     where = f"GPU {found.gpu} of node {found.node}" if found.gpu else f"a GPU of {worker}"
     return Decision(
         subject=Subject(Cause.GPU_ERROR, observation.round, gpu=found.identity),
-        class_=Class.APPLICATION if found.blame is Origin.APPLICATION else Class.INFRASTRUCTURE,
+        class_=_CLASSES[found.blame],
         message=f"{where}: {found.words}{_ADVICE[found.blame]}",
         first_sign=observation.now if found.fault is None else found.fault.noticed_at,
         actions=actions,
@@ -179,8 +186,18 @@ def _decide(observation: Observation, policy: Policy, found: GpuFault) -> Decisi
 _ADVICE: Mapping[Origin, str] = {
     Origin.HARDWARE: "",
     Origin.CONTAINED: "; it has cost one process, which is started again",
+    Origin.LINK: "; either end of the link may be at fault",
     Origin.APPLICATION: "; may come of the application alone",
+    Origin.UNKNOWN: "; whose fault it is, NVIDIA's catalogue of XIDs says, as far as it is known",
 }
+_CLASSES: Mapping[Origin, Class] = {
+    Origin.HARDWARE: Class.INFRASTRUCTURE,
+    Origin.CONTAINED: Class.INFRASTRUCTURE,
+    Origin.LINK: Class.INFRASTRUCTURE,
+    Origin.APPLICATION: Class.APPLICATION,
+    Origin.UNKNOWN: Class.UNKNOWN,
+}
+_SUBJECTS: Mapping[Origin, str] = {Origin.APPLICATION: "the application", Origin.UNKNOWN: "unknown"}
 
 
 def _words(value: GpuValue) -> str:

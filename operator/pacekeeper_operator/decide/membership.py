@@ -42,7 +42,7 @@ def _cannot_end(observation: Observation, policy: Policy) -> bool:
     """Some ranks have come to their end, and others never will as things are: all go on from the last checkpoint."""
     unfinished = [view for view in observation.members if view.name not in observation.state.life.names_finished]
     lost = any(view.record.leaving and not view.trains for view in unfinished)
-    may = policy.acts and not policy.refusal(Remedy.RESTART_RANKS)
+    may = policy.recovers and not policy.refusal(Remedy.RESTART_RANKS)
     return lost or (may and any(_wants_a_round(observation, view) for view in unfinished))
 
 
@@ -98,7 +98,7 @@ def _change(observation: Observation, policy: Policy) -> Draft:
     newcomers = spares[: max(0, survivors.most(observation, min(wanted, len(seats) + len(spares))) - len(seats))]
     seats += seating.founded(observation, newcomers)
     if [member.worker for member in seats] == [member.worker for member in plan.members]:
-        return _calm(draft)
+        return _save_before_end(observation, _calm(draft))
     if all(view.trains for view in observation.members) and len(observation.members) == len(plan.members):
         if not survivors.may_grow(observation, seats):
             return _calm(draft)
@@ -106,6 +106,18 @@ def _change(observation: Observation, policy: Policy) -> Draft:
         if waiting is not None:
             return waiting
     return rounds.begin(observation, _numbered(observation.job, seats))
+
+
+def _save_before_end(observation: Observation, draft: Draft) -> Draft:
+    """Members whose pods end, and whose seats nobody can take yet, are told by the plan to let their ranks save and
+    leave: a signal does not reach a launcher that runs behind a shell."""
+    ending = (
+        view
+        for view in observation.members
+        if view.record.leaving and view.trains and view.pod is not None and (view.pod.deleting or view.pod.disrupted)
+    )
+    leaving = tuple(sorted({*draft.plan.leaving, *(view.name for view in ending)}))
+    return draft if leaving == draft.plan.leaving else draft.with_plan(leaving=leaving)
 
 
 def _still_wanted(observation: Observation) -> Sequence[Member]:
@@ -192,6 +204,8 @@ def allow_restarts(observation: Observation, policy: Policy) -> Draft:
     if draft.plan.stop is not Stop.NO or draft.state.life.over:
         return draft
     left = policy.max_restarts - budget.within(observation.now, policy.restart_window)
-    may = policy.acts and not policy.refusal(Remedy.RESTART_RANKS)
+    may = policy.recovers and not policy.refusal(Remedy.RESTART_RANKS)
+    if budget.backoffs:
+        left = 0  # the operator says when the next round begins
     restarts = budget.in_membership + max(0, left) if may else 0
     return draft if restarts == draft.plan.restarts else draft.with_plan(restarts=restarts)

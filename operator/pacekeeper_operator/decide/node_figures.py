@@ -70,6 +70,19 @@ def read_figures(message: str) -> tuple[ProbeFigures | None, str]:
     return read(ProbeFigures, data, "figures"), ""
 
 
+def read_check(message: str) -> tuple[str, bool]:
+    """The check in which a probe pod found the node unfit, and whether it had GPUs to look at; ("", False): it does not
+    say. It is somebody else's word: what makes no sense is not said."""
+    try:
+        data = parse_json(message) if len(message) <= MAX_CHARACTERS else None
+    except InputError:
+        data = None
+    if not isinstance(data, dict):
+        return "", False
+    check, gpus = data.get("check"), data.get("gpus")
+    return check if isinstance(check, str) else "", isinstance(gpus, int) and gpus > 0
+
+
 def _idle(figures: ProbeFigures, share: float) -> bool:
     """Also where nobody tells how many cores were."""
     return figures.idle_cores >= share * figures.cores

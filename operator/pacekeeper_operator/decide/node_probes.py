@@ -1,8 +1,8 @@
 """Probes of a node by a pod of the operator's own: when the next one is due, and what one has come to.
 
 A probe passes, or fails, or says nothing about its node: a registry that is away, a missing pull secret or a full node
-are no reason to quarantine a node, nor to hold one for ever. A node that is only slow beside others fails when a
-second probe says the same: its neighbours may have been busy for a moment.
+are no reason to quarantine a node, nor to hold one for ever. Nor is what other nodes fail, too. A node that is only
+slow beside others fails when a second probe says the same: its neighbours may have been busy for a moment.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..api import Inconclusive, ProbeResult, QuarantineStatus
+from ..probe import GPUS
 from .node_figures import slow
 from .node_steps import ProbePod, Quarantine
 
@@ -36,7 +37,11 @@ def result(
     has found the node slow, too."""
     ended, in_time = replace(probe, finished=now), now < probe.started + timeout
     if pod is not None and pod.phase == "Failed":
-        return _judged(ended, pod.inconclusive, pod.message or "failed without a word")
+        told = pod.inconclusive is not None or _passed_elsewhere(pod)
+        if in_time and not told and not all(other.ended for other in pod.others):
+            return None
+        reason, why = unshared(pod)
+        return _judged(ended, reason, f"{pod.message or 'failed without a word'}{why}")
     if pod is not None and pod.phase == "Succeeded":
         if in_time and not all(other.ended for other in pod.others):
             return None
@@ -44,8 +49,37 @@ def result(
     if in_time:
         return None
     waiting = f": {pod.message}" if pod is not None and pod.message else ""
-    reason = Inconclusive.NOT_RUN if pod is None or not pod.phase else pod.inconclusive
-    return _judged(ended, reason, f"did not end within {timeout:.0f} s{waiting}")
+    reason, why = (Inconclusive.NOT_RUN, "") if pod is None or not pod.phase else unshared(pod)
+    return _judged(ended, reason, f"did not end within {timeout:.0f} s{waiting}{why}")
+
+
+def unshared(pod: ProbePod) -> tuple[Inconclusive | None, str]:
+    """Why a probe that has not succeeded says nothing about its node, and words for it; None: it does. What all nodes
+    fail is the installation's fault, so a check counts only where a pod on another node has passed it.
+
+    GPUs that nvidia-smi lists are the node's own, and in a full cluster no other node has one to spare: there it is
+    enough that no other node fails in the same way.
+    """
+    if pod.inconclusive is not None:
+        return pod.inconclusive, ""
+    if _passed_elsewhere(pod):
+        return None, ""
+    check = pod.failed_check
+    alike = [other.node for other in pod.others if _fails(other, check)]
+    if alike:
+        return Inconclusive.SHARED, f"; a probe pod on {alike[0]} fails in the same way"
+    if check == GPUS:
+        return None, ""
+    return Inconclusive.ALONE, "; no probe pod on another node has passed the same check"
+
+
+def _passed_elsewhere(pod: ProbePod) -> bool:
+    """On another node, the check in which this one has failed."""
+    return any(pod.failed_check in other.passed_checks for other in pod.others)
+
+
+def _fails(pod: ProbePod, check: str) -> bool:
+    return pod.inconclusive is None and pod.phase != "" and pod.phase != "Succeeded" and pod.failed_check == check
 
 
 def slowness(pod: ProbePod) -> str:

@@ -21,8 +21,10 @@ from ..observation import Ruling
 from . import node_probes
 from .node_census import Around
 from .node_steps import (
+    MAX_MESSAGE,
     Delete,
     EndProbe,
+    Flag,
     Guard,
     Hold,
     Node,
@@ -44,7 +46,8 @@ from .node_suspicion import consider, said_by
 
 RESYNC_SECONDS = 60.0
 UNPROVEN_PROBES = 5
-"""So many probes in a row without an image release the node: no quarantine is for ever for want of a pull secret."""
+"""So many probes in a row without an image, or that fail as they fail on other nodes, release the node: no quarantine
+is for ever for want of a pull secret, or of a driver that probe pods find."""
 
 
 _PERSON = (Witness.PERSON, "somebody has made or approved the NodeQuarantine")
@@ -93,8 +96,9 @@ def _why(quarantine: Quarantine, node: Node | None, wanted: int) -> str:
         return f"the node's label {LABEL_NO_QUARANTINE} forbids quarantines"
     if node_probes.clean_in_a_row(_release_probes(quarantine)) >= wanted:
         return f"{wanted} probe pods in a row on the node have passed"
-    if _without_image(quarantine) >= UNPROVEN_PROBES:
-        return f"its time is over, and {UNPROVEN_PROBES} probe pods in a row had no image to look at it with"
+    if _unable(quarantine) >= UNPROVEN_PROBES:
+        last = _release_probes(quarantine)[-1].message
+        return f"its time is over, and {UNPROVEN_PROBES} probe pods in a row could not look at it: {last}"
     return ""
 
 
@@ -130,7 +134,20 @@ def _quarantine(quarantine: Quarantine, node: Node, pod: ProbePod | None, rules:
         return _watch(quarantine, pod, rules, now)
     if quarantine.last_probe is not None and pod is not None:
         return EndProbe(quarantine.last_probe.pod)
-    return _keep(quarantine, node, quarantine.status.cordoned_at, now)
+    step = _keep(quarantine, node, quarantine.status.cordoned_at, now)
+    # Only where there is nothing else to do: a condition that cannot be set delays neither probes nor the release.
+    if isinstance(step, Wait) and rules.condition and not node.flagged:
+        return _flag(quarantine, quarantine.status.cordoned_at)
+    return step
+
+
+def _flag(quarantine: Quarantine, since: float) -> Flag:
+    """The reason is who has confirmed that the node is bad; the message says why, and where to look."""
+    conditions = quarantine.status.conditions
+    witness = next((c.reason for c in conditions if c.type == QuarantineCondition.WITNESSED), "")
+    where = f"kubectl describe nodequarantine {quarantine.name}"
+    why = quarantine.spec.reason[: MAX_MESSAGE - len(where) - 2]
+    return Flag(witness or str(Witness.PERSON), f"{why}; {where}", since)
 
 
 def _begin(quarantine: Quarantine, node: Node, now: float) -> Report:
@@ -195,8 +212,9 @@ def _back_off(quarantine: Quarantine) -> float:
     return node_probes.due_after(probes[passed[-1] + 1 :] if passed else probes)
 
 
-def _without_image(quarantine: Quarantine) -> int:
-    """How many of the last probes in a row could not get their image."""
+def _unable(quarantine: Quarantine) -> int:
+    """How many of the last probes in a row could not look, by the installation's fault."""
     probes = _release_probes(quarantine)
-    others = [i for i, probe in enumerate(probes) if probe.inconclusive is not Inconclusive.IMAGE]
+    installation = (Inconclusive.IMAGE, Inconclusive.SHARED)
+    others = [i for i, probe in enumerate(probes) if probe.inconclusive not in installation]
     return len(probes) - (others[-1] + 1 if others else 0)

@@ -9,6 +9,7 @@ from typing import Any, Self
 from pacekeeper_analysis.errors import InputError
 
 from ..api import (
+    FIELD_MANAGER_CONDITION,
     FIELD_MANAGER_CORDON,
     FINALIZER_QUARANTINE,
     LABEL_NO_QUARANTINE,
@@ -27,7 +28,8 @@ from ..api import (
     format_time,
 )
 from ..node_health import NodeHealth
-from .node_figures import read_figures
+from ..probe import DRIVER, GPUS, MEMORY, NETWORK
+from .node_figures import read_check, read_figures
 
 MAX_MESSAGE = 1000
 NO_HEALTH = NodeHealth(cordons=False, taints=(), conditions=())
@@ -44,6 +46,10 @@ IMAGE_REASONS = frozenset(
     }
 )
 """Why a container waits through no fault of its node's."""
+RUNS = "runs"
+"""The check that a probe pod starts, and ends with words of its own."""
+CHECKS = (RUNS, NETWORK, DRIVER, GPUS, MEMORY)
+"""In the order in which a probe pod makes them."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +151,12 @@ class Node:
     ready: bool = True
     broken: str = ""  # by a condition that the platform vouches for: which one, in words
     broken_since: float = 0.0  # as that condition says; 0: it does not
+    flagged: bool = False  # by us, with the condition for those who repair nodes
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any], health: NodeHealth = NO_HEALTH) -> Self:
-        """`body`: the whole object, with its managed fields. `health`: conditions that the platform vouches for."""
+    def parse(cls, body: Mapping[str, Any], health: NodeHealth = NO_HEALTH, condition: str = "") -> Self:
+        """`body`: the whole object, with its managed fields. `health`: conditions that the platform vouches for.
+        `condition`: type of the one that we set; "": none."""
         metadata, spec = body["metadata"], body.get("spec", {})
         owners = [
             (entry["manager"], entry["operation"])
@@ -168,15 +176,25 @@ class Node:
             ready=conditions.get("Ready") == "True",
             broken=broken.words if broken else "",
             broken_since=broken.since if broken else 0.0,
+            flagged=bool(condition) and conditions.get(condition) == "True" and _is_our_condition(metadata, condition),
         )
 
     @property
     def marked(self) -> bool:
-        return self.tainted or self.cordoned
+        return self.tainted or self.cordoned or self.flagged
 
     @property
     def held(self) -> bool:
         return self.tainted and self.cordoned
+
+
+def _is_our_condition(metadata: Mapping[str, Any], condition: str) -> bool:
+    """Somebody else's condition of this type is not ours to take away."""
+    return any(
+        entry["manager"] == FIELD_MANAGER_CONDITION
+        and f'k:{{"type":"{condition}"}}' in entry.get("fieldsV1", {}).get("f:status", {}).get("f:conditions", {})
+        for entry in metadata.get("managedFields", ())
+    )
 
 
 @dataclass(frozen=True)
@@ -190,6 +208,22 @@ class ProbePod:
     address: str = ""
     figures: ProbeFigures | None = None
     others: tuple[ProbePod, ...] = ()  # of its circle
+    check: str = ""  # in which it found its node unfit; "": it does not say
+    gpus: bool = False  # it had GPUs to look at
+
+    @property
+    def failed_check(self) -> str:
+        """What its node fails, if it fails anything. A pod that does not end in words of its own has not run."""
+        return self.check or RUNS
+
+    @property
+    def passed_checks(self) -> frozenset[str]:
+        """What its node passes. The checks come one after the other."""
+        made = [check for check in CHECKS if self.gpus or check not in (DRIVER, GPUS)]
+        if self.phase == "Succeeded":
+            return frozenset(made)
+        stopped = self.phase == "Failed" and self.check in made
+        return frozenset(made[: made.index(self.check)]) if stopped else frozenset()
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -204,7 +238,9 @@ class ProbePod:
         words = [status.get("reason"), status.get("message"), *said]
         message = ": ".join(word.strip() for word in words if word)[-MAX_MESSAGE:]
         phase = status.get("phase", "Pending")
-        return cls(phase, message, _inconclusive(status), node, status.get("podIP", ""), figures)
+        check, gpus = read_check(told)
+        address = status.get("podIP", "")
+        return cls(phase, message, _inconclusive(status), node, address, figures, check=check, gpus=gpus)
 
     @property
     def ended(self) -> bool:
@@ -234,6 +270,7 @@ class Rules:
     breaker_nodes: int = 3
     probe_timeout: float = 60.0
     release_probes: int = 3  # that must pass in a row
+    condition: str = ""  # type of the condition that a held node gets; "": none
 
 
 @dataclass(frozen=True)
@@ -254,8 +291,17 @@ class Hold:
 
 
 @dataclass(frozen=True)
+class Flag:
+    """Set our condition on a node that is held, for whoever repairs nodes. `since`: when it was cordoned."""
+
+    reason: str
+    message: str
+    since: float
+
+
+@dataclass(frozen=True)
 class Release:
-    """Take our taint away, and give up our part of the cordon."""
+    """Take our taint and our condition away, and give up our part of the cordon."""
 
     reason: str
 
@@ -301,7 +347,7 @@ class Wait:
     seconds: float
 
 
-QuarantineStep = Guard | Approve | Hold | Release | Report | StartProbe | EndProbe | Delete | Unguard | Wait
+QuarantineStep = Guard | Approve | Hold | Flag | Release | Report | StartProbe | EndProbe | Delete | Unguard | Wait
 
 
 def told(quarantine: Quarantine, phase: QuarantinePhase, verdict: Verdict, message: str, now: float) -> Report:

@@ -3,12 +3,18 @@
 A job can be made to say anything about the node that its pods are on. So its word only raises a suspicion; what decides
 is the node's own condition, GPU series that the platform vouches for, or a probe pod of the operator's on that node.
 A confirmed suspicion is held back for a moment, in which a fault that many nodes share shows as one.
+
+Nodes that fail together are held together, until each of the others is settled: a probe has passed on it, or its
+suspicion has been given up. That one of them is back first shows nothing of those that still boot. The last one is
+judged by what has been seen of it since, and that it is not Ready is no such thing: it may just take longest to boot,
+and no pod comes to it anyway.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import takewhile
 
 from ..api import Inconclusive, ProbeResult, QuarantinePhase, Sign, Verdict, Witness
 from . import node_probes
@@ -56,6 +62,8 @@ def consider(quarantine: Quarantine, node: Node, pod: ProbePod | None, around: A
         return Release("its quarantine is not approved")
     witness = witness_of(quarantine, node)
     if quarantine.probe_runs:
+        if witness is Witness.PROBE and quarantine.verdict is Verdict.BREAKER:
+            witness = None  # it is asked anew: what a probe said while many failed is what this one may refute
         return _watch(quarantine, node, pod, witness, around.rules.probe_timeout, now)
     if quarantine.last_probe is not None and pod is not None:
         return EndProbe(quarantine.last_probe.pod)
@@ -93,6 +101,8 @@ def with_sign(signs: tuple[Sign, ...], sign: Sign) -> tuple[Sign, ...]:
     before = next((known for known in signs if known.namespace == sign.namespace), None)
     if before is not None and not _is_news(before, sign):
         return signs
+    if before is not None:
+        sign = replace(sign, since=before.first)
     others = [known for known in signs if known.namespace != sign.namespace]
     if len(others) == MAX_SIGNS:
         others.remove(next((known for known in others if known.witness is Witness.NONE), others[0]))
@@ -153,7 +163,7 @@ def _watch(
     if witness is None:
         found = _suspected(after, words, now)
     else:
-        found = _confirmed(after, words, witness, _evidence(after, node, witness), now)
+        found = _confirmed(after, words, witness, _evidence(after, node, witness), now, _standing(after))
     return replace(found, event=event, warning=True)
 
 
@@ -161,7 +171,10 @@ def _judge(quarantine: Quarantine, node: Node, around: Around, witness: Witness,
     """A witness has spoken. That too many fail at once is said at once; that they do not shows only after a while."""
     if quarantine.status.phase is QuarantinePhase.PENDING:
         return Wait(RESYNC_SECONDS)
-    evidence, tripped = _evidence(quarantine, node, witness), _tripped(quarantine, around, now)
+    evidence, tripped = _evidence(quarantine, node, witness), _tripped(quarantine, node, around, witness, now)
+    if tripped and witness is Witness.PROBE and node.ready and _is_due_again(quarantine, around, now):
+        probing = replace(quarantine, status=node_probes.begun(quarantine, now))
+        return _suspected(probing, "it failed with many others: another probe decides whether it is well again", now)
     first_sign = min((sign.at for sign in quarantine.open_signs), default=0.0)
     if now < first_sign + HOLD_SECONDS and not tripped and not around.unbroken:
         words = f"is held back for {HOLD_SECONDS:.0f} s, in which a fault of many nodes would show"
@@ -186,14 +199,11 @@ def _judge(quarantine: Quarantine, node: Node, around: Around, witness: Witness,
     )
 
 
-def _verdict(quarantine: Quarantine, around: Around, tripped: bool) -> tuple[Verdict, str]:
+def _verdict(quarantine: Quarantine, around: Around, tripped: str) -> tuple[Verdict, str]:
     """What becomes of a confirmed suspicion, and the words for it."""
     rules = around.rules
     if tripped:
-        return (
-            Verdict.BREAKER,
-            f"the breaker has tripped at {rules.breaker_nodes} nodes: many fail at once, by no fault of their own",
-        )
+        return Verdict.BREAKER, tripped
     if around.paused:
         return Verdict.PAUSED, around.paused
     # A request to a person takes nothing from the budget, but people are not to be flooded with requests either.
@@ -207,23 +217,62 @@ def _verdict(quarantine: Quarantine, around: Around, tripped: bool) -> tuple[Ver
     return Verdict.AWAITS_APPROVAL, waits
 
 
-def _tripped(quarantine: Quarantine, around: Around, now: float) -> bool:
-    if around.census.failing_at_once(quarantine) >= around.rules.breaker_nodes:
-        return True
-    return quarantine.verdict is Verdict.BREAKER and now >= quarantine.last_sign + STAYS_TRIPPED_SECONDS
+def _tripped(quarantine: Quarantine, node: Node, around: Around, witness: Witness, now: float) -> str:
+    """Why the node is held as one of many that failed at once; "": it is judged for itself."""
+    many, known = around.rules.breaker_nodes, quarantine.verdict is Verdict.BREAKER
+    if not known and around.census.failing_at_once(quarantine) < many:
+        return ""
+    others = around.census.unsettled(quarantine)
+    stays = known and now >= quarantine.last_sign + STAYS_TRIPPED_SECONDS
+    if others or stays or many <= 1:
+        return f"the breaker has tripped at {many} nodes: many fail at once, by no fault of their own"
+    if not _has_shown_since(quarantine, node, witness, around.census.cleared_last(quarantine.name)):
+        return "it failed with many others, which are well again: it is left alone until it shows a fault of its own"
+    return ""
 
 
-def _confirmed(quarantine: Quarantine, words: str, witness: Witness, evidence: str, now: float) -> Report:
-    found = told(quarantine, QuarantinePhase.SUSPECTED, Verdict.SUSPECTED, words, now)
+def _has_shown_since(quarantine: Quarantine, node: Node, witness: Witness, since: float) -> bool:
+    """A fault of the node's own. A probe that failed while the others were away does not show one."""
+    if witness is Witness.NODE_CONDITION:
+        return bool(node.broken)
+    if witness is Witness.PROBE:
+        word = quarantine.last_word
+        signs = [sign.at for sign in quarantine.open_signs if sign.witness is Witness.PROBE]
+        return max([*signs, word.started if word is not None and word.passed is False else 0.0]) >= since
+    return True
+
+
+def _is_due_again(quarantine: Quarantine, around: Around, now: float) -> bool:
+    """Whether a node that failed with many is to be probed once more. First its being held is written down."""
+    if quarantine.verdict is not Verdict.BREAKER or around.census.probing(quarantine.name) >= PROBES_AT_ONCE:
+        return False
+    since_passed = [*takewhile(lambda probe: not probe.passed, reversed(quarantine.status.probes))]
+    return now >= node_probes.due_after(since_passed)
+
+
+def _confirmed(
+    quarantine: Quarantine,
+    words: str,
+    witness: Witness,
+    evidence: str,
+    now: float,
+    verdict: Verdict = Verdict.SUSPECTED,
+) -> Report:
+    found = told(quarantine, QuarantinePhase.SUSPECTED, verdict, words, now)
     return witnessed(quarantine, found, witness, evidence, now)
 
 
+def _standing(quarantine: Quarantine) -> Verdict:
+    return Verdict.BREAKER if quarantine.verdict is Verdict.BREAKER else Verdict.SUSPECTED
+
+
 def _suspected(quarantine: Quarantine, words: str, now: float) -> Report:
-    """Without a witness, unless a probe that has just failed is in it."""
+    """Without a witness, unless a probe that has just failed is in it. One of many stays one while it is looked at."""
     word = quarantine.last_word
+    verdict = _standing(quarantine)
     if word is not None and word.passed is False:
-        return _confirmed(quarantine, words, Witness.PROBE, _by_probe(word), now)
-    found = told(quarantine, QuarantinePhase.SUSPECTED, Verdict.SUSPECTED, words, now)
+        return _confirmed(quarantine, words, Witness.PROBE, _by_probe(word), now, verdict)
+    found = told(quarantine, QuarantinePhase.SUSPECTED, verdict, words, now)
     return witnessed(quarantine, found, None, words, now)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pacekeeper_analysis.reports import FaultKind, LauncherState
 
 from ..api import Cause, Class, Reason, Remedy
-from ..decision import Action, Decision, FailJob, RestartRanks
+from ..decision import Action, BackOff, Decision, FailJob, RestartRanks
 from ..observation import Observation, Policy
 from ..subject import Subject
 from ..words import NAMED, listed
@@ -25,8 +25,9 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         and view.heartbeat.membership == observation.plan.membership
         and view.heartbeat.state in (LauncherState.LOST, LauncherState.FAILED)
     ]
-    if not failed and not given_up:
-        return None
+    budget = observation.state.budget
+    if not failed and (not given_up or budget.next_round_at):
+        return None  # what has given up waits for the round that `back_off` begins
     if failed and observation.is_younger(failed[0], SETTLE_SECONDS):
         return None
     if observation.faults_of(FaultKind.RANK_FAILED) or frozen.suspected(observation):
@@ -37,11 +38,12 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         return None
     option = restart_option(observation, policy)
     choice = choose_at_standstill((option,))
-    used = observation.state.budget.within(observation.now, policy.restart_window)
     who = listed(sorted({fault.worker for fault in failed} | {view.name for view in given_up}))
     message = f"the launchers could not start a round by themselves (told by {who})"
     actions: tuple[Action, ...] = ()
-    if used >= policy.max_restarts:
+    if observation.has_trained and policy.max_restarts and (budget.backoffs or observation.budget_is_spent(policy)):
+        actions = (BackOff(),)
+    elif observation.budget_is_spent(policy):
         actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"{message}, and no restart is left"),)
     elif choice.chosen is not None:
         actions = (RestartRanks(),)
@@ -55,5 +57,6 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         remedies=written(choice.prices, choice.chosen),
         evidence=tuple(fault.error for fault in failed if fault.error)[:NAMED],
         settles=tuple(fault.name for fault in failed),
+        routine=True,
         last_step=observation.step,
     )

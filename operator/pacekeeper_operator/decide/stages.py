@@ -14,8 +14,10 @@ PULL_REASONS = frozenset(
         "ErrImagePull",
         "ImagePullBackOff",
         "InvalidImageName",
+        "ImageInspectError",
         "ErrImageNeverPull",
         "RegistryUnavailable",
+        "SignatureValidationFailed",
         "CreateContainerConfigError",
         "CreateContainerError",
         "RunContainerError",
@@ -23,6 +25,7 @@ PULL_REASONS = frozenset(
     }
 )
 """Why a container waits that no patience of ours will start."""
+_OF_REGISTRIES = ("RegistryUnavailable", "SignatureValidationFailed")
 
 
 def step(observation: Observation, _policy: Policy) -> Draft:
@@ -59,6 +62,7 @@ def _resume(observation: Observation) -> Draft:
         .with_life(start_time=observation.now, finished=(), paced_since=0.0)
         .with_placement(placing_since=0.0, retry_at=0.0, attempts=0, workers=())
         .with_incidents(settled=())
+        .with_budget(backoffs=0, next_round_at=0.0)
         .with_adaptation(mode_refusal="", shares_refusal="")
     )
 
@@ -71,6 +75,8 @@ def _begin(observation: Observation) -> Draft:
         draft = draft.with_placement(round_seen=observation.round)
     if 0 < state.budget.barren_round < observation.round and observation.training_since is not None:
         draft = draft.with_budget(barren_round=0, barren_error="", barren_worker="")
+    if state.budget.backoffs and _trains_again(observation):
+        draft = draft.with_budget(backoffs=0, next_round_at=0.0)
     if not state.life.training_since and observation.training_since is not None:
         draft = draft.with_life(training_since=observation.training_since)
     if not state.life.paced_since and observation.training_since is not None:
@@ -78,6 +84,13 @@ def _begin(observation: Observation) -> Draft:
     if (state.placement.failed_starts or state.placement.refused) and _is_complete(observation):
         draft = draft.with_placement(failed_starts=0, refused=0, refused_until=0.0)
     return draft
+
+
+def _trains_again(observation: Observation) -> bool:
+    """Whether the round that runs has completed a step. Before it begins, heartbeats may tell of the last good one."""
+    beats = [view.heartbeat for view in observation.members if view.heartbeat is not None]
+    runs = all(beat.state in (LauncherState.RUNNING, LauncherState.FINISHED) for beat in beats)
+    return runs and observation.training_since is not None and observation.round > observation.state.budget.barren_round
 
 
 def _is_complete(observation: Observation) -> bool:
@@ -107,13 +120,13 @@ def _finish(observation: Observation) -> Draft:
 
 def _ended_well(view: WorkerView, membership: int) -> bool:
     """Its ranks came to their end in this membership; not: it was told to leave. Its own word is enough: its pod may
-    be gone before anybody has seen its exit."""
+    be gone before anybody has seen its exit. Nothing else is: exit code 0 may be that of a command behind a pipe."""
     pod, beat = view.pod, view.heartbeat
     if view.record.dead or (beat is not None and 0 < beat.membership < membership):
         return False  # what it was last heard of before its first membership (0) says nothing
     if beat is not None and beat.state is LauncherState.FINISHED:
         return True
-    return pod is not None and pod.exit_code == 0 and not pod.disrupted and not pod.deleting
+    return pod is not None and pod.finished and not pod.disrupted and not pod.deleting
 
 
 def _began_anew(view: WorkerView) -> bool:
@@ -127,28 +140,51 @@ def _out_of_time(observation: Observation) -> Draft:
     state = draft.state
     if limit is None or not state.life.start_time or draft.plan.stop is not Stop.NO:
         return draft
-    if observation.now - state.life.start_time < limit:
+    # Whose clock was behind may have taken it up before it was made.
+    began = max(state.life.start_time, observation.job.created_at)
+    if not observation.clock_agrees or observation.now - began < limit:
         return draft
     message = f"the job has run for spec.runPolicy.activeDeadlineSeconds = {limit} s"
     return _fail(observation, Reason.DEADLINE_EXCEEDED, message)
 
 
 def _cannot_start(observation: Observation) -> Draft:
-    """Pods that are placed but cannot start, for longer than placing may take."""
-    draft, state = observation.draft, observation.state
-    if draft.plan.members or not state.placement.placing_since:
-        return draft
-    stuck = stuck_worker(observation)
-    if stuck is None or observation.now - state.placement.placing_since < observation.job.spec.scheduling_timeout:
-        return draft
-    assert stuck.pod is not None
-    message = f"worker {stuck.name} cannot start: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
-    return _fail(observation, Reason.IMAGE_PULL_FAILED, message)
+    """Fail a job whose pods are placed but cannot start. One that has trained before goes on trying: its images were
+    there, and its kubelets try again by themselves, less and less often."""
+    message, stuck = why_not_started(observation), stuck_worker(observation)
+    if not message or stuck is None or observation.has_trained:
+        return observation.draft
+    return _fail(observation, why_stuck(stuck), message)
+
+
+def why_not_started(observation: Observation) -> str:
+    """Return why a pod of a job that is being placed cannot start, once that lasts for longer than placing may take."""
+    since, stuck = observation.state.placement.placing_since, stuck_worker(observation)
+    if observation.plan.members or not since or stuck is None:
+        return ""
+    if observation.now - since < observation.job.spec.scheduling_timeout:
+        return ""
+    return f"worker {stuck.name} cannot start: {say_stuck(stuck)}"
 
 
 def stuck_worker(observation: Observation) -> WorkerView | None:
     """A worker whose containers cannot be started as they are written."""
     return next((v for v in observation.workers if v.pod is not None and v.pod.waiting_reason in PULL_REASONS), None)
+
+
+def why_stuck(view: WorkerView) -> Reason:
+    """Whether it is the image that is missing, or something else that its containers are made of."""
+    of_image = view.pod is not None and "Image" in view.pod.waiting_reason
+    of_registry = view.pod is not None and view.pod.waiting_reason in _OF_REGISTRIES
+    return Reason.IMAGE_PULL_FAILED if of_image or of_registry else Reason.CONTAINER_CANNOT_START
+
+
+def say_stuck(view: WorkerView) -> str:
+    """In the kubelet's words, with the container and the pod to look at."""
+    assert view.pod is not None
+    pod = view.pod
+    of = f"container {pod.waiting_container}: " if pod.waiting_container else ""
+    return f"{of}{pod.waiting_reason}: {pod.waiting_message}"
 
 
 def _fail(observation: Observation, reason: Reason, message: str) -> Draft:

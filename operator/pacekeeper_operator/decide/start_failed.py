@@ -8,15 +8,18 @@ from pacekeeper_analysis.reports import LauncherState
 
 from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, ReplaceWorker
-from ..observation import Observation, Policy, WorkerView
+from ..observation import Observation, PodView, Policy, WorkerView
 from ..subject import Subject
 
 TRIES = 2
-"""So many workers in a row, of the whole job, before a job fails that cannot train without them."""
+"""So many workers in a row, of the whole job, before a job fails that cannot train without them and never has. In one
+that has trained, its nodes, volumes or DNS may be at fault, and the next worker waits."""
 
 WARM_SECONDS = 120.0
 """So long a trainer's container may run until its launcher is warm: it imports torch, mostly, which takes seconds from
 a warm disk and a minute from a slow volume."""
+
+_COMMAND = "the command of container trainer must run `pacekeeper run …` (in place of python or torchrun)"
 
 
 def check(observation: Observation, policy: Policy) -> Decision | None:
@@ -29,6 +32,7 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
             return (_decide if view.pod.exit_code is not None else _refused)(observation, policy, view)
         if view.usable and 0 < view.record.starting_since < observation.now - WARM_SECONDS:
             words = f"it was not ready {WARM_SECONDS:.0f} s after its container had begun to run"
+            words += _without_launcher(view)
             return _replace(observation, policy, view, words, Class.UNKNOWN, view.record.starting_since)
     return None
 
@@ -52,6 +56,7 @@ def _replace(
     return Decision(
         subject=Subject(Cause.WORKER_LOST, observation.round if observation.plan.members else 0, worker=view.name),
         class_=class_,
+        routine=refused,
         message=f"worker {view.name} is given up: {words}",
         first_sign=first_sign,
         actions=(action,) if allowed else (),
@@ -62,19 +67,33 @@ def _replace(
     )
 
 
+def _without_launcher(view: WorkerView) -> str:
+    """A launcher announces its port before all else."""
+    if view.heartbeat is None or view.heartbeat.meeting_port:
+        return ""
+    return f", and no launcher has spoken: {_COMMAND}"
+
+
 def _failed_to_start(view: WorkerView) -> bool:
-    if view.pod is None or view.pod.deleting or view.pod.disrupted or not view.pod.ended or view.pod.exit_code == 0:
+    if view.pod is None or view.pod.deleting or view.pod.disrupted or not view.pod.ended:
         return False
     return view.heartbeat is None or view.heartbeat.state is LauncherState.STARTING
+
+
+def _say_end(view: WorkerView, pod: PodView) -> str:
+    reason = f" ({pod.exit_reason})" if pod.exit_reason else ""
+    if pod.ended_before:
+        return f"the init container {pod.ended_before} of {view.name} ended with {pod.exit_code}{reason}"
+    ended = f"the trainer of {view.name} ended with {pod.exit_code}{reason} before it was ready"
+    return f"{ended}: {_COMMAND}" if pod.exit_code == 0 else ended
 
 
 def _decide(observation: Observation, _policy: Policy, view: WorkerView) -> Decision:
     pod = view.pod
     assert pod is not None
-    reason = f" ({pod.exit_reason})" if pod.exit_reason else ""
-    message = f"the trainer of {view.name} ended with {pod.exit_code}{reason} before it was ready"
+    message = _say_end(view, pod)
     trains = bool(observation.plan.members) and not observation.state.placement.vacant_since
-    again = not trains and observation.state.placement.failed_starts + 1 >= TRIES
+    again = not trains and not observation.has_trained and observation.state.placement.failed_starts + 1 >= TRIES
     actions: tuple[Action, ...] = (
         (FailJob(Reason.SCRIPT_FAILED, f"{message}:\n{pod.exit_message}"),)
         if again
@@ -83,6 +102,7 @@ def _decide(observation: Observation, _policy: Policy, view: WorkerView) -> Deci
     return Decision(
         subject=Subject(Cause.WORKER_LOST, observation.round if observation.plan.members else 0, worker=view.name),
         class_=Class.APPLICATION,
+        routine=True,
         message=message,
         first_sign=observation.now,
         actions=actions,

@@ -14,9 +14,9 @@ from ..manifests import checkpoint_folder, checkpoint_sub_path
 from ..observation import FRESH_SECONDS, NOT_ASKED, Observation, Policy
 from ..state import Life
 from ..words import listed, shortened
-from . import node_lost, paths, preflight, seating, workforce
+from . import back_off, node_lost, paths, preflight, seating, workforce
 from . import progress as progresses
-from .stages import stuck_worker
+from .stages import say_stuck, stuck_worker, why_stuck
 
 UNIFORM_SLOWDOWN = 1.2
 """A job whose fastest rank takes so many times its own first steady steps is slow as a whole."""
@@ -51,7 +51,7 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         for found in _conditions(observation, policy, phase, before)
     )
     ended = bool(state.life.completed_at or state.life.failed_reason)
-    main = next((c for c in conditions if c.type == _MAIN.get(phase) and c.status == "True"), None)
+    main = next((c for c in conditions if c.type == _MAIN.get(phase, Condition.RUNNING)), None)
     slowdown = observation.metrics.slowdown if phase is JobPhase.RUNNING else None
     step = observation.step if observation.step >= 0 else before.step
     goodput = before.goodput if ended else _goodput(observation)
@@ -74,7 +74,7 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         if observation.checkpoint_step >= 0
         else before.last_checkpoint_step,
         checkpoint_sub_path=checkpoint_sub_path(job, apart=True) if state.life.apart else None,
-        workers=WorkerCounts.of(job.spec.replicas, ready if members else 0, len(observation.spares) if members else 0),
+        workers=WorkerCounts.of(job.spec.replicas, ready if members else 0, _spares(observation) if members else 0),
         selector=job.selector,
         slowdown=slowdown,
         goodput=goodput,
@@ -83,6 +83,11 @@ def report(observation: Observation, policy: Policy, before: JobStatus) -> JobSt
         bottleneck=_bottleneck(observation) if phase is JobPhase.RUNNING else None,
         leaf_crossings=seating.leaf_crossings(observation),
     )
+
+
+def _spares(observation: Observation) -> int:
+    """Those whose pods run: what has no place, or cannot start, helps nobody."""
+    return sum(view.pod is not None and view.pod.phase == "Running" for view in observation.spares)
 
 
 def blind(before: JobStatus, generation: int, words: str, now: float) -> JobStatus:
@@ -132,24 +137,26 @@ def phase_of(observation: Observation) -> JobPhase:
 
 def _conditions(observation: Observation, policy: Policy, phase: JobPhase, before: JobStatus) -> Iterator[_Found]:
     state = observation.state
-    running, recovering = _running(observation, phase), _recovering(observation, phase)
-    yield from _for_tools(_verdict(observation, phase, recovering if recovering.holds else running, before))
+    running, recovering = _running(observation, phase), _recovering(observation, policy, phase)
+    yield from _for_tools(_verdict(observation, policy, phase, recovering if recovering.holds else running, before))
     yield running
     yield _degraded(observation, policy, phase)
     yield recovering
     suspended, queued = phase is JobPhase.SUSPENDED, observation.job.queued
     left = sum(view.pod is not None for view in observation.workers)
     leaving = f"{left} workers are leaving" if suspended and left else ""
+    why = "spec.suspend is true" if observation.job.spec.suspend else ""
     yield _Found(
         Condition.SUSPENDED,
         suspended and not left,
         Reason.QUEUED if queued and suspended else Reason.SUSPENDED if suspended else Reason.RESUMED,
-        "; ".join(filter(None, (queued if suspended else "", leaving))),
+        "; ".join(filter(None, ((queued or why) if suspended else "", leaving))),
     )
     yield _Found(
         Condition.COMPLETE,
         bool(state.life.completed_at),
         Reason.TRAINED if state.life.completed_at else Reason.TRAINING,
+        "the ranks of all workers have finished" if state.life.completed_at else "",
     )
     failed = _why_failed(state.life) if state.life.failed_reason else Reason.TRAINING
     yield _Found(Condition.FAILED, bool(state.life.failed_reason), failed, state.life.failed_message)
@@ -175,9 +182,10 @@ def _for_tools(verdict: _Found) -> Iterator[_Found]:
         yield _Found(one, holds, verdict.reason, verdict.message if holds else "")
 
 
-def _verdict(observation: Observation, phase: JobPhase, waits: _Found, before: JobStatus) -> _Found:
+def _verdict(observation: Observation, policy: Policy, phase: JobPhase, waits: _Found, before: JobStatus) -> _Found:
     """Which of the three is True. Ready: the job is what its spec asks for, be it in training, suspended or complete.
-    Stalled: nothing more happens until somebody changes something. waits: why it does not train, where it does not."""
+    Stalled: nothing more happens until somebody changes something, or the operator tries it again, less and less often.
+    waits: why it does not train, where it does not."""
     spec, state = observation.job.spec, observation.state
     if phase is JobPhase.FAILED:
         return _Found(Condition.STALLED, True, _why_failed(state.life), state.life.failed_message)
@@ -199,6 +207,9 @@ def _verdict(observation: Observation, phase: JobPhase, waits: _Found, before: J
         return _Found(Condition.STALLED, True, Reason.REFUSED, state.placement.rejection)
     if phase is JobPhase.RECOVERING and _was_ready(before, observation.now):
         return _Found(Condition.READY, True, Reason.TRAINING)
+    words = back_off.describe(observation, policy)
+    if words:
+        return _Found(Condition.STALLED, True, Reason.BACK_OFF, words)
     return _Found(Condition.RECONCILING, True, waits.reason, waits.message)
 
 
@@ -208,10 +219,13 @@ def _was_ready(before: JobStatus, now: float) -> bool:
     return Condition.READY in since and now - since.get(Condition.RECOVERING, now) < READY_SECONDS
 
 
-def _recovering(observation: Observation, phase: JobPhase) -> _Found:
+def _recovering(observation: Observation, policy: Policy, phase: JobPhase) -> _Found:
     incidents = [incident for incident in observation.state.incidents.open if not incident.live]
-    words = "; ".join(f"{incident.name}: {incident.message}" for incident in incidents[:5])
+    told = [f"{incident.name}: {incident.message}" for incident in incidents[:5]]
+    words = "; ".join(filter(None, [back_off.describe(observation, policy), *told]))
     reason = Reason.INCIDENT if incidents else Reason.NO_INCIDENT
+    if phase is JobPhase.RECOVERING:
+        words = "; ".join(filter(None, (words, _cannot_start(observation)))) or "the next round has not begun to train"
     return _Found(Condition.RECOVERING, phase is JobPhase.RECOVERING, reason, words)
 
 
@@ -284,7 +298,10 @@ def _running(observation: Observation, phase: JobPhase) -> _Found:
     if phase is JobPhase.RECOVERING:
         return _Found(Condition.RUNNING, False, Reason.INCIDENT)
     return _Found(
-        Condition.RUNNING, False, Reason.WAITING_FOR_PODS, "the first step of the first round is not done yet"
+        Condition.RUNNING,
+        False,
+        Reason.WAITING_FOR_PODS,
+        "; ".join(filter(None, ("the first step of the first round is not done yet", _cannot_start(observation)))),
     )
 
 
@@ -300,9 +317,8 @@ def _waiting(observation: Observation) -> _Found:
         )
         return _Found(Condition.RUNNING, False, Reason.FOLDER_IN_USE, words)
     stuck = stuck_worker(observation)
-    if stuck is not None and stuck.pod is not None:
-        words = f"worker {stuck.name}: {stuck.pod.waiting_reason}: {stuck.pod.waiting_message}"
-        return _Found(Condition.RUNNING, False, Reason.IMAGE_PULL_FAILED, words)
+    if stuck is not None:
+        return _Found(Condition.RUNNING, False, why_stuck(stuck), f"worker {stuck.name}: {say_stuck(stuck)}")
     denied = next(
         (trouble for trouble in observation.hindrances if trouble.pods or trouble.what.startswith("template")), None
     )
@@ -316,9 +332,9 @@ def _waiting(observation: Observation) -> _Found:
             f"the next attempt comes {turn}"
         )
         return _Found(Condition.RUNNING, False, Reason.SCHEDULING_TIMEOUT, words)
-    unplaced = next((view.pod.unschedulable for view in observation.workers if view.pod and view.pod.unschedulable), "")
+    kept = _cannot_start(observation)
     warm = sum(view.warm for view in observation.workers)
-    words = f"{warm} of {observation.job.spec.replicas} workers are ready" + (f"; {unplaced}" if unplaced else "")
+    words = f"{warm} of {observation.job.spec.replicas} workers are ready" + (f"; {kept}" if kept else "")
     return _Found(Condition.RUNNING, False, Reason.WAITING_FOR_PODS, words)
 
 
@@ -342,6 +358,7 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
         roomless = any(view.pod is not None and view.pod.unschedulable for view in observation.workers)
         why = "for want of nodes" if roomless else "until others have started"
         words = f"{len(plan.members)} of {spec.replicas} workers train, {why}"
+        words = "; ".join(filter(None, (words, _cannot_start(observation))))
         return _Found(Condition.DEGRADED, True, Reason.FEWER_REPLICAS, words)
     if state.adaptation.local_sgd is not None:
         since = format_time(state.adaptation.local_sgd.since)
@@ -351,10 +368,12 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
         words = f"rank {metrics.slowest_rank} takes {metrics.pace:.2f} × its peers' time a sample"
         return _Found(Condition.DEGRADED, True, Reason.STRAGGLER, words)
     if metrics.uniform is not None and metrics.uniform >= UNIFORM_SLOWDOWN:
-        if metrics.waiting is not None and (1 - metrics.waiting) * metrics.uniform < spec.detection.straggler_slowdown:
+        alone = plan.world_size == 1  # it waits for nobody
+        waiting = None if alone else metrics.waiting
+        if waiting is not None and (1 - waiting) * metrics.uniform < spec.detection.straggler_slowdown:
             words = (
                 f"steps take {metrics.uniform:.2f} × the time of the job's own first steady steps, and "
-                f"{metrics.waiting:.0%} of each is waiting: for a link, or for ranks that are slow in turns"
+                f"{waiting:.0%} of each is waiting: for a link, or for ranks that are slow in turns"
             )
             return _Found(Condition.DEGRADED, True, Reason.SLOW_COMMUNICATION, words)
         words = (
@@ -362,9 +381,32 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
             "so it is not a node: look at code, data and storage"
         )
         return _Found(Condition.DEGRADED, True, Reason.ALL_SLOW, words)
+    if spec.spares and (words := _cannot_start(observation)):
+        return _Found(Condition.DEGRADED, True, Reason.WORKER_CANNOT_START, words)
     if spec.spares and not observation.spares:
         return _Found(Condition.DEGRADED, True, Reason.NO_SPARE, "the next lost worker will cost the time of a new pod")
     return _Found(Condition.DEGRADED, False, Reason.HEALTHY)
+
+
+def _cannot_start(observation: Observation) -> str:
+    """Why a worker that is to be a spare, or a lost one's successor, does not start: in the words of whoever keeps it
+    from that; "": none is kept."""
+    stuck = stuck_worker(observation)
+    if stuck is not None:
+        return f"worker {stuck.name} cannot start: {say_stuck(stuck)}"
+    unplaced = next((view for view in observation.workers if view.pod is not None and view.pod.unschedulable), None)
+    if unplaced is not None and unplaced.pod is not None:
+        return f"worker {unplaced.name} has no place: {unplaced.pod.unschedulable}"
+    denied = next((trouble for trouble in observation.hindrances if trouble.pods), None)
+    if denied is not None:
+        return f"{denied.what}: {denied.why}"
+    patience = observation.job.spec.scheduling_timeout
+    slow = (view for view in observation.workers if view.pod is not None and view.node and view.pod.phase == "Pending")
+    late = next((v for v in slow if v.pod is not None and observation.now - v.pod.created_at > patience), None)
+    if late is None:
+        return ""
+    words = f"worker {late.name} is on {late.node}, and has not started for more than {patience:.0f} s"
+    return f"{words}: kubectl describe pod {late.name} shows what it waits for (a volume, an init container)"
 
 
 def _bad_input(observation: Observation) -> _Found | None:
@@ -415,7 +457,8 @@ def _unreached(observation: Observation) -> _Found | None:
 
 def _metrics(observation: Observation) -> _Found:
     """How the ranks train is told by their sidecars, what their GPUs report by Prometheus."""
-    away, silent = observation.metrics.unavailable, _old_sidecars(observation)
+    over = observation.state.life.over
+    away, silent = observation.metrics.unavailable, () if over else _old_sidecars(observation)
     if silent:
         words = (
             f"the sidecars of {listed(silent)} are older than the operator and tell no figures: stragglers, slow "

@@ -85,11 +85,12 @@ def _pods(observation: Observation) -> Iterator[Effect]:
     if not missing:
         return
     avoid, gang = avoiding.nodes(observation), workforce.gang(observation)
-    needed = workforce.needed(observation, missing)
+    needed, unreliable = workforce.needed(observation, missing), observation.surroundings.unreliable_nodes
     for position, worker in enumerate(missing):
         trains = bool(observation.plan.members)
         spare = position >= needed if trains else worker.ordinal >= observation.job.spec.replicas
-        yield CreatePod(worker, spare, avoid, gang)
+        # A job's first workers go where its topology wants them; only who comes later has a choice.
+        yield CreatePod(worker, spare, avoid, unreliable if spare or trains else (), gang)
 
 
 def _preflight(observation: Observation) -> Iterator[Effect]:
@@ -113,5 +114,5 @@ def _stage(observation: Observation) -> Stage:
 def _end(observation: Observation) -> Iterator[Effect]:
     """Delete a job whose time after its end is over."""
     life, ttl = observation.state.life, observation.job.spec.run_policy.ttl_seconds_after_finished
-    if life.over and ttl is not None and observation.now >= life.stopped_at + ttl:
+    if life.over and ttl is not None and observation.clock_agrees and observation.now >= life.stopped_at + ttl:
         yield DeleteJob(observation.job.uid)

@@ -12,6 +12,7 @@ from ..observation import Observation, Policy
 from ..state import Draft, Incident
 from ..words import shortened
 from . import straggler
+from .crash import remember
 from .remedies import apply
 from .remedies.applied import Applied
 
@@ -54,17 +55,6 @@ def _settle(draft: Draft, decision: Decision) -> Draft:
     return draft.with_gpus(values={**draft.state.gpus.values, **seen}) if seen else draft
 
 
-def _remember(draft: Draft, decision: Decision) -> Draft:
-    """A round that led nowhere, or no further than others: the next one that does is judged by it."""
-    if decision.repetition is not None:
-        draft = draft.with_budget(repetition=decision.repetition)
-    if not decision.barren:
-        return draft
-    return draft.with_budget(
-        barren_round=decision.round, barren_error=decision.error, barren_worker=decision.worker or ""
-    )
-
-
 def _known(observation: Observation, policy: Policy, decision: Decision) -> bool:
     """It has been dealt with; what was only recommended, or not allowed, is dealt with until more is allowed."""
     incidents, name = observation.state.incidents, decision.incident_name(observation.job)
@@ -72,24 +62,29 @@ def _known(observation: Observation, policy: Policy, decision: Decision) -> bool
         before = incidents.find(name)
         return before is not None and before.remedy == decision.remedy
     if name in incidents.recommended:
-        return not policy.acts
+        return not _applies(policy, decision)
     before = incidents.find(name)
     if before is not None and before.applied is None:
-        return not (policy.acts and decision.actions)  # nothing was allowed then
+        return not (_applies(policy, decision) and decision.actions)  # nothing was allowed then
     return before is not None or name in incidents.closed
+
+
+def _applies(policy: Policy, decision: Decision) -> bool:
+    return policy.acts or (decision.routine and policy.recovers)
 
 
 def _carry_out(observation: Observation, policy: Policy, decision: Decision) -> Draft:
     """Write the decision down as an Incident and, where it may be, act upon it."""
     draft = _settle(observation.draft, decision)
-    world = observation.with_draft(_remember(draft, decision) if policy.acts else draft)
-    acts = policy.acts and bool(decision.actions)
+    applies = _applies(policy, decision)
+    world = observation.with_draft(remember(draft, decision) if applies else draft)
+    acts = applies and bool(decision.actions)
     done = apply(decision, world) if acts else Applied(world.draft)
     world = world.with_draft(done.draft)
     draft = world.draft
     measured = decision.class_ is Class.PERFORMANCE and decision.cause is not Cause.SLOW_STEPS
     if measured and not acts:
-        draft = straggler.left_alone(world, forbidden=not policy.acts)
+        draft = straggler.left_alone(world, forbidden=not applies)
     incident = _open(observation, policy, decision, observation.now if acts else None, done.words)
     recommended = tuple(name for name in draft.state.incidents.recommended if name != incident.name)
     return draft.with_incident(incident).with_incidents(recommended=recommended)
@@ -109,7 +104,7 @@ def _open(
         first_sign=observation.in_time(decision.first_sign),
         detected=observation.now if before is None else before.detected,
         decided=observation.now,
-        mode=Mode.ACT if policy.acts else Mode.RECOMMEND,
+        mode=Mode.ACT if _applies(policy, decision) else Mode.RECOMMEND,
         rank=decision.rank,
         worker=decision.worker,
         node=decision.node,

@@ -16,7 +16,7 @@ from ..observation import FRESH_SECONDS, Observation, PodView, Policy, WorkerVie
 from ..state import Draft, Worker
 from . import avoiding
 
-FIRST_BACKOFF_SECONDS = 10.0
+FIRST_BACKOFF_SECONDS = 5.0
 LONGEST_BACKOFF_SECONDS = 300.0
 TURN_SECONDS = 300.0
 """So long a job lets an older one go first: one that can never be placed holds nobody up for ever."""
@@ -142,7 +142,8 @@ def _learned(observation: Observation, policy: Policy, view: WorkerView, pod: Po
 
 def _nobody_confirms(observation: Observation, pod: PodView) -> bool:
     """It is being deleted, and its node will not say that it has ended."""
-    return is_overdue(pod, observation.now) or (pod.deleting and _node_is_lost(observation, pod))
+    overdue = observation.clock_agrees and is_overdue(pod, observation.now)
+    return overdue or (pod.deleting and _node_is_lost(observation, pod))
 
 
 def is_overdue(pod: PodView, now: float) -> bool:
@@ -180,8 +181,9 @@ def _place_in_time(observation: Observation) -> Draft:
     if draft.plan.members:
         return draft
     if not state.placement.placing_since:
-        turn = state.placement.retry_at + (TURN_SECONDS if observation.surroundings.older_job_waits else 0.0)
-        if observation.now < turn:
+        at = state.placement.retry_at
+        is_turn_of_older = bool(observation.surroundings.older_job_waits) and observation.now < at + TURN_SECONDS
+        if not is_due(at, observation.now) or (at <= observation.now and is_turn_of_older):
             return draft
         return draft.with_placement(placing_since=observation.now)
     gated = any(view.pod is not None and view.pod.gated for view in observation.workers)
@@ -205,6 +207,11 @@ def backoff(uid: str, attempts: int) -> float:
     dice = int.from_bytes(hashlib.sha256(f"{uid}/{attempts}".encode()).digest()[:4]) / 2**32
     doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(attempts, 10)
     return min(LONGEST_BACKOFF_SECONDS, doubled) * (0.75 + 0.5 * dice)
+
+
+def is_due(at: float, now: float) -> bool:
+    """Whether a wait until `at` is over. One that is longer than any was written by a clock that was ahead."""
+    return not 0.0 < at - now <= 1.25 * LONGEST_BACKOFF_SECONDS
 
 
 def _give_up_ended(observation: Observation, draft: Draft) -> Draft:
@@ -242,11 +249,18 @@ def _give_up_kept_off(observation: Observation, policy: Policy, draft: Draft) ->
 
 
 def put_off(draft: Draft, observation: Observation) -> Draft:
-    """After a worker that was not ready, or did not stay so: the next spare waits, longer each time."""
+    """After a worker that was not ready, or did not stay so: the next one waits, longer each time."""
     failed = draft.state.placement.failed_starts
     return draft.with_placement(
         failed_starts=failed + 1, retry_at=observation.now + backoff(observation.job.uid, failed)
     )
+
+
+def waits_for_starts(observation: Observation) -> bool:
+    """Whether the job does not train because workers end before they are ready, and has trained before."""
+    placement = observation.state.placement
+    trains = bool(observation.plan.members) and not placement.vacant_since
+    return observation.has_trained and not trains and placement.failed_starts > 0
 
 
 def hold_back(draft: Draft, observation: Observation) -> Draft:
@@ -270,13 +284,15 @@ def _give_up_surplus(observation: Observation, draft: Draft) -> Draft:
 
 def _reserve(observation: Observation, draft: Draft) -> Draft:
     """Names for the workers that are missing. While no attempt to place the job is under way, none is; workers that
-    do not start, and pods that kubelets refuse, wait before they are tried again. (While a seat is empty, none waits
-    that does not start: nobody trains.)"""
+    do not start, and pods that kubelets refuse, wait before they are tried again."""
     placing = draft.plan.members or draft.state.placement.placing_since
-    if not placing or observation.now < draft.state.placement.refused_until:
+    if not placing or not is_due(draft.state.placement.refused_until, observation.now):
         return draft
     spec, state = observation.job.spec, draft.state
-    waits = draft.plan.members and not state.placement.vacant_since and observation.now < state.placement.retry_at
+    waits = not is_due(state.placement.retry_at, observation.now)
+    if waits and waits_for_starts(observation):
+        return draft
+    waits = waits and bool(draft.plan.members) and not state.placement.vacant_since
     wanted = min(spec.replicas, len(draft.plan.members)) if waits else spec.replicas + spec.spares
     staying = [worker for worker in draft.state.placement.workers if not worker.leaving]
     taken = {worker.ordinal for worker in staying}
@@ -314,17 +330,39 @@ def _holds_nothing(view: WorkerView) -> bool:
 
 def _clean_up(observation: Observation) -> tuple[WorkerView, ...]:
     """Of a job that has ended."""
+    chosen: Sequence[WorkerView]
     match observation.job.spec.run_policy.clean_pod_policy:
         case CleanPodPolicy.NONE:
             return ()
         case CleanPodPolicy.ALL:
-            chosen: Sequence[WorkerView] = observation.workers
+            chosen = observation.workers
         case _:
-            chosen = [view for view in observation.workers if view.pod is not None and not view.pod.ended]
-    late = observation.now - (observation.state.life.stopped_at or observation.now) > LEAVE_SECONDS / 4
+            return _clean_up_running(observation)
+    late = _is_late(observation, LEAVE_SECONDS / 4)
     failed = bool(observation.state.life.failed_reason)
     return tuple(
         view
         for view in chosen
         if view.pod is not None and not _going(view) and (view.pod.ended or failed or late or _holds_nothing(view))
     )
+
+
+def _clean_up_running(observation: Observation) -> tuple[WorkerView, ...]:
+    """Those whose containers run: ended pods stay for their logs, also those of launchers that leave by themselves.
+
+    Of a failed job all of them have the time to do so, since what they have to say is why it has failed. A pod whose
+    trainer has ended, while another of its containers runs on, keeps its node: it is late, too.
+    """
+    failed = bool(observation.state.life.failed_reason)
+    late = _is_late(observation, LEAVE_SECONDS if failed else LEAVE_SECONDS / 4)
+    return tuple(
+        view
+        for view in observation.workers
+        if view.pod is not None and view.pod.phase not in ("Succeeded", "Failed") and not _going(view)
+        # What has no place, or no container yet, would only begin now.
+        if late or view.pod.phase == "Pending" or (not failed and not view.pod.ended and _holds_nothing(view))
+    )
+
+
+def _is_late(observation: Observation, seconds: float) -> bool:
+    return observation.now - (observation.state.life.stopped_at or observation.now) > seconds

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import aiohttp
 import kopf
+import orjson
 
 from ..api import FINALIZER_JOB
+from ..cluster import PAGE, parse
+from ..transfer import Response, lines, session_options
+from ..trimming import trim
+
+_JOB = "TrainingJob"
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
@@ -38,18 +46,87 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.queueing.error_delays = [1, 1, 2, 3, 5, 8]
     settings.posting.enabled = False  # we tell Events ourselves
     settings.watching.connect_timeout = 5
+    settings.watching.chunk_size = PAGE  # at most: the session's middleware bounds the bytes
     settings.watching.server_timeout = 300
     settings.background.cancellation_polling = 1
     settings.background.instant_exit_timeout = 2  # a loop ends after the call to the API server that it is in
     settings.process.ultimate_exiting_timeout = 8
 
 
+class _TrimmedLines:
+    """The content of a watch, without what nobody reads of its objects."""
+
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self._content = content
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)
+
+    async def iter_chunked(self, _size: int) -> AsyncGenerator[bytes]:
+        async for line in lines(self._content):
+            event = parse(line)
+            _trim(event.get("object"))
+            yield orjson.dumps(event) + b"\n"
+
+
+class TrimmedResponse(Response):
+    """To kopf, which keeps each object as it came."""
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        await super().start(connection)
+        if self.status < 300 and "watch" in self.url.query:
+            self.content = cast(aiohttp.StreamReader, _TrimmedLines(self.content))
+        return self
+
+    async def json(self, **options: Any) -> Any:
+        """Raises what aiohttp does."""
+        if self.status >= 300:
+            return await super().json(**options)
+        found = parse(await self.read())
+        if found.get("kind") == f"{_JOB}List":
+            for item in found.get("items") or ():
+                trim(item)
+        _trim(found)
+        return found
+
+
+def _trim(found: Any) -> None:
+    if isinstance(found, dict) and found.get("kind") == _JOB:
+        trim(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Session(kopf.AiohttpSession):
+    """As good as another one with the same credentials: kopf does not try again those that were refused."""
+
+    aiohttp_session: aiohttp.ClientSession = field(compare=False)
+    credentials: kopf.ConnectionInfo
+
+
 @kopf.on.login()
-def log_in(settings: kopf.OperatorSettings, **_: Any) -> kopf.ConnectionInfo | None:
-    """By the pod's service account or, outside of a cluster, the kubeconfig."""
+async def log_in(settings: kopf.OperatorSettings, **_: Any) -> kopf.AiohttpSession | None:
+    """By the pod's service account or, outside of a cluster, the kubeconfig. The session is ours, so that its answers
+    are bounded and trimmed."""
     found = kopf.login_with_service_account(settings=settings)
+    if found is not None:
+        # kopf calls the API server by its name; the address that every pod is given needs no DNS.
+        host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
+        found = replace(found, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
+    else:
+        found = kopf.login_with_kubeconfig(settings=settings)
     if found is None:
-        return kopf.login_with_kubeconfig(settings=settings)
-    # kopf calls the API server by its name; the address that every pod is given needs no DNS.
-    host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
-    return dataclasses.replace(found, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
+        return None
+    return _Session(
+        server=found.server,
+        priority=found.priority,
+        default_namespace=found.default_namespace,
+        expiration=found.expiration,
+        credentials=found,
+        aiohttp_session=aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=found.as_ssl_context()),
+            headers=found.as_http_headers(),
+            proxy=found.proxy_url,
+            trust_env=found.trust_env,
+            **session_options() | {"response_class": TrimmedResponse},
+        ),
+    )

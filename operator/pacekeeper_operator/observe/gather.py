@@ -30,8 +30,8 @@ def of(shelf: Shelf[PodView], job: Job) -> tuple[PodView, ...]:
 
 async def pods(cluster: Cluster, job: Job) -> tuple[PodView, ...]:
     """The same, asked of the API server now."""
-    found = await cluster.list(PODS, job.namespace, labels=f"{LABEL_JOB}={job.name}")
-    return tuple(view for view in map(view_pod, found) if view.owner == job.uid)
+    found = await cluster.collect(PODS, view_pod, job.namespace, labels=f"{LABEL_JOB}={job.name}")
+    return tuple(view for view in found if view.owner == job.uid)
 
 
 def metrics(memory: JobMemory, prometheus: Metrics, now: float) -> Metrics:
@@ -56,6 +56,8 @@ def observe(
     surroundings: Surroundings,
     now: float,
     dice: str = "",
+    *,
+    clock_agrees: bool = True,
 ) -> Observation:
     """Put together what is known; no I/O. The job has been taken up: `memory` knows it, and what is written of it."""
     assert memory.job is not None
@@ -86,6 +88,7 @@ def observe(
         localised=memory.localised,
         checks=memory.checks,
         strays=tuple(pod for pod in by_name.values() if not pod.deleting),
+        clock_agrees=clock_agrees,
         dice=dice,
     )
 
@@ -160,6 +163,7 @@ def surroundings(
     now: float,
     levels: Sequence[str] = (),
     network: Network | None = None,
+    unreliable_nodes: tuple[str, ...] = (),
 ) -> Surroundings:
     """What other jobs and the nodes say that concerns this one."""
     return replace(
@@ -168,4 +172,5 @@ def surroundings(
         leaving_since=nodes.leaving_since,
         levels=tuple(levels),
         network=network,
+        unreliable_nodes=unreliable_nodes,
     )

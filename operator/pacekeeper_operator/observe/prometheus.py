@@ -24,6 +24,7 @@ from prometheus_api_client.exceptions import PrometheusApiClientException
 from requests.exceptions import RequestException
 
 from pacekeeper_analysis.diagnose.gpu_health import (
+    BLANK,
     MINUTES,
     NVLINK_ERRORS_A_MINUTE,
     REPLAYS_A_MINUTE,
@@ -61,6 +62,12 @@ EASES_SECONDS = 600.0
 """After so long without trouble it is tried with less effort again."""
 GPU_SIGNS_SECONDS = 30.0
 """Between two questions for the signs of GPUs: they look back ten minutes, at every GPU of the cluster."""
+BEFORE_MINUTES = 2
+"""So far back an error is held against what its series was then, where the job does not know. Errors are asked for
+every few seconds, so what happens while an operator looks is younger, but for a scrape. An exporter that is back after
+such a time, or later, shows nothing new until it has been back for as long."""
+_SAME_GPU = "on (node, UUID, gpu, GPU_I_ID)"
+"""An exporter that has restarted has another pod and address."""
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +200,7 @@ class Prometheus:
             self._take(answer.take, await self._ask(self._errors_query, LEAST_SECONDS))
         except (RequestException, PrometheusApiClientException, ValueError, KeyError):
             return None  # the next sample says why
-        return tuple(answer.gpu)
+        return answer.errors()
 
     def _queries(self, jobs: Collection[JobName]) -> Sequence[str]:
         """For all jobs in one; in parts, the GPUs in one of their own."""
@@ -244,7 +251,7 @@ class Prometheus:
         unvouched = _unvouched(self._dcgm_namespace, answer.gpu_series)
         GPU_SERIES_VOUCHED.set(not unvouched)
         self._say("witness", unvouched)
-        return Sample(now, answer.figures, tuple(answer.gpu), unavailable="", unvouched=unvouched)
+        return Sample(now, answer.figures, answer.errors(), unavailable="", unvouched=unvouched)
 
     def _take(self, take: Callable[[Mapping[str, Any]], None], rows: Rows) -> None:
         for row in rows:
@@ -279,8 +286,10 @@ def gpu_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
 
 
 def gpu_errors_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
-    """Few rows: most GPUs have none."""
-    return _together({"gpu": f"{_selector(*_of_gpus(dcgm_namespace, matchers))} > 0"})
+    """Few rows: most GPUs have none. What the same GPUs' series were a while ago comes with them, zero or not."""
+    series = _selector(*_of_gpus(dcgm_namespace, matchers))
+    before = f"({series} offset {BEFORE_MINUTES}m and {_SAME_GPU} ({series} > 0))"
+    return _together({"gpu": f"{series} > 0", "gpu_before": before})
 
 
 def _of_gpus(dcgm_namespace: str, matchers: Matchers) -> Matchers:
@@ -299,8 +308,12 @@ def gpu_signs_query(dcgm_namespace: str, matchers: Matchers = ()) -> str:
     def risen(name: str, least: float) -> str:
         return f"(increase({of(name)}[{MINUTES}m]) >= {least:g} unless resets({of(name)}[{MINUTES}m]) > 0)"
 
-    reasons, clock = of("DCGM_FI_DEV_CLOCKS_EVENT_REASONS"), of("DCGM_FI_DEV_SM_CLOCK")
-    busy = of("DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_GR_ENGINE_ACTIVE")
+    # What is no figure (see BLANK) would have all bits, and be somebody's usual clock.
+    reasons = f"({of('DCGM_FI_DEV_CLOCKS_EVENT_REASONS')} < {BLANK})"
+    # MIG instances would count a GPU as often as it is cut, and have its clock by a share of its work.
+    whole = _selector('__name__="DCGM_FI_DEV_SM_CLOCK"', f'namespace="{dcgm_namespace}"', 'GPU_I_ID=""', *matchers)
+    clock = f"({whole} < {BLANK})"
+    busy = f"({of('DCGM_FI_PROF_SM_ACTIVE', 'DCGM_FI_PROF_GR_ENGINE_ACTIVE')} <= 1)"
     usual = f"quantile by (modelName) (0.5, {clock})"
     # Bits 3 (slowdown), 6 (heat) and 7 (power brake); of the lower eight, 6 or 7 make 64 at least.
     throttled = f"floor({reasons} / 8) % 2 == 1 or {reasons} % 256 >= 64"
@@ -340,6 +353,7 @@ class _Answer:
         self.figures: dict[str, dict[tuple[str, str], float]] = {name: {} for name in FIGURES}
         self.gpu: list[GpuValue] = []
         self.gpu_series = {"named": 0, "unnamed": 0}
+        self._before: dict[str, float] = {}  # what series of errors were a while ago, by GpuValue.key
         self._node_label = node_label
 
     def take(self, row: Mapping[str, Any]) -> None:
@@ -349,8 +363,20 @@ class _Answer:
                 self.gpu.append(self._gpu(series, series["__name__"], value))
             case "named" | "unnamed" as name:
                 self.gpu_series[name] = int(value)
+            case "gpu_before":
+                found = self._gpu(series, series["__name__"], value)
+                self._before[found.key] = max(value, self._before.get(found.key, 0.0))
             case figure:
                 self.figures[figure][_job(series)] = value
+
+    def errors(self) -> tuple[GpuValue, ...]:
+        """One of each key: two exporters that tell of the same GPU would else take turns in being news."""
+        values: dict[str, GpuValue] = {}
+        for value in self.gpu:
+            known = values.get(value.key)
+            if known is None or (value.value, value.vouched) > (known.value, known.vouched):
+                values[value.key] = value
+        return tuple(replace(value, before=self._before.get(key)) for key, value in values.items())
 
     def take_sign(self, row: Mapping[str, Any]) -> None:
         series, value = _measured(row)
@@ -361,9 +387,12 @@ class _Answer:
         known = _name(node or series[self._node_label])
         uuid = series.get("UUID", "")[:MAX_UUID]
         gpu = series.get("gpu", "")
-        if not all(isinstance(word, str) and len(word) <= MAX_LABEL for word in (gpu, metric, uuid)):
+        instance = series.get("GPU_I_ID", "")
+        if not all(isinstance(word, str) and len(word) <= MAX_LABEL for word in (gpu, metric, uuid, instance)):
             raise ValueError("no name of a GPU or a metric")  # jobs' bookkeeping would be full of it
-        return GpuValue(known, gpu, metric, value, vouched=bool(node), uuid=uuid)
+        if value >= BLANK:
+            raise ValueError(f"{value:g} means that there is no figure")
+        return GpuValue(known, gpu, metric, value, vouched=bool(node), uuid=uuid, instance=instance)
 
 
 def _measured(row: Mapping[str, Any]) -> tuple[Mapping[str, str], float]:

@@ -1,7 +1,8 @@
 """One kind of objects, listed and watched once for all shelves that keep something of it.
 
 A watch begins where the last list ended, and goes on from the last thing that it told when it ends; where the API
-server does not know that far back any more, all is listed anew.
+server does not know that far back any more, all is listed anew. So it is where the API server was restored from a
+backup: a watch from what was known before would tell nothing until as much has happened again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import kopf
 
 from ..cluster import Cluster, Gone, NotFound
 from ..limits import Backoff
-from ..runtime import Runtime
+from ..runtime import Overtaken, Runtime
 from .store import Shelf, read, read_place
 
 AGAIN_SECONDS = 0.1
@@ -34,7 +35,13 @@ class Source:
     runtime: Runtime
     shelves: Sequence[Shelf[Any]]
     namespaces: Sequence[str] = ()
+    restored: bool = False  # some list has shown that the API server was restored from a backup
     _versions: dict[str, int] = field(default_factory=dict)  # by namespace: up to which all is known
+    _turned: asyncio.Event = field(default_factory=asyncio.Event)  # the watches that are open are of no use any more
+
+    def __post_init__(self) -> None:
+        for shelf in self.shelves:
+            shelf.went_back = self._go_back
 
     async def read(self) -> None:
         """Prove what is known by a list. Raises what `Cluster.pages` does, and then knows no less than before."""
@@ -50,11 +57,11 @@ class Source:
         while True:
             began = self.runtime.monotonic()
             try:
-                await self._watch(place)
+                await self.runtime.unless(self._turned.wait(), self._watch(place))
                 backoff.succeeded()
                 await self.runtime.sleep(AGAIN_SECONDS)
                 continue
-            except Gone:
+            except (Gone, Overtaken):
                 self._versions.pop(place, None)
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 level = logging.DEBUG if isinstance(error, NotFound) else logging.WARNING  # definitions may be older
@@ -72,7 +79,14 @@ class Source:
             async for change in changes:
                 for shelf in self.shelves:
                     shelf.hear_of(change)
-                self._versions[place] = max(change.version, self._versions[place])
+                if place in self._versions:
+                    self._versions[place] = max(change.version, self._versions[place])
+
+    def _go_back(self) -> None:
+        self.restored = True
+        self._versions.clear()
+        self._turned.set()
+        self._turned = asyncio.Event()
 
     async def _list(self, place: str) -> None:
         """What a watch that begins anew has missed."""

@@ -2,6 +2,9 @@
 
 A watch may be late, end, or lose a deletion; a list may fail, or be older than what a watch has told since. Whichever
 is newer counts, by resourceVersion. Until a kind has been listed once, nothing is known of it, and nobody decides.
+
+An etcd that was restored from a backup counts from a lower resourceVersion on. A list that is older than what was known
+when it was asked for shows that, and then counts for all.
 """
 
 from __future__ import annotations
@@ -38,10 +41,13 @@ class Shelf(Generic[View]):
     """What objects are asked for by; by default each stands alone."""
     changed: Callable[[Key, View], None] = lambda *_: None
     """Called for every object that has appeared, gone, or become another to decisions."""
+    went_back: Callable[[], None] = lambda: None
+    """Called when a list has shown that the API server was restored from a backup."""
     steady: bool = False  # what an object is reduced to hangs on the object alone: the same state is the same view
     unheard: int = 0  # changes in a row that lists have shown and no watch had told
     heard: bool = False  # some watch has told something
     changes: int = 0  # so many objects have appeared, gone, or become others to decisions
+    newest: int = 0  # resourceVersion up to which a watch or a list has told anything
     listed: asyncio.Event = field(default_factory=asyncio.Event)
     _entries: dict[Key, Entry[View]] = field(default_factory=dict)
     _groups: dict[object, set[Key]] = field(default_factory=dict)
@@ -76,6 +82,7 @@ class Shelf(Generic[View]):
     def hear_of(self, change: Change) -> None:
         """A watch's word; that it has nothing new to tell is one, too."""
         self.heard, self.unheard = True, 0
+        self.newest = max(self.newest, change.version)
         if change.body is not None:
             self.hear(change.body, deleted=change.deleted)
 
@@ -110,6 +117,13 @@ class Shelf(Generic[View]):
         """What is known counts for nothing until the next list has been read."""
         self.listed.clear()
         self.unheard = 0
+
+    def go_back(self) -> None:
+        """Any version is newer than what is known, which stays until lists have shown what there is."""
+        self._entries = {key: Entry(0, entry.view) for key, entry in self._entries.items()}
+        self._gone.clear()
+        self.newest = 0
+        self.went_back()
 
     def take_all(self, bodies: Sequence[Mapping[str, Any]]) -> None:
         """A part of a list."""
@@ -195,14 +209,19 @@ async def read_place(cluster: Cluster, shelves: Sequence[Shelf[Any]], namespace:
     """Tell shelves of one kind of all that there are of a namespace ("": of all); as of which resourceVersion. It
     proves nothing: not all places may have been listed. Raises what `Cluster.pages` does."""
     there: set[Key] = set()
-    version = 0
+    version, known = 0, [shelf.newest for shelf in shelves]
     async with aclosing(cluster.pages(shelves[0].kind, namespace, labels=shelves[0].labels)) as pages:
         async for page in pages:
             there.update(map(key_of, page.items))
+            for shelf, newest in zip(shelves, known, strict=True) if not version else ():
+                if page.version < newest:
+                    log.warning("%s have gone back to a backup: all is read anew", shelf.kind.plural)
+                    shelf.go_back()
             version = page.version
             for shelf in shelves:
                 shelf.take_all(page.items)
     for shelf in shelves:
+        shelf.newest = max(shelf.newest, version)
         shelf.keep_only(there, version, namespace)
     return version
 

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pacekeeper_analysis.fabric import places
+from pacekeeper_analysis.reports import FINISHED_MESSAGE
 
-from ..api import ANNOTATION_AVOIDS, LABEL_JOB, TRAINER, parse_time
+from ..api import ANNOTATION_AVOIDS, LABEL_JOB, SIDECAR, TRAINER, parse_time
 from ..node_health import NodeHealth
 from ..observation import NodeView, PodView
 
@@ -17,8 +18,9 @@ _HARMLESS = frozenset({"ContainerCreating", "PodInitializing"})
 def view_pod(pod: Mapping[str, Any]) -> PodView:
     metadata, status = pod["metadata"], pod.get("status", {})
     conditions = {item["type"]: item for item in status.get("conditions", ())}
-    ended = _trainer(status).get("terminated") or {}
-    waiting = _waiting(status)
+    failed = _failed_before(status)
+    ended = failed.get("state", {}).get("terminated") or _trainer(status).get("terminated") or {}
+    container, waiting = _waiting(status)
     disrupted = conditions.get("DisruptionTarget", {})
     scheduled = conditions.get("PodScheduled", {})
     return PodView(
@@ -35,13 +37,17 @@ def view_pod(pod: Mapping[str, Any]) -> PodView:
         disrupted=disrupted.get("reason", "") if disrupted.get("status") == "True" else "",
         unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
         exit_code=ended.get("exitCode"),
+        ended_before=failed.get("name", ""),
+        own_fault=_own_fault(status),
         exit_reason=(ended if ended.get("exitCode") else {} if ended else status).get("reason", ""),
         exit_message=(ended or status).get("message", ""),
+        finished=ended.get("exitCode") == 0 and FINISHED_MESSAGE in ended.get("message", ""),
         gated=scheduled.get("reason") == "SchedulingGated",
         started="running" in _trainer(status),
         avoids=frozenset(filter(None, (metadata.get("annotations") or {}).get(ANNOTATION_AVOIDS, "").split(","))),
         waiting_reason=waiting.get("reason", ""),
         waiting_message=waiting.get("message", ""),
+        waiting_container=container,
     )
 
 
@@ -73,11 +79,34 @@ def _trainer(status: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _waiting(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Why some container cannot start: an image that cannot be pulled, a missing ConfigMap, …"""
+def _failed_before(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The init container for whose failure the trainer never ran."""
+    if status.get("phase") != "Failed" or status.get("reason") or "waiting" not in _trainer(status):
+        return {}  # what has a reason of its own (Evicted, …) is not of the container's making
+    for container in status.get("initContainerStatuses", ()):
+        code = container.get("state", {}).get("terminated", {}).get("exitCode", 0)
+        if code and container["name"] != SIDECAR:
+            failed: Mapping[str, Any] = container
+            return failed
+    return {}
+
+
+def _own_fault(status: Mapping[str, Any]) -> str:
+    """Why the kubelet ended the pod, where its successor would end the same way: it has filled a volume or its own
+    ephemeral storage, or its own deadline is over. Of a node that is short of memory others may be the cause."""
+    reason, message = status.get("reason", ""), status.get("message", "").strip()
+    if reason == "DeadlineExceeded":
+        return f"{reason}: {message}"
+    fills = any(words in message for words in ("exceeds the", "exceeded its"))  # of emptyDirs, pods, containers
+    fills = fills or ("resource: ephemeral-storage" in message and "was using" in message)
+    return f"{reason}: {message}" if reason == "Evicted" and fills else ""
+
+
+def _waiting(status: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Which container cannot start, and why: an image that cannot be pulled, a missing ConfigMap, …"""
     containers = [*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())]
     for container in containers:
         waiting: Mapping[str, Any] = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") and waiting["reason"] not in _HARMLESS:
-            return waiting
-    return {}
+            return container["name"], waiting
+    return "", {}

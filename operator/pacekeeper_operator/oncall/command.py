@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import sys
 import time
@@ -15,7 +17,7 @@ from pacekeeper_analysis.behaviour.localise import sentences
 from pacekeeper_analysis.behaviour.report import html
 from pacekeeper_analysis.errors import InputError
 
-from ..api import ANNOTATION_PROFILE, LABEL_JOB, PAUSE, JobPhase, Mode, Object, WantedMode
+from ..api import ANNOTATION_PROFILE, LABEL_JOB, PAUSE, JobPhase, Mode, NodeHistory, Object, WantedMode
 from ..runtime import read_what_is_nested_deeply
 from . import incidents, jobs, links, nodes, report, whatif
 from .kubectl import Kubectl, KubectlError, Missing
@@ -25,6 +27,13 @@ from .text import paragraph
 Found = TypeVar("Found")
 
 JOBS, INCIDENTS, QUARANTINES, BEHAVIOURS = "trainingjobs", "incidents", "nodequarantines", "behaviourwindows"
+HISTORIES = "nodehistories"
+JSON = Path("json")
+"""Value of --output: what is said is one JSON object on standard output."""
+PAGES = {
+    "report": "where the page is written (JOB.html); json: no page, for programs",
+    "profile": "write a page with flame graphs (HTML); json: none, for programs",
+}
 RELEASE_SECONDS = 120.0
 PROFILE_SECONDS, LOOK_SECONDS = 180.0, 2.0
 KEPT_SECONDS = 15.0
@@ -40,12 +49,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     kubectl = Kubectl(options, arguments.namespace, arguments.all_namespaces)
     try:
         verb: Callable[[Kubectl, argparse.Namespace], int] = arguments.verb
-        return verb(kubectl, arguments)
+        return _as_json(verb, kubectl, arguments) if arguments.output == JSON else verb(kubectl, arguments)
     except InputError as error:
         print(f"kubectl pacekeeper: {error}", file=sys.stderr)
         return 1 if isinstance(error, KubectlError) else 2
     except KeyboardInterrupt:
         return 130
+
+
+def _as_json(
+    verb: Callable[[Kubectl, argparse.Namespace], int], kubectl: Kubectl, arguments: argparse.Namespace
+) -> int:
+    """What the verb says, for programs: its words, and the objects that it has read, whole. Errors are words on
+    standard error and the exit status, as without."""
+    with contextlib.redirect_stdout(io.StringIO()) as words:
+        status = verb(kubectl, arguments)
+    objects = sorted(
+        kubectl.seen.values(),
+        key=lambda body: (body.get("kind", ""), body["metadata"].get("namespace", ""), body["metadata"]["name"]),
+    )
+    print(json.dumps({"text": words.getvalue().rstrip("\n"), "objects": objects}, indent=2))
+    return status
 
 
 def show_status(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
@@ -79,9 +103,23 @@ def show_incidents(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def show_nodes(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    if not arguments.node:
+        print(nodes.overview([NodeHistory.parse(body) for body in kubectl.list(HISTORIES)], time.time()))
+        return 0
+    try:
+        body = kubectl.get(HISTORIES, arguments.node)
+    except Missing as error:
+        raise Missing(f"{error}\nIt had no Incidents. {_there_are(kubectl, HISTORIES)}") from error
+    print(nodes.story(NodeHistory.parse(body), time.time()))
+    return 0
+
+
 def write_report(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     seen = _job(kubectl, arguments.job)
     text = report.page(seen, _incidents(kubectl, seen), time.time())
+    if arguments.output == JSON:
+        return 0
     output = arguments.output or Path(f"{seen.job.name}.html")
     try:
         output.write_text(text, encoding="utf-8")
@@ -92,6 +130,7 @@ def write_report(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
 
 
 def approve(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    _needs_no_answer(arguments)
     seen = _quarantine(kubectl, arguments.node)
     if seen.spec.approved:
         print(f"the quarantine of node {seen.node} is approved already")
@@ -104,6 +143,7 @@ def approve(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
 
 
 def release(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
+    _needs_no_answer(arguments)
     seen = _quarantine(kubectl, arguments.node)
     if not _confirmed(nodes.release(seen), "release it", yes=arguments.yes):
         return 1
@@ -129,7 +169,8 @@ def pause(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
         print("kubectl pacekeeper resume --all")
         return 0
     _set_mode_of_remedies(kubectl, _named(arguments), Mode.RECOMMEND)
-    print(f"remedies for {arguments.job} are recommended only: it trains on, and what breaks stays down until:")
+    print(f"remedies for {arguments.job} are recommended only: crashed ranks restart in place, lost pods are replaced,")
+    print("and nothing else is done until:")
     print(f"kubectl pacekeeper resume {arguments.job}")
     return 0
 
@@ -183,7 +224,7 @@ def profile(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     print(
         "\n".join(map(paragraph, (title, *sentences(page.localisation), f"to do: {page.localisation.finding.advice}")))
     )
-    if arguments.output:
+    if arguments.output and arguments.output != JSON:
         arguments.output.write_text(html(page, title), encoding="utf-8")
     return 0
 
@@ -255,6 +296,12 @@ def _named(arguments: argparse.Namespace) -> str:
     return name
 
 
+def _needs_no_answer(arguments: argparse.Namespace) -> None:
+    """Raises InputError where a program would be asked."""
+    if arguments.output == JSON and not arguments.yes:
+        raise InputError("-o json asks nobody: give --yes")
+
+
 def _confirmed(what: str, question: str, *, yes: bool) -> bool:
     """Whether the person agrees to what is shown. Raises InputError where there is nobody to ask."""
     print(what)
@@ -279,6 +326,10 @@ def _parser() -> argparse.ArgumentParser:
     def verb(name: str, run: Callable[[Kubectl, argparse.Namespace], int], purpose: str) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, parents=[shared], help=purpose, description=purpose)
         made.set_defaults(verb=run)
+        if run in (write_report, profile):
+            made.add_argument("-o", "--output", type=Path, metavar="PAGE|json", help=PAGES[name])
+        else:
+            made.add_argument("-o", "--output", type=Path, choices=[JSON], metavar="json", help="for programs")
         return made
 
     def anywhere(made: argparse.ArgumentParser) -> None:
@@ -297,9 +348,10 @@ def _parser() -> argparse.ArgumentParser:
     made = verb("incidents", show_incidents, "faults, of all jobs or of one; one in full by its name")
     made.add_argument("name", nargs="?", default="", metavar="JOB|INCIDENT")
     anywhere(made)
+    made = verb("nodes", show_nodes, "which nodes had Incidents within 90 days, over all jobs; one in full by its name")
+    made.add_argument("node", nargs="?", default="")
     made = verb("report", write_report, "a page of a job's life: goodput, what its time was lost to, its incidents")
     made.add_argument("job")
-    made.add_argument("-o", "--output", type=Path, metavar="PAGE", help="by default JOB.html")
     made = verb("whatif", tell_whatif, "how fast a job would be without its stragglers, by its last steps")
     made.add_argument("job")
     made = verb("links", show_links, "who sends to whom, and how fast: a job's delay matrix, the slowest link first")
@@ -308,7 +360,6 @@ def _parser() -> argparse.ArgumentParser:
     made = verb("profile", profile, "which function makes a job slow: its ranks look into their next steps")
     made.add_argument("job")
     made.add_argument("--timeout", type=float, default=PROFILE_SECONDS, metavar="SECONDS")
-    made.add_argument("-o", "--output", type=Path, metavar="PAGE", help="write a page with flame graphs (HTML)")
     made = verb("mode", set_mode, "how a job's ranks keep their parameters alike")
     made.add_argument("job")
     made.add_argument("mode", choices=[mode.value for mode in WantedMode])

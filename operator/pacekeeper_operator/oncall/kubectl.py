@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
@@ -36,16 +36,21 @@ class Kubectl:
     options: tuple[str, ...] = ()
     namespace: str = ""
     all_namespaces: bool = False
+    seen: dict[str, Object] = field(default_factory=dict, compare=False)
+    """Objects that were read, by UID, each as it was last."""
 
     def get(self, kind: str, name: str) -> Object:
         """Raises Missing."""
         found: Object = parse_json(self.run("get", _full(kind), name, *self.place, "-o", "json"))
+        self._keep(found)
         return found
 
     def list(self, kind: str, labels: str = "", fields: str = "") -> list[Object]:
         place = ("--all-namespaces",) if self.all_namespaces else self.place
         chosen = [f"--selector={labels}"] * bool(labels) + [f"--field-selector={fields}"] * bool(fields)
         items: list[Object] = parse_json(self.run("get", _full(kind), *place, *chosen, "-o", "json"))["items"]
+        for item in items:
+            self._keep(item)
         return items
 
     def patch(self, kind: str, name: str, body: Object) -> None:
@@ -70,6 +75,9 @@ class Kubectl:
     def place(self) -> tuple[str, ...]:
         return (f"--namespace={self.namespace}",) if self.namespace else ()
 
+    def _keep(self, body: Object) -> None:
+        self.seen[str(body["metadata"].get("uid") or len(self.seen))] = body
+
     def _bytes(self, arguments: Sequence[str], seconds: float) -> bytes:
         command = ["kubectl", *self.options, *arguments]
         try:
@@ -89,5 +97,5 @@ class Kubectl:
 
 def _full(kind: str) -> str:
     """Ours by their full name: another product may have kinds of the same name."""
-    ours = ("trainingjobs", "incidents", "nodequarantines", "behaviourwindows")
+    ours = ("trainingjobs", "incidents", "nodequarantines", "nodehistories", "behaviourwindows")
     return f"{kind}.{GROUP}" if kind in ours else kind

@@ -1,10 +1,59 @@
-"""Quarantines in words: what approving and releasing does. Pure."""
+"""Nodes in words: what approving and releasing a quarantine does, and which Incidents nodes have had. Pure."""
 
 from __future__ import annotations
 
-from ..api import TAINT_QUARANTINE, ConditionStatus, Sign, format_duration
+from collections.abc import Sequence
+
+from ..api import (
+    TAINT_QUARANTINE,
+    ConditionStatus,
+    NodeHistory,
+    NodeHistoryStatus,
+    NodeIncident,
+    NodeTrouble,
+    Sign,
+    format_duration,
+)
+from ..decide.node_history import REPEATED_DAYS, count_days, without_old
 from .seen import SeenQuarantine
-from .text import entries
+from .text import duration, entries, table
+
+_LEFT = {True: "yes", False: "no", None: "not known"}
+
+
+def overview(histories: Sequence[NodeHistory], now: float) -> str:
+    """One line a node that had Incidents within 90 days, the worst first."""
+    recent = [without_old(history, now) for history in histories]
+    known = sorted(
+        (history for history in recent if history.incidents),
+        key=lambda history: (-count_days(history, now), -history.incidents[0].at, history.node),
+    )
+    rows = [
+        (history.node, str(count_days(history, now)), *_counts(history), _ago(history.incidents[0], now))
+        for history in known
+    ]
+    return table(("NODE", "DAYS", "LOST", "HUNG", "SLOW", "GPU", "LAST"), rows) if rows else "no node had Incidents"
+
+
+def story(history: NodeHistory, now: float) -> str:
+    """All Incidents of one node within 90 days."""
+    recent = without_old(history, now)
+    days = count_days(recent, now)
+    less = "spares and replacements prefer other nodes" if days >= REPEATED_DAYS else "it is used like any other"
+    head = f"node {history.node}: {len(recent.incidents)} Incidents within 90 days, on {days} days; {less}"
+    rows = [
+        (_ago(one, now), one.kind, _LEFT[one.left_with_node], f"{one.namespace}/{one.name}") for one in recent.incidents
+    ]
+    return f"{head}\n{table(('WHEN', 'KIND', 'LEFT WITH NODE', 'INCIDENT'), rows)}" if rows else head
+
+
+def _counts(history: NodeHistory) -> tuple[str, ...]:
+    counts = {one.kind: one.count for one in NodeHistoryStatus.of(history.incidents).counts}
+    return tuple(str(counts.get(kind, 0)) for kind in NodeTrouble)
+
+
+def _ago(incident: NodeIncident, now: float) -> str:
+    return f"{duration(max(0.0, now - incident.at))} ago"
 
 
 def approval(seen: SeenQuarantine) -> str:

@@ -65,11 +65,13 @@ async def begin(
     round_told: int = 0,
     *,
     apart: bool = True,
+    trained: bool = False,
 ) -> None:
     """The first bookkeeping of a job: of a new one, of one that an operator before this resource kept (its ConfigMap is
     read once, then deleted), or of one whose state was deleted by hand (it adopts its pods).
 
     round_told: the last one that the job's status tells of. apart: whether it has a folder of its own on its claim.
+    trained: whether its status says that it has completed a step.
     """
     name = f"{job.name}-plan"
     found = await cluster.find(CONFIG_MAPS, name, job.namespace)
@@ -79,7 +81,7 @@ async def begin(
     elif old is not None:
         draft = legacy.adopted(old.get("data", {}), job.name, now)
     else:
-        draft = first(job, pods, now, round_told).with_life(apart=apart)
+        draft = first(job, pods, now, round_told).with_life(apart=apart, training_since=now if trained else 0.0)
     await incidents.supersede(cluster, job, draft.state.incidents.names())
     await write(cluster, job, memory, draft)
     if old is not None:

@@ -25,12 +25,12 @@ from ..effects import (
     WriteIncident,
 )
 from ..gangs import Gang
-from ..manifests import refused_template, worker_pod
+from ..manifests import refused_template, uses_gpus, worker_pod
 from ..observation import TemplateVerdict
 from ..observe.views import view_pod
 from ..queues import Stage, Turn
 from ..state import Incident
-from . import behaviour, events, gangs, incidents, preflight, quarantine, queues
+from . import behaviour, events, gangs, incidents, node_history, preflight, quarantine, queues
 from .desk import Desk
 from .operator import Operator
 
@@ -106,6 +106,7 @@ async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
         operator.installation,
         spare=effect.spare,
         avoid_nodes=effect.avoid,
+        unreliable_nodes=effect.unreliable,
         checkpoints_apart=desk.memory.draft is not None and desk.memory.draft.state.life.apart,
         node_labels=placing.labels,
         tolerations=placing.tolerations,
@@ -156,7 +157,7 @@ async def _ask_for_quarantine(operator: Operator, desk: Desk, effect: AskForQuar
 
 async def _look_at_nodes(operator: Operator, desk: Desk, nodes: Mapping[str, str], since: float) -> None:
     """What it brings back is news for the next pass."""
-    found = await preflight.look(operator, nodes, desk.job.spec.preflight, since)
+    found = await preflight.look(operator, nodes, desk.job.spec.preflight, since, gpus=uses_gpus(desk.job))
     for name, uid in nodes.items():
         check = found.get(uid)
         if check is not None and check.passed is not True:
@@ -191,10 +192,15 @@ async def _guard_network(operator: Operator, desk: Desk) -> float:
 async def _write_incident(operator: Operator, desk: Desk, incident: Incident, before: Incident | None) -> None:
     retention, known = operator.settings.incident_retention, before is not None
     fresh = await incidents.write(operator.cluster, desk.job, incident, retention, known=known)
-    desk.told[incident.name] = incident
+    ended = incident.outcome is not None and (before is None or before.outcome is None)
+    if operator.webhook is not None and (fresh or ended):
+        operator.webhook.tell(desk.job, incident)
     if fresh:
         await _announce_beginning(operator, desk, incident)
-    if incident.outcome is not None and (before is None or before.outcome is None):
+    if ended:
+        await node_history.record(operator, desk.job, incident)
+    desk.told[incident.name] = incident  # last: what fails before is repeated, by the next operator, too
+    if ended:
         await _announce_end(operator, desk, incident)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import kopf
 
+from pacekeeper_analysis.errors import InputError
+
 from ..effects import CreatePod, Effect
 from ..limits import Backoff
 from ..observation import Hindrance
@@ -116,7 +118,7 @@ class Errands:
             tries.backoff.succeeded()
             tries.trouble = ""
             tries.not_before = self.runtime.monotonic() + rest
-        except (kopf.TemporaryError, kopf.PermanentError) as error:
+        except (kopf.TemporaryError, kopf.PermanentError, InputError) as error:
             self._put_off(effect, tries, str(error))
         except Exception as error:
             log.exception("%s: %s failed", self.name, effect.key)

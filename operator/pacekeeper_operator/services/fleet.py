@@ -224,6 +224,7 @@ class Fleet:
             breaker_nodes=settings.breaker_nodes,
             probe_timeout=settings.probe_timeout,
             release_probes=settings.release_probes,
+            condition=settings.repair_condition,
         )
 
     async def _around(self, quarantine: Quarantine, node: Node | None) -> Around:
@@ -257,7 +258,7 @@ class Fleet:
         metadata = body["metadata"]
         kept = {key: metadata[key] for key in ("name", "uid", "resourceVersion") if key in metadata}
         return Seen(
-            Node.parse(body, self.settings.broken_nodes),
+            Node.parse(body, self.settings.broken_nodes, self.settings.repair_condition),
             {"metadata": kept, "spec": {"taints": body.get("spec", {}).get("taints") or []}},
         )
 

@@ -47,14 +47,14 @@ async def write(cluster: Cluster, job: Job, incident: Incident, retention: float
 
 async def supersede(cluster: Cluster, job: Job, known: Container[str]) -> None:
     """Those of the job that are open, and that no bookkeeping knows (any more): nobody would ever close them."""
-    for body in await cluster.list(INCIDENTS, job.namespace, labels=f"{LABEL_JOB}={job.name}"):
+    for body in await cluster.collect(INCIDENTS, _reference, job.namespace, labels=f"{LABEL_JOB}={job.name}"):
         if body["metadata"]["name"] not in known and _job_uid(body) == job.uid:
             await _close(cluster, body, "its bookkeeping was lost")
 
 
-async def look_after(cluster: Cluster, namespaces: Sequence[str], now: float) -> None:
+async def look_after(cluster: Cluster, namespaces: Sequence[str], now: float | None) -> None:
     """Of these namespaces (none: of all): delete those whose time is over, close those whose job is gone. A job that is
-    deleted while no operator runs takes nobody's word along.
+    deleted while no operator runs takes nobody's word along. `now`: None: the time is in doubt, and none is deleted.
 
     A namespace that cannot be looked at does not keep the others. Raises only where none can.
     """
@@ -70,17 +70,17 @@ async def look_after(cluster: Cluster, namespaces: Sequence[str], now: float) ->
         raise failures[-1]
 
 
-async def _look_after(cluster: Cluster, place: str, now: float) -> None:
+async def _look_after(cluster: Cluster, place: str, now: float | None) -> None:
     """Page by page, and little is kept of each: they may be many."""
     over, open_ = [], []
     async for page in cluster.pages(INCIDENTS, place):
         for body in page.items:
             until = body["metadata"].get("annotations", {}).get(ANNOTATION_RETAIN_UNTIL)
-            if until is not None and until < format_time(now):
+            if now is not None and until is not None and until < format_time(now):
                 over.append(_reference(body))
             elif not _outcome(body):
                 open_.append(_reference(body))
-    jobs = {job["metadata"]["uid"] async for page in cluster.pages(JOBS, place) for job in page.items}
+    jobs = set(await cluster.collect(JOBS, lambda job: job["metadata"]["uid"], place))
     for body in over:
         await _delete(cluster, body["metadata"])
     for body in open_:
@@ -114,11 +114,12 @@ def _unchanged(body: Object) -> Object:
 
 
 def _reference(body: Object) -> Object:
-    """What it takes to delete or close it, and to find its job."""
+    """What it takes to delete or close it, and to find its job. Little: they may be many, and large."""
     kept = ("name", "namespace", "uid", "resourceVersion")
     return {
         "metadata": {name: body["metadata"][name] for name in kept},
         "spec": {"jobRef": {"uid": _job_uid(body)}},
+        "status": {"outcome": _outcome(body)},
     }
 
 

@@ -12,8 +12,20 @@ from typing import Any, TypeVar
 import kopf
 
 from .. import metrics
-from ..api import LABEL_JOB, PAUSE, Fabric, Job, JobPhase, Mode
-from ..cluster import CONFIG_MAPS, FABRICS, NODES, PODS, SILENT_SECONDS, STATES, Cluster, Kind, NotFound, Object
+from ..api import LABEL_JOB, PAUSE, Fabric, Job, JobPhase, Mode, NodeHistory
+from ..cluster import (
+    CONFIG_MAPS,
+    FABRICS,
+    NODE_HISTORIES,
+    NODES,
+    PODS,
+    SILENT_SECONDS,
+    STATES,
+    Cluster,
+    Kind,
+    NotFound,
+    Object,
+)
 from ..decide.fabric_status import in_force
 from ..manifests import Installation
 from ..network import JobName, Network
@@ -25,11 +37,13 @@ from ..observe.prometheus import Prometheus, Sample
 from ..observe.source import Source
 from ..observe.store import Key, Shelf
 from ..observe.views import view_node, view_pod
-from ..runtime import Runtime
+from ..runtime import Runtime, Superseded
+from ..server_clock import ServerClock
 from ..settings import Settings
-from . import incidents
+from . import incidents, node_history
 from .fleet import Fleet
 from .tokens import Holder
+from .webhook import Webhook
 
 RESYNC_SECONDS = 60.0
 RETRY_SECONDS = 2.0
@@ -73,6 +87,8 @@ class Operator:
     sample: Sample = field(default_factory=Sample)
     for_nodes: Cluster | None = None
     """A connection by which nodes are held before all else that jobs want done; None: by the same."""
+    webhook: Webhook | None = None
+    """Where incidents are told of, besides the cluster."""
     gpu: tuple[GpuValue, ...] = ()  # as Prometheus has said last
     paused: str = PAUSE_UNKNOWN
     preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -89,17 +105,26 @@ class Operator:
     states: dict[JobName, Object] = field(default_factory=dict)
     """What is written of jobs of which nothing is known, as last listed: an operator that begins to lead does not ask
     for a thousand one by one."""
+    histories: Shelf[NodeHistory] = field(default_factory=lambda: Shelf(NODE_HISTORIES, NodeHistory.parse))
+    """Listed now and then, not followed: nobody else writes them, and whoever deletes one has time."""
+    recording: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever writes a NodeHistory."""
+    unreliable_nodes: tuple[str, ...] = ()  # by their histories, the worst first
     _asking: asyncio.Task[None] | None = None
+    _clock_agreed: bool = True  # when that was logged last
     fabrics_changed: asyncio.Event = field(default_factory=asyncio.Event)
     sources: dict[Kind, Source] = field(init=False)
     """Of all that watches tell of but TrainingJobs, which kopf follows."""
     pods: Shelf[PodView] = field(init=False)
     nodes: Shelf[NodeView] = field(init=False)
     known_nodes: KnownNodes = field(init=False, default_factory=KnownNodes)
+    clock: ServerClock = field(init=False)
     fabrics: Shelf[Fabric] = field(init=False)
     fleet: Fleet = field(init=False)
 
     def __post_init__(self) -> None:
+        self.clock = ServerClock(self.runtime)
+        self.cluster.hear_date = self.clock.hear
         self.pods = Shelf(
             PODS,
             view_pod,
@@ -201,6 +226,8 @@ class Operator:
         self.pods.prove()
         self.nodes.prove()
         self.fleet.prove()
+        for source in self.sources.values():
+            source.restored = False
 
     def turn(self, serves: bool) -> None:
         """It serves sidecars from now on, which need a while to come; or does not, and another may write."""
@@ -239,7 +266,8 @@ class Operator:
         await asyncio.gather(*(source.follow() for source in self.sources.values()))
 
     async def resync(self) -> None:
-        """List what watches tell of, at once and then every minute: until cancelled."""
+        """List what watches tell of, at once and then every minute: until cancelled. Raises Superseded where the API
+        server was restored from a backup while this operator leads."""
         while True:
             pause = RESYNC_SECONDS
             await self._read_fabrics()  # first: they say which labels of nodes matter
@@ -250,7 +278,14 @@ class Operator:
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 log.warning("pods and nodes could not be listed, which is tried again: %s", error)
                 pause = RETRY_SECONDS
+            self._begin_again_after_a_restore()
             await self.runtime.sleep(pause)
+
+    def _begin_again_after_a_restore(self) -> None:
+        """kopf watches jobs from where it was, and is told nothing until as much has happened again; and what is
+        remembered of jobs was written by an API server that there is no more. The operator after this one reads all."""
+        if self.leads() and any(source.restored for source in self.sources.values()):
+            raise Superseded("the API server was restored from a backup")
 
     async def _read_states(self) -> None:
         """What is known of jobs that somebody else has written, or deleted, meanwhile is doubted: who has nothing to
@@ -287,12 +322,15 @@ class Operator:
                     paused_at = now
                 self._ask_prometheus()
                 if now - incidents_at > pause:
-                    await incidents.look_after(self.cluster, self.settings.watch_namespaces, self.runtime.now())
+                    agreed = self.runtime.now() if self.clock.agrees else None
+                    await node_history.look_after(self)
+                    await incidents.look_after(self.cluster, self.settings.watch_namespaces, agreed)
                     pause = FIRST_RETENTION_SECONDS if incidents_at < 0 else RETENTION_SECONDS
                     incidents_at = now
             except (kopf.TemporaryError, kopf.PermanentError) as error:
                 log.warning("looking around failed, and is tried again: %s", error)
             self._count_jobs()
+            self._check_clock()
             self.looked_at = now
             await self.runtime.sleep(self.settings.sample_seconds)
 
@@ -354,6 +392,20 @@ class Operator:
         there = key in self.pods and not (pod.deleting or pod.ended)
         if worker is not None and worker.uid == pod.uid and not worker.leaving and not there:
             self.bereft.add((key[0], pod.job))
+
+    def _check_clock(self) -> None:
+        metrics.CLOCK_AHEAD_SECONDS.set(self.clock.ahead)
+        if self.clock.agrees == self._clock_agreed:
+            return
+        self._clock_agreed = self.clock.agrees
+        if self._clock_agreed:
+            log.warning("this node's clock agrees with the API server's again")
+            return
+        log.warning(
+            "this node's clock is %.0f s ahead of the API server's: until they agree, no job fails by its deadline, "
+            "and nothing is deleted because its time is over; look at the time service of the operator's node",
+            self.clock.ahead,
+        )
 
     def _count_jobs(self) -> None:
         phases = [memory.phase for _, memory in self.memory]

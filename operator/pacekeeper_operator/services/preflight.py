@@ -14,7 +14,7 @@ from pacekeeper_analysis.errors import InputError
 from ..api import API_VERSION, LABEL_CIRCLE, Inconclusive, NodeProbe, PreflightSpec
 from ..cluster import NODE_PROBES, NODES, PODS, Cluster, Object
 from ..decide.node_circle import FEWEST, Seat, circles, launches
-from ..decide.node_probes import slowness
+from ..decide.node_probes import slowness, unshared
 from ..decide.node_steps import ProbePod
 from ..decide.preflight import is_valid
 from ..manifests import ProbeTask
@@ -33,18 +33,20 @@ log = logging.getLogger(__name__)
 
 
 async def look(
-    operator: Operator, wanted: Mapping[str, str], spec: PreflightSpec, since: float
+    operator: Operator, wanted: Mapping[str, str], spec: PreflightSpec, since: float, *, gpus: bool = True
 ) -> dict[str, NodeCheck]:
     """What is known of nodes (name → UID), by UID: from looks that are recent enough for a worker that was made at
-    `since`, or from one that is made now. Raises what the cluster does."""
+    `since`, or from one that is made now. `gpus`: the job uses some; others' are left alone else, and not looked at.
+    Raises what the cluster does."""
     async with operator.preflights:  # two at once on a node would measure one another
         nodes = {node["metadata"]["name"]: node for node in await operator.cluster.list(NODES)}
         there = [name for name, uid in wanted.items() if name in nodes and nodes[name]["metadata"]["uid"] == uid]
         found = await _known(operator.cluster, nodes)
         unmet = [name for name in there if name not in found or not is_valid(_check(found[name]), spec, since)]
+        unmet += [name for name in there if gpus and name not in unmet and found[name].gpus_left_alone]
         if unmet:
             await _sweep(operator)
-            found |= await _probe(operator, unmet, nodes, found)
+            found |= await _probe(operator, unmet, nodes, found, gpus=gpus)
         return {nodes[name]["metadata"]["uid"]: _check(found[name]) for name in there}
 
 
@@ -75,21 +77,27 @@ async def _known(cluster: Cluster, nodes: Mapping[str, Object]) -> dict[str, Nod
 
 
 async def _probe(
-    operator: Operator, unmet: Sequence[str], nodes: Mapping[str, Object], known: Mapping[str, NodeProbe]
+    operator: Operator,
+    unmet: Sequence[str],
+    nodes: Mapping[str, Object],
+    known: Mapping[str, NodeProbe],
+    *,
+    gpus: bool,
 ) -> dict[str, NodeProbe]:
     """A node that is slow beside others is looked at once more, beside other nodes: somebody may have been busy there
     for a moment."""
     usable = [name for name, node in nodes.items() if probing.is_usable(node)]
     others = sorted((n for n in usable if n not in unmet), key=lambda n: (n not in known or not known[n].passed, n))
-    found = await _look_once(operator, unmet, others, nodes)
+    found = await _look_once(operator, unmet, others, nodes, gpus=gpus)
     slow = [name for name, (_, inconclusive) in found.items() if inconclusive is Inconclusive.SLOW]
     if slow:
         passed = [name for name, (probe, _) in found.items() if probe.passed and name not in slow]
-        again = await _look_once(operator, slow, [*passed, *others], nodes)
+        again = await _look_once(operator, slow, [*passed, *others], nodes, gpus=gpus)
         for name, (probe, inconclusive) in again.items():
             confirmed = inconclusive is Inconclusive.SLOW
             found[name] = (replace(probe, passed=False) if confirmed else probe, None)
-    probes = {name: probe for name, (probe, _) in found.items()}
+    left_alone = {name for name in found if not gpus and probing.has_gpus(nodes[name])}
+    probes = {name: replace(probe, gpus_left_alone=name in left_alone) for name, (probe, _) in found.items()}
     for name, probe in probes.items():
         await _write(operator.cluster, nodes[name], probe)
     return probes
@@ -99,18 +107,24 @@ _Found = tuple[NodeProbe, Inconclusive | None]
 
 
 async def _look_once(
-    operator: Operator, unmet: Sequence[str], others: Sequence[str], nodes: Mapping[str, Object]
+    operator: Operator, unmet: Sequence[str], others: Sequence[str], nodes: Mapping[str, Object], *, gpus: bool
 ) -> dict[str, _Found]:
     """Of the unmet ones only; why it says nothing (yet) about a node."""
     planned = circles(unmet, others, lambda name: probing.kind_of(nodes[name]))
     found: dict[str, _Found] = {}
     for start in range(0, len(planned), AT_ONCE):
-        found |= await _fly(operator, planned[start : start + AT_ONCE], nodes)
+        found |= await _fly(operator, planned[start : start + AT_ONCE], nodes, unmet if gpus else None)
     return {name: found[name] for name in unmet}
 
 
-async def _fly(operator: Operator, planned: Sequence[Sequence[str]], nodes: Mapping[str, Object]) -> dict[str, _Found]:
-    """All these circles at once."""
+async def _fly(
+    operator: Operator,
+    planned: Sequence[Sequence[str]],
+    nodes: Mapping[str, Object],
+    unmet: Sequence[str] | None,
+) -> dict[str, _Found]:
+    """All these circles at once. `unmet`: whose GPUs are looked at, all that are free; of their company one each. None:
+    nobody's are."""
     runtime, flight = operator.runtime, f"{_FLIGHT}{operator.runtime.identifier()}"
     secret, began = runtime.identifier(), runtime.monotonic()
     seats = [[Seat(f"{flight}-{i}-{j}", node) for j, node in enumerate(names)] for i, names in enumerate(planned)]
@@ -126,7 +140,9 @@ async def _fly(operator: Operator, planned: Sequence[Sequence[str]], nodes: Mapp
                 break
             for launch in due:
                 node = nodes[launch.seat.node]
-                gpus = await probing.free_gpus(operator.cluster, node)
+                gpus = 0 if unmet is None else await probing.free_gpus(operator.cluster, node)
+                if unmet is not None and launch.seat.node not in unmet:
+                    gpus = min(1, gpus)
                 task = ProbeTask(flight, secret, gpus, launch.peers, launch.guests)
                 owner = owners[launch.seat.node]
                 await probing.start(
@@ -155,7 +171,9 @@ def _judged(
         words = f"its probe pod did not end within {LOOK_SECONDS:.0f} s" + (f": {pod.message}" if pod.message else "")
         return replace(probe, message=words), reason
     if pod.phase == "Failed":
-        return replace(probe, passed=None if pod.inconclusive else False), pod.inconclusive
+        company = tuple(other for name, other in pods.items() if name != seat.pod)  # of other circles, too
+        shared, why = unshared(replace(pod, others=company))
+        return replace(probe, passed=None if shared else False, message=f"{pod.message}{why}"), shared
     words = slowness(replace(pod, others=others))
     if words:
         return replace(probe, passed=True, message=f"slow: {words}"), Inconclusive.SLOW

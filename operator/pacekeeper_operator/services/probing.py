@@ -22,7 +22,13 @@ async def start(
 ) -> None:
     """`owner`: the object of this `kind` that the pod goes with. Raises what the cluster does."""
     secrets = tuple(secret.strip() for secret in settings.image_pull_secrets.split(",") if secret.strip())
-    image = ProbeImage(settings.image, settings.image_pull_policy, secrets)
+    image = ProbeImage(
+        settings.image,
+        settings.image_pull_policy,
+        secrets,
+        settings.probe_runtime_class,
+        settings.probe_tolerations,
+    )
     await cluster.create(PODS, probe_pod(name, settings.namespace, node, owner, kind, image, task))
 
 
@@ -50,11 +56,25 @@ async def free_gpus(cluster: Cluster, node: Object) -> int:
     return max(0, wanted - await _gpus_taken(cluster, node["metadata"]["name"])) if wanted else 0
 
 
+async def one_gpu(cluster: Cluster, node: Object) -> int:
+    """1, where one is free, as far as can be told: enough to show that pods find the driver there."""
+    wanted = int(node.get("status", {}).get("allocatable", {}).get(GPU, 0))
+    taken = await _gpus_taken(cluster, node["metadata"]["name"]) if wanted else 0
+    return int(wanted > 0 and (taken == sys.maxsize or taken < wanted))
+
+
+def has_gpus(node: Object) -> bool:
+    return int(node.get("status", {}).get("allocatable", {}).get(GPU, 0)) > 0
+
+
 def company(node: Object, nodes: Iterable[Object], salt: str) -> list[str]:
-    """Names of nodes of the same kind that can be probed beside `node`; the same ones for the same `salt`."""
-    alike = [other for other in nodes if other["metadata"]["uid"] != node["metadata"]["uid"] and is_usable(other)]
-    names = [other["metadata"]["name"] for other in alike if kind_of(other) == kind_of(node)]
-    return sorted(names, key=lambda name: hashlib.sha256(f"{salt}/{name}".encode()).digest())[:HOSTS]
+    """Names of nodes that can be probed beside `node`; the same ones for the same `salt`. Of the same kind, or one of
+    another kind: it cannot show that the node is slow, but that what fails there works elsewhere."""
+    usable = [other for other in nodes if other["metadata"]["uid"] != node["metadata"]["uid"] and is_usable(other)]
+    alike = [other for other in usable if kind_of(other) == kind_of(node)]
+    names = [other["metadata"]["name"] for other in alike or usable]
+    chosen = sorted(names, key=lambda name: hashlib.sha256(f"{salt}/{name}".encode()).digest())
+    return chosen[: HOSTS if alike else 1]
 
 
 def kind_of(node: Object) -> tuple[str, ...]:
@@ -84,9 +104,14 @@ def secret_of(bodies: Sequence[Object]) -> str:
 async def _gpus_taken(cluster: Cluster, node: str) -> int:
     """GPUs that pods on the node hold; all of them, as far as can be told, where not all pods may be seen."""
     try:
-        pods = await cluster.list(PODS, fields=f"spec.nodeName={node}")
+        return sum(await cluster.collect(PODS, _gpus_of, fields=f"spec.nodeName={node}"))
     except Denied:
         return sys.maxsize
-    running = [p["spec"] for p in pods if p.get("status", {}).get("phase") not in ("Succeeded", "Failed")]
-    limits = [c.get("resources", {}).get("limits", {}) for spec in running for c in spec["containers"]]
+
+
+def _gpus_of(pod: Object) -> int:
+    """Those that the pod holds."""
+    if pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+        return 0
+    limits = [container.get("resources", {}).get("limits", {}) for container in pod["spec"]["containers"]]
     return sum(int(limit.get(GPU, 0)) for limit in limits)

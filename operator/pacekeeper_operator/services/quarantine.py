@@ -21,6 +21,7 @@ from pacekeeper_analysis.errors import InputError
 
 from ..api import (
     API_VERSION,
+    FIELD_MANAGER_CONDITION,
     FIELD_MANAGER_CORDON,
     FINALIZER_QUARANTINE,
     LABEL_NO_QUARANTINE,
@@ -31,6 +32,7 @@ from ..api import (
     Sign,
     Verdict,
     Witness,
+    format_time,
 )
 from ..cluster import NODES, QUARANTINES, Busy, Cluster, Conflict, NotFound, Object
 from ..decide.node_circle import Seat, launches
@@ -39,6 +41,7 @@ from ..decide.node_steps import (
     Approve,
     Delete,
     EndProbe,
+    Flag,
     Guard,
     Hold,
     ProbePod,
@@ -125,6 +128,8 @@ async def reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
     for _ in range(MAX_STEPS):
         known, seen = await fleet.quarantine(name), await fleet.node(name)
         if known is None:
+            if seen is not None and seen.node.marked and not await _release_unanswered(fleet, name, seen):
+                continue
             if seen is None or not fleet.broken(name, seen):
                 return math.inf
             await _blame_by_condition(fleet, name, seen)
@@ -238,8 +243,6 @@ class _Round:
         if not fleet.nodes.listed.is_set():
             await fleet.nodes.read(fleet.cluster, ())
         await fleet.quarantines.read(fleet.cluster, ())
-        if self._listed_at < 0:
-            await _sweep(fleet)
         self._waiting |= dict.fromkeys(fleet.names())
 
     async def _attend(self, name: str, *, words: bool) -> None:
@@ -256,8 +259,9 @@ class _Round:
             self.fleet.news.set()
 
 
-async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> None:
+async def release_all(cluster: Cluster, runtime: Runtime, seconds: float, settings: Settings | None = None) -> None:
     """Deletes all NodeQuarantines and returns when their nodes are released, whether the operator runs or not.
+    `settings`: of the installation, which say whether nodes have a condition of ours.
 
     Raises TimeoutError, naming those that are left, after so many `seconds`.
     """
@@ -266,7 +270,7 @@ async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> Non
     async def release() -> None:
         while left:
             try:
-                left[:] = await _release_once(cluster, runtime)
+                left[:] = await _release_once(cluster, runtime, settings or Settings())
             except kopf.TemporaryError as error:
                 log.warning("releasing is tried again: %s", error)
             if left:
@@ -278,9 +282,9 @@ async def release_all(cluster: Cluster, runtime: Runtime, seconds: float) -> Non
         raise TimeoutError(f"not released within {seconds:.0f} s: {', '.join(left)}") from error
 
 
-async def _release_once(cluster: Cluster, runtime: Runtime) -> list[str]:
+async def _release_once(cluster: Cluster, runtime: Runtime, settings: Settings) -> list[str]:
     """Asks for all deletions and does what they demand; the names of those that are left, none if all is done."""
-    fleet = Fleet(cluster, runtime, Settings())
+    fleet = Fleet(cluster, runtime, settings)
     try:
         quarantines = [body["metadata"] for body in await cluster.list(QUARANTINES)]
     except NotFound:  # the definitions are gone, and all NodeQuarantines with them
@@ -302,6 +306,21 @@ async def _sweep(fleet: Fleet) -> None:
         if seen.node.marked and await _quarantine_of(fleet, name) is None:
             await _release(fleet, seen)
             await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+
+
+async def _release_unanswered(fleet: Fleet, name: str, seen: Seen) -> bool:
+    """Releases a node with our marks for which no NodeQuarantine is known, whenever that is found; whether it is done.
+    That there is none the API server itself has to say: a watch may be late."""
+    try:
+        if await fleet.quarantine_anew(name) is not None:
+            return False
+        await _release(fleet, seen)
+    except (Conflict, NotFound) as error:
+        log.info("marks of %s: looking anew: %s", name, error)
+        await fleet.node_anew(name)
+        return False
+    await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+    return True
 
 
 async def _quarantine_of(fleet: Fleet, name: str) -> Object | None:
@@ -424,6 +443,8 @@ async def _carry_out(fleet: Fleet, step: QuarantineStep, known: Known, seen: See
             if again:
                 note = "taint or cordon was taken away; delete the NodeQuarantine to release the node"
                 await _tell(fleet, known, seen, "QuarantineRestored", note, warning=True)
+        case Flag() if seen is not None:
+            await _flag(fleet, step, seen)
         case Release(reason) if seen is not None:
             await _release(fleet, seen)
             await _tell(fleet, known, seen, "NodeReleased", reason)
@@ -478,6 +499,20 @@ async def _release(fleet: Fleet, seen: Seen) -> None:
         await _patch_taints(fleet, seen, [taint for taint in _taints(seen) if taint["key"] != TAINT_QUARANTINE])
     if seen.node.cordoned:
         await _apply(fleet, seen, {})
+    if seen.node.flagged:  # last: the node takes pods again, whatever becomes of this
+        await _apply_status(fleet, seen, {})
+
+
+async def _flag(fleet: Fleet, flag: Flag, seen: Seen) -> None:
+    condition = {
+        "type": fleet.settings.repair_condition,
+        "status": "True",
+        "reason": flag.reason,
+        "message": flag.message,
+        "lastHeartbeatTime": format_time(flag.since)[:19] + "Z",
+        "lastTransitionTime": format_time(flag.since)[:19] + "Z",
+    }
+    await _apply_status(fleet, seen, {"status": {"conditions": [condition]}})
 
 
 def _taints(seen: Seen) -> list[Object]:
@@ -502,6 +537,14 @@ async def _apply(fleet: Fleet, seen: Seen, wanted: Object) -> None:
     fleet.nodes.take(await fleet.cluster.apply(NODES, body, manager=FIELD_MANAGER_CORDON))
 
 
+async def _apply_status(fleet: Fleet, seen: Seen, wanted: Object) -> None:
+    """What we want of the node's conditions: server-side apply leaves those of others alone."""
+    metadata = {"name": seen.body["metadata"]["name"], "uid": seen.body["metadata"]["uid"]}
+    body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, **wanted}
+    manager = FIELD_MANAGER_CONDITION
+    fleet.nodes.take(await fleet.cluster.apply(NODES, body, manager=manager, subresource="status"))
+
+
 async def _start_probe(fleet: Fleet, pod: str, known: Known, share: bool) -> None:
     """With two other nodes beside it, where the cluster has some of its kind: alone no node is slow."""
     cluster, settings, runtime = fleet.cluster, fleet.settings, fleet.runtime
@@ -519,7 +562,8 @@ async def _start_probe(fleet: Fleet, pod: str, known: Known, share: bool) -> Non
         place = node if launch.seat.pod == pod else await cluster.find(NODES, launch.seat.node)
         if place is None:
             continue
-        gpus = await probing.gpus(cluster, place, share=share) if launch.seat.pod == pod else 0
+        own = launch.seat.pod == pod
+        gpus = await probing.gpus(cluster, place, share=share) if own else await probing.one_gpu(cluster, place)
         task = ProbeTask(pod, secret, gpus, launch.peers, launch.guests)
         await probing.start(cluster, settings, launch.seat.pod, place, known.body, "NodeQuarantine", task)
 

@@ -11,25 +11,33 @@ from ..api import LABEL_PRIORITY, Job, Object
 from ..cluster import Cluster, Kind
 from ..manifests import Installation, worker_pod
 from ..queues import Placing, Stage, Turn
+from ..state import Draft
 from .operator import Operator
 
 PRIORITY_CLASSES = Kind("/apis/scheduling.k8s.io/v1", "priorityclasses", namespaced=False)
 
 
-async def look(operator: Operator, job: Job) -> Turn:
-    """What the queue says, without changing anything."""
+async def look(operator: Operator, job: Job, draft: Draft | None = None) -> Turn:
+    """What the queue says, without changing anything. `draft`: what is written of the job, which says whether it was
+    admitted where Kueue is not there."""
     cluster = operator.cluster
     version = await cluster.served(queues.KUEUE, queues.VERSIONS)
     if not version:
-        return Turn(False, queues.NOT_SERVED)
+        return Turn(False, queues.NOT_SERVED) if draft is None else queues.turn_of(draft)
     found = await cluster.find(_workloads(version), queues.workload_name(job), job.namespace)
     return Turn(False, queues.NOT_MADE) if found is None else await _turn(cluster, version, found, job, None)
 
 
 async def attend(operator: Operator, job: Job, known: Turn | None, stage: Stage) -> Turn:
-    """Has the job's Workload be as it should, and says what the queue says of it. Raises what the cluster does."""
+    """Has the job's Workload be as it should, and says what the queue says of it.
+
+    Raises what the cluster does, and TemporaryError where a job was admitted and Kueue is not there: it may be
+    upgraded, and its quota is not taken away by that.
+    """
     cluster = operator.cluster
     version = await cluster.served(queues.KUEUE, queues.VERSIONS)
+    if not version and known is not None and known.admitted and not stage.finished:
+        raise kopf.TemporaryError(queues.NOT_SERVED_NOW, delay=5)
     if not version:
         return Turn(False, queues.NOT_SERVED)
     kind, name, active = _workloads(version), queues.workload_name(job), not job.spec.suspend

@@ -26,7 +26,7 @@ from ..observation import FRESH_SECONDS, Hindrance, Observation, Policy
 from ..observe import gather
 from ..queues import stage_elsewhere, under
 from ..state import Draft, LinkLook
-from . import bookkeeping, events, incidents, queues
+from . import bookkeeping, events, incidents, node_history, queues
 from .desk import Desk
 from .doing import QUEUE_SECONDS, carry_out
 from .errands import Errands
@@ -58,9 +58,9 @@ async def reconcile(operator: Operator, desk: Desk) -> float:
     if desk.job.spec.managed_by != MANAGER:
         return await _leave_alone(operator, desk)
     try:
-        await _see_queue(operator, desk)
         if not desk.memory.read:
             await _read(operator, desk)
+        await _see_queue(operator, desk)
     except Exception as error:
         await _report_blind(operator, desk, str(error))
         raise
@@ -98,7 +98,7 @@ async def _see_queue(operator: Operator, desk: Desk) -> None:
     neither hold a job that trains, nor let one go that waits."""
     memory, job = desk.memory, desk.job
     if job.queue and memory.turn is None:
-        memory.turn = await queues.look(operator, job)
+        memory.turn = await queues.look(operator, job, memory.draft)
     memory.job = under(job, memory.turn)
 
 
@@ -130,7 +130,8 @@ async def clean_up(operator: Operator, desk: Desk) -> bool:
         node = operator.nodes.get(("", pod.node))
         record = desk.memory.draft.state.placement.worker(pod.name) if desk.memory.draft is not None else None
         lost = bool(pod.node) and (node is None or not node.ready)
-        force = lost or workforce.is_overdue(pod, now) or (record is not None and record.force)
+        overdue = operator.clock.agrees and workforce.is_overdue(pod, now)
+        force = lost or overdue or (record is not None and record.force)
         if not pod.deleting or force:
             grace = 0 if force else None
             await operator.cluster.delete(PODS, pod.name, desk.job.namespace, uid=pod.uid, grace=grace)
@@ -140,9 +141,12 @@ async def clean_up(operator: Operator, desk: Desk) -> bool:
 async def close_incidents(operator: Operator, desk: Desk) -> None:
     """The job is deleted: nobody will see what is open recover, and it shall not look open for ever."""
     draft = desk.memory.draft or await bookkeeping.load(operator.cluster, desk.job, desk.memory)
-    for incident in draft.state.incidents.current if draft is not None else ():
-        ended = incident if incident.outcome is not None else replace(incident, outcome=Outcome.SUPERSEDED)
+    current = draft.state.incidents.current if draft is not None else ()
+    over = [one if one.outcome is not None else replace(one, outcome=Outcome.SUPERSEDED) for one in current]
+    for ended in over:
         await incidents.write(operator.cluster, desk.job, ended, operator.settings.incident_retention)
+    for ended in over:  # afterwards: the histories of nodes keep no incident open
+        await node_history.record(operator, desk.job, ended)
 
 
 async def _read(operator: Operator, desk: Desk) -> None:
@@ -154,8 +158,8 @@ async def _read(operator: Operator, desk: Desk) -> None:
         # A job that some operator has taken up, and whose folder it does not name, has its checkpoints in the claim's
         # root: that operator knew of no other place.
         apart = status.phase is None or status.checkpoint_sub_path is not None
-        told = status.round or 0
-        await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, now, told, apart=apart)
+        told, trained = status.round or 0, status.step is not None
+        await bookkeeping.begin(operator.cluster, desk.job, desk.memory, pods, now, told, apart=apart, trained=trained)
 
 
 async def _observe(operator: Operator, desk: Desk) -> Observation:
@@ -171,9 +175,19 @@ async def _observe(operator: Operator, desk: Desk) -> Observation:
             memory,
             gather.of(operator.pods, job),
             memory.metrics,
-            gather.surroundings(operator.memory, job, memory.draft, nodes, now, operator.levels, operator.network),
+            gather.surroundings(
+                operator.memory,
+                job,
+                memory.draft,
+                nodes,
+                now,
+                operator.levels,
+                operator.network,
+                operator.unreliable_nodes,
+            ),
             now,
             operator.runtime.identifier(),
+            clock_agrees=operator.clock.agrees,
         )
     if node_lost.suspected(observation):
         observation = await gather.look_closely(observation)

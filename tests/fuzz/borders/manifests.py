@@ -11,7 +11,8 @@ from typing import Any
 import orjson
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator.api import Fabric, Job
+from pacekeeper_operator.api import Fabric, Job, NodeHistory, NodeHistoryStatus, NodeIncident, NodeTrouble
+from pacekeeper_operator.decide.node_history import count_days, with_entry, without_old
 from pacekeeper_operator.decide.node_steps import Quarantine
 from simulation.kubernetes.schema import schema
 from tests.support.worlds import TEMPLATE
@@ -68,6 +69,8 @@ QUARANTINE = {
     "signs": [SIGN],
 }
 PROBE = {"pod": "p-1", "started": "2026-01-31T12:00:00Z", "finished": "2026-01-31T12:05:00Z", "passed": True}
+REMEMBERED = {"namespace": "ns", "name": "i", "kind": "Lost", "at": "2026-01-31T12:00:00Z", "leftWithNode": True}
+COUNT = {"kind": "Lost", "count": 1, "firstAt": "2026-01-31T12:00:00Z", "lastAt": "2026-01-31T12:00:00Z"}
 FIGURES = b'{"core_seconds": 0.1, "memory_bytes_per_second": 1e9, "links": [{"peer": "n", "up": 1e9, "down": 1e9}]}'
 
 
@@ -109,8 +112,18 @@ def quarantine(body: Any) -> object:
     return read, read.suspicion, read.last_word, read.open_signs, read.last_sign, read.verdict
 
 
+def history(body: Any) -> object:
+    """With what is derived and written of it, which the API server takes."""
+    read = NodeHistory.parse(body)
+    added = with_entry(read, NodeIncident("ns", "new", NodeTrouble.LOST, 1.8e9, True))
+    status = NodeHistoryStatus.of(without_old(added, 1.8e9).incidents).to_patch()
+    assert schema("nodehistories").causes(body | {"status": status}) == []
+    return read, count_days(added, 1.8e9)
+
+
 BORDERS = [
     manifest("trainingjobs", JOB, Job.parse),
     manifest("fabrics", FABRIC, Fabric.parse),
+    manifest("nodehistories", {"nodeUID": "node-uid"}, history, status={"incidents": [REMEMBERED], "counts": [COUNT]}),
     manifest("nodequarantines", QUARANTINE, quarantine, status={"conditions": [CONDITION], "probes": [PROBE]}),
 ]

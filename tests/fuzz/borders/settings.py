@@ -9,10 +9,12 @@ from pacekeeper_operator.decide.node_steps import ProbePod
 from pacekeeper_operator.policies import parse_peers
 from pacekeeper_operator.prometheus_options import parse_headers, parse_matchers
 from pacekeeper_operator.resources import SIDECAR_RESOURCES, parse_resources
+from pacekeeper_operator.tolerations import parse_tolerations
 
 from ..border import Border, Enter, by
 from ..mutations import text, written
 
+TOLERATIONS = [{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}]
 HEADERS = {"X-Scope-OrgID": "training"}
 MATCHERS = ['cluster="a"', 'region=~"eu.*"']
 PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
@@ -37,6 +39,7 @@ def probe(message: str) -> object:
 
 
 BORDERS = [
+    Border("tolerations of probes", lambda: [TOLERATIONS], text, by(words(parse_tolerations))),
     Border("Prometheus' headers", lambda: [HEADERS], text, by(words(parse_headers))),
     Border("Prometheus' matchers", lambda: [MATCHERS], text, by(words(parse_matchers))),
     Border("peers", lambda: [PEERS], text, by(words(parse_peers))),

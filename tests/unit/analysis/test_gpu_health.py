@@ -9,7 +9,6 @@ import pytest
 
 from pacekeeper_analysis.diagnose.finding import FaultClass
 from pacekeeper_analysis.diagnose.gpu_health import (
-    MOST_COUNTED,
     SIGNS,
     GpuSample,
     Origin,
@@ -134,7 +133,8 @@ class TestRise:
             ([9, 0, 9], 0),
             ([9, 0, 4], 0),
             ([9, 0, 12], 3),
-            ([0, 2**64 - 1], MOST_COUNTED),
+            ([0, 2**64 - 1], 0),
+            ([5, 4294967295, 0x7FFFFFF0, 7], 2),
         ],
     )
     def test_only_what_goes_beyond_the_beginning_counts(self, values: list[int | None], risen: int) -> None:
@@ -143,13 +143,23 @@ class TestRise:
 
 
 class TestXids:
-    @pytest.mark.parametrize("xid", [46, 48, 62, 63, 64, 74, 79, 92, 95, 119, 120, 136, 140, 143, 154])
+    @pytest.mark.parametrize("xid", [46, 48, 62, 63, 64, 74, 79, 92, 95, 119, 120, 136, 140, 143, 154, 156, 158])
     def test_of_the_hardware(self, xid: int) -> None:
         assert xid_blame(xid) is Origin.HARDWARE
 
-    @pytest.mark.parametrize("xid", [0, 13, 31, 43, 45, 68, 9999])
-    def test_of_the_application_or_not_in_the_catalogue(self, xid: int) -> None:
+    @pytest.mark.parametrize("xid", [13, 31, 32, 43, 45, 68, 69, 137])
+    def test_of_the_application(self, xid: int) -> None:
         assert xid_blame(xid) is Origin.APPLICATION
+
+    @pytest.mark.parametrize("xid", range(144, 151))
+    def test_of_an_nvlink_of_blackwell(self, xid: int) -> None:
+        assert xid_blame(xid) is Origin.LINK
+        assert "NVLink" in xid_words(xid)
+
+    @pytest.mark.parametrize("xid", [0, 110, 155, 157, 173, 9999])
+    def test_that_the_table_does_not_hold_or_settle(self, xid: int) -> None:
+        """A newer driver has newer numbers: they are no reason to look for a fault in the script."""
+        assert xid_blame(xid) is Origin.UNKNOWN
 
     def test_a_contained_memory_error_costs_one_process(self) -> None:
         assert xid_blame(94) is Origin.CONTAINED

@@ -66,6 +66,14 @@ def test_who_is_not_a_member_is_a_spare_or_leaves() -> None:
     assert Plan(stop=Stop.FINISH).part("j-w9-0").role is Role.LEAVE
 
 
+def test_members_leave_when_their_pods_end_or_nothing_is_left_to_do() -> None:
+    one = replace(PLAN, leaving=("j-w4-0",))
+    assert (one.part("j-w4-0").role, one.part("j-w0-0").role) == (Role.LEAVE, Role.MEMBER)
+    assert one.part("j-w9-0").role is Role.SPARE
+    assert replace(PLAN, stop=Stop.FINISH).part("j-w4-0").role is Role.LEAVE
+    assert replace(PLAN, stop=Stop.SUSPEND).part("j-w4-0").role is Role.MEMBER, "it saves, and stays warm"
+
+
 def test_the_secret_is_told_to_members_only() -> None:
     assert {PLAN.part(member.worker).secret for member in PLAN.members} == {"5ec2e7"}
     assert PLAN.part("j-w9-0").secret == ""

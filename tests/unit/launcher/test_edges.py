@@ -18,7 +18,7 @@ from torch.distributed.elastic.utils.api import macros
 from pacekeeper import cgroup, cli
 from pacekeeper.launcher import network
 from pacekeeper.launcher.heartbeat import MissedWrites
-from pacekeeper.launcher.launcher import Launcher, Script, rank_starts
+from pacekeeper.launcher.launcher import Launcher, Script, publish_finish, rank_starts
 from pacekeeper.launcher.output import TAIL_BYTES, TAIL_LINES, OutputPipe
 from pacekeeper.launcher.plans import PlanFile
 from pacekeeper.launcher.rank_options import OutputOptions, RankOptions
@@ -28,7 +28,7 @@ from pacekeeper.launcher.words import describe
 from pacekeeper.runtime import Runtime, write_json
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_analysis.reports import FINISHED_MESSAGE, Fault, FaultKind
 
 FAULT = Fault("n", FaultKind.RANK_FAILED, "w", round=2, noticed_at=0.0, rank=3, exit_code=-9, step=7)
 
@@ -139,6 +139,8 @@ def test_settings_name_the_variable_and_the_remedy() -> None:
     good = {"PACEKEEPER_WORKER": "w", "PACEKEEPER_POD_IP": "127.0.0.1"}
     assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "auto"}).hang is None
     assert LauncherSettings.from_environment({**good, "PACEKEEPER_HANG_SECONDS": "2.5"}).hang == 2.5
+    of_a_service = {**good, "PACEKEEPER_METRICS_PORT": "tcp://10.96.0.7:9464"}
+    assert LauncherSettings.from_environment(of_a_service).neighbour_port == LauncherSettings.neighbour_port
     with pytest.raises(InputError, match=r"PACEKEEPER_POD_IP.*--local"):
         LauncherSettings.from_environment({"PACEKEEPER_WORKER": "w"})
     for text in ("soon", "-1", "0"):
@@ -297,3 +299,12 @@ def test_the_number_of_local_ranks_is_checked(number: str, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         cli.main(["run", "--local", number, __file__])
     assert "at least 1" in capsys.readouterr().err
+
+
+def test_the_end_is_in_the_containers_termination_message_where_there_is_one(tmp_path: Path) -> None:
+    message = tmp_path / "termination-log"
+    publish_finish({"PACEKEEPER_TERMINATION_LOG": str(message)})
+    assert not message.exists(), "it is the kubelet's file"
+    message.write_text("the script's own\n")
+    publish_finish({"PACEKEEPER_TERMINATION_LOG": str(message)})
+    assert message.read_text() == f"the script's own\n{FINISHED_MESSAGE}\n"

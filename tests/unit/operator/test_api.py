@@ -273,6 +273,8 @@ def test_a_state_keeps_what_another_version_of_the_operator_wrote() -> None:
         (api.Outcome, "incidents", "status.outcome"),
         (Mode, "incidents", "status.mode"),
         (api.QuarantinePhase, "nodequarantines", "status.phase"),
+        (api.NodeTrouble, "nodehistories", "status.incidents.items.kind"),
+        (api.NodeTrouble, "nodehistories", "status.counts.items.kind"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

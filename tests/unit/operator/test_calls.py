@@ -163,6 +163,25 @@ async def test_no_more_calls_are_under_way_than_may_be_and_all_are_answered() ->
     assert await asyncio.wait_for(asyncio.gather(*calls), 10) == [{}] * len(calls)
 
 
+@pytest.mark.parametrize(
+    ("header", "heard"),
+    [
+        ("Sun, 06 Nov 1994 08:49:37 GMT", [784111777.0]),
+        ("", []),
+        ("soon", []),
+        ("Sun, 99 Nov 1994 08:49:37 GMT", []),
+    ],
+)
+async def test_the_servers_clock_is_heard_of(header: str, heard: list[float]) -> None:
+    client = Client()
+    client.headers["Date"] = header
+    client.answer.set()
+    cluster, dates = Cluster(HttpConnection(cast(Any, client))), list[float]()
+    cluster.hear_date = dates.append
+    await cluster.get(NODES, "node")
+    assert dates == heard
+
+
 async def test_a_write_that_had_to_wait_is_not_sent_once_the_lease_is_lost() -> None:
     client, leads = Client(), True
 

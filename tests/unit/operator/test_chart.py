@@ -90,7 +90,7 @@ def test_definitions_are_the_canonical_ones(objects: list[dict[str, Any]]) -> No
     assert {name: found["spec"] for name, found in rendered.items()} == {
         definition["metadata"]["name"]: definition["spec"] for definition in canonical
     }
-    assert len(canonical) == 7
+    assert len(canonical) == 8
     for found in rendered.values():
         assert found["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
 
@@ -377,8 +377,33 @@ def test_every_kind_that_the_operator_writes_has_a_policy() -> None:
     }
     everywhere = rules(rendered, "ClusterRole") | rules(rendered, "ClusterRole", f"{RELEASE}-jobs")
     written = {resource for (_, resource, _), verbs in everywhere.items() if verbs - READ and "/" not in resource}
-    harmless = {"events", "tokenreviews", "incidents", "behaviourwindows", "nodequarantines", "nodeprobes"}
+    harmless = {
+        "events",
+        "tokenreviews",
+        "incidents",
+        "behaviourwindows",
+        "nodequarantines",
+        "nodeprobes",
+        "nodehistories",
+    }
     assert written - harmless <= bound
+
+
+def test_the_status_of_nodes_is_written_only_where_repairs_are_to_hear_of_a_quarantine() -> None:
+    usual = helm_template()
+    assert ("", "nodes/status", "") not in rules(usual, "ClusterRole")
+    assert policies(usual)["nodes"]["matchConstraints"]["resourceRules"][0]["resources"] == ["nodes"]
+    assert Settings.from_environment(environment(usual)).repair_condition == ""
+
+    flagging = helm_template("--set", "policy.quarantine.condition=PacekeeperFaulty")
+    assert rules(flagging, "ClusterRole")["", "nodes/status", ""] == {"patch"}
+    policy = policies(flagging)["nodes"]
+    assert policy["matchConstraints"]["resourceRules"][0]["resources"] == ["nodes", "nodes/status"]
+    assert len(policy["validations"]) == len(policies(usual)["nodes"]["validations"]) + 2
+    assert "condition.type == 'PacekeeperFaulty'" in policy["validations"][-1]["expression"]
+    assert Settings.from_environment(environment(flagging)).repair_condition == "PacekeeperFaulty"
+    (release,) = one(flagging, "Job", f"{RELEASE}-release-nodes")["spec"]["template"]["spec"]["containers"]
+    assert {"name": "PACEKEEPER_REPAIR_CONDITION", "value": "PacekeeperFaulty"} in release["env"]
 
 
 def test_policies_follow_the_values() -> None:
@@ -389,6 +414,10 @@ def test_policies_follow_the_values() -> None:
     assert len(policies(helm_template())["pods"]["validations"]) == 2
     hosts = policies(helm_template("--set", "admissionPolicy.hostAccess=true"))["pods"]["validations"]
     assert [rule["message"] for rule in hosts] == ["a probe needs nothing of its node, and no service account"]
+    network = policies(helm_template("--set", "admissionPolicy.hostNetwork=false"))["pods"]["validations"]
+    assert [rule["expression"] for rule in network if "admissionPolicy.hostNetwork" in rule["message"]] == [
+        "!object.spec.?hostNetwork.orValue(false)"
+    ]
     assert "plans" in policies(helm_template())
     assert "plans" not in policies(helm_template("--set", "migration.enabled=false"))
     assert policies(helm_template("--set", "admissionPolicy.enabled=false")) == {}
@@ -550,6 +579,17 @@ def test_how_prometheus_is_reached() -> None:
     assert secret["secret"] == {"secretName": "access", "optional": True, "defaultMode": 0o440}
     unset = environment(helm_template())
     assert not [name for name in unset if name.startswith("PACEKEEPER_PROMETHEUS_") and not name.endswith("_URL")]
+
+
+def test_where_incidents_are_posted_to() -> None:
+    rendered = helm_template("--set", "policy.incidentWebhook.secretName=hook")
+    settings = Settings.from_environment(environment(rendered))
+    (pod,) = [spec for spec in pod_specs(rendered) if len(spec["volumes"]) > 1]
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    (volume,) = [volume for volume in pod["volumes"] if "secret" in volume]
+    assert mounts[volume["name"]] == settings.incident_webhook
+    assert volume["secret"] == {"secretName": "hook", "optional": True, "defaultMode": 0o440}
+    assert Settings.from_environment(environment(helm_template())).incident_webhook == ""
 
 
 def test_nodes_are_released_before_uninstalling(objects: list[dict[str, Any]]) -> None:

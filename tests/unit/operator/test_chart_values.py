@@ -132,6 +132,10 @@ CHANGES: dict[str, Change] = {
     "policy.diagnosis.profilesAnHour": Change(0, setting("PROFILES_AN_HOUR", "0")),
     "policy.traffic.planning": Change(False, setting("TRAFFIC_PLANNING", "false")),
     "policy.incidentRetention": Change("24h", setting("INCIDENT_RETENTION", "24h")),
+    "probe.runtimeClassName": Change("nvidia", setting("PROBE_RUNTIME_CLASS", "nvidia")),
+    "probe.tolerations": Change(
+        [TOLERATION], setting("PROBE_TOLERATIONS", json.dumps([TOLERATION], separators=(",", ":"), sort_keys=True))
+    ),
     "logLevel": Change("debug", setting("LOG_LEVEL", "DEBUG")),
     "service.clusterIP": Change(
         "fd00::50", {"Service spec.clusterIP": "fd00::50"} | setting("ADDRESS", "[fd00::50]:8443")
@@ -204,16 +208,25 @@ CHANGES: dict[str, Change] = {
         },
     ),
     "networkPolicy.egress.enabled": Change(
-        False, {"NetworkPolicy spec.egress": None, "NetworkPolicy spec.policyTypes.1": None}
+        False,
+        {"NetworkPolicy spec.egress": None, "NetworkPolicy spec.policyTypes.1": None}
+        | {f"NetworkPolicy-probes spec.egress.{rule}": None for rule in ("0.to", "0.ports", "1")}
+        | {"NetworkPolicy-probes spec.egress.0": {}},
     ),
     "networkPolicy.egress.apiServerPorts": Change(
-        [443, 6443, 16443], {"NetworkPolicy spec.egress.1.ports.2.port": 16443}
+        [443, 6443, 16443], {f"NetworkPolicy{name} spec.egress.1.ports.2.port": 16443 for name in ("", "-probes")}
     ),
     "networkPolicy.egress.apiServerCIDRs": Change(
-        ["10.0.0.1/32"], {"NetworkPolicy spec.egress.1.to.0.ipBlock.cidr": "10.0.0.1/32"}
+        ["10.0.0.1/32"],
+        {f"NetworkPolicy{name} spec.egress.1.to.0.ipBlock.cidr": "10.0.0.1/32" for name in ("", "-probes")},
     ),
     "networkPolicy.egress.prometheusPorts": Change(
         [10902], {"NetworkPolicy spec.egress.2.ports.0.port": 10902}, given={"prometheus.url": "http://prometheus:9090"}
+    ),
+    "networkPolicy.egress.webhookPorts": Change(
+        [8443],
+        {"NetworkPolicy spec.egress.2.ports.0.port": 8443},
+        given={"policy.incidentWebhook.secretName": "hook"},
     ),
     "podMonitor.interval": Change(
         "9s",
@@ -285,11 +298,14 @@ ELSEWHERE = {
     "watchNamespaces": "test_chart.py",
     "tls.existingSecret": "test_chart.py",
     "admissionPolicy.hostAccess": "test_chart.py",
+    "admissionPolicy.hostNetwork": "test_chart.py",
     "admissionPolicy.stateWriters.users": "test_state_writers_are_exempt",
     "admissionPolicy.stateWriters.groups": "test_state_writers_are_exempt",
     "crds.keep": "test_chart.py",
+    "policy.quarantine.condition": "test_chart.py",
     "monitoring.dashboardLabels": "test_dashboards.py",
     "prometheus.secretName": "test_chart.py",
+    "policy.incidentWebhook.secretName": "test_chart.py",
     "prometheus.headers": "test_chart.py",
     "prometheus.matchers": "test_chart.py",
     "prometheusRule.runbookUrl": "test_alerts.py",

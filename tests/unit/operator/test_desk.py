@@ -471,6 +471,20 @@ async def test_what_somebody_else_has_written_is_read_before_the_next_pass() -> 
     assert memory.draft.state.life.completed_at == NOW - 1
 
 
+async def test_a_new_spare_prefers_nodes_without_incidents() -> None:
+    """From what the operator has read of all nodes to the pod that the API server gets."""
+    place = await at(training())
+    del place.cluster.objects["pods", "ns", "j-w4-0"]
+    await place.operator.pods.read(place.cluster, ())
+    place.operator.unreliable_nodes = ("node-9",)
+    await reconcile(place.operator, place.desk)
+    await place.desk.errands.settled()
+    body = place.cluster.objects["pods", "ns", "j-w4-1"]
+    (wish,) = body["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    (requirement,) = wish["preference"]["matchFields"]
+    assert (requirement["operator"], requirement["values"]) == ("NotIn", ["node-9"])
+
+
 class TestNodesFirst:
     @pytest.mark.parametrize("waiting", [FEW - 1, FEW])
     async def test_where_very_many_wait_to_be_held_all_else_waits_for_them(self, waiting: int) -> None:

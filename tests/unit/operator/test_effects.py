@@ -52,6 +52,20 @@ class TestPods:
         start = start.with_draft(workforce.step(start, policy()))
         assert self.created(start) == {"j-w0-0": False, "j-w1-0": False, "j-w2-0": True}
 
+    def test_whoever_comes_later_prefers_nodes_without_incidents_and_no_first_worker_does(self) -> None:
+        def preferring(world: Observation) -> dict[str, bool]:
+            around = replace(world.surroundings, unreliable_nodes=("node-7",))
+            world = replace(world, surroundings=around).with_draft(workforce.step(world, policy()))
+            pods = asked(world, CreatePod)
+            return {one.worker.name: bool(one.unreliable) for one in pods if isinstance(one, CreatePod)}
+
+        start = fresh(2, 1)
+        start = start.with_draft(workforce.step(start, policy()))
+        assert preferring(start) == {"j-w0-0": False, "j-w1-0": False, "j-w2-0": True}
+        world = change_worker(change_worker(training(), "j-w1-0", gone=True), "j-w4-0", gone=True)
+        record = replace(world.state.placement.workers[1], leaving="x", dead=True)
+        assert preferring(world.with_draft(world.draft.with_worker(record))) == {"j-w1-1": True, "j-w4-1": True}
+
     def test_whoever_comes_later_keeps_off_the_others_nodes_unless_a_seat_is_free(self) -> None:
         world = change_worker(change_worker(training(), "j-w1-0", gone=True), "j-w4-0", gone=True)
         record = replace(world.state.placement.workers[1], leaving="x", dead=True)

@@ -59,6 +59,73 @@ class TestGpuError:
         assert thought.draft.plan.membership == 1
         assert thought.draft.state.incidents.current[0].class_ is Class.APPLICATION
 
+    @pytest.mark.parametrize("xid", range(144, 151))
+    def test_an_nvlink_fault_moves_the_worker_and_a_probe_decides_upon_the_node(self, xid: int) -> None:
+        """A link has two ends."""
+        world, value = training(), GpuValue("node-1", "0", "DCGM_FI_DEV_XID_ERRORS", float(xid), vouched=True)
+        thought = think(replace(world, metrics=replace(world.metrics, gpu=(value,))), policy())
+        (incident,) = thought.draft.state.incidents.current
+        assert (incident.class_, incident.remedy) == (Class.INFRASTRUCTURE, Remedy.REPLACE_WORKER)
+        (wanted,) = thought.draft.state.incidents.quarantines
+        assert wanted.witness is Witness.NONE
+
+    @pytest.mark.parametrize("xid", [155, 160, 999])
+    def test_an_xid_that_the_table_does_not_hold_touches_nothing_and_is_not_the_scripts(self, xid: int) -> None:
+        thought = think(self.with_value(training(), "DCGM_FI_DEV_XID_ERRORS", float(xid)), policy())
+        assert not thought.draft.state.incidents.quarantines
+        assert thought.draft.plan.membership == 1
+        assert thought.draft.state.incidents.current[0].class_ is Class.UNKNOWN
+
+    def test_unknown_xids_of_many_nodes_are_one_incident(self) -> None:
+        world = training()
+        values = tuple(GpuValue(f"node-{i}", "0", "DCGM_FI_DEV_XID_ERRORS", 999.0) for i in range(3))
+        thought = think(replace(world, metrics=replace(world.metrics, gpu=values)), policy())
+        (incident,) = thought.draft.state.incidents.current
+        assert incident.class_ is Class.UNKNOWN
+
+    @pytest.mark.parametrize(
+        ("metric", "before", "value", "news"),
+        [
+            ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", None, 5.0, False),  # the exporter was away, and is back
+            ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 5.0, 5.0, False),  # and has been for a while
+            ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 5.0, 6.0, True),
+            ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 0.0, 1.0, True),
+            ("DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 6.0, 5.0, False),
+            ("DCGM_FI_DEV_XID_ERRORS", None, 79.0, False),
+            ("DCGM_FI_DEV_XID_ERRORS", 79.0, 79.0, False),
+            ("DCGM_FI_DEV_XID_ERRORS", 45.0, 79.0, True),
+            ("DCGM_FI_DEV_ROW_REMAP_FAILURE", None, 1.0, False),
+        ],
+    )
+    def test_a_series_that_the_job_has_not_seen_is_news_where_it_has_changed_lately(
+        self, metric: str, before: float | None, value: float, news: bool
+    ) -> None:
+        world = training()
+        shown = GpuValue("node-1", "0", metric, value, vouched=True, before=before)
+        thought = think(replace(world, metrics=replace(world.metrics, gpu=(shown,))), policy())
+        assert bool(decisions(thought)) is news
+        assert bool(thought.draft.state.incidents.quarantines) is news
+
+    def test_what_the_job_has_seen_itself_counts_however_long_ago_it_changed(self) -> None:
+        world = training()
+        seen = {"node-1/0/DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2.0}
+        world = world.with_draft(world.draft.with_gpus(values=seen))
+        shown = GpuValue("node-1", "0", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 3.0, before=3.0)
+        assert decisions(think(replace(world, metrics=replace(world.metrics, gpu=(shown,))), policy()))
+
+    def test_mig_instances_of_a_gpu_are_told_apart(self) -> None:
+        """Their XIDs are sticky, and differ: each is news once."""
+        world = training()
+        values = tuple(
+            GpuValue("node-1", "0", "DCGM_FI_DEV_XID_ERRORS", xid, instance=instance)
+            for xid, instance in ((45.0, "1"), (31.0, "2"))
+        )
+        world = replace(world, metrics=replace(world.metrics, gpu=values))
+        thought = think(world, policy())
+        for now in (1, 2):
+            thought = think(replace(again(thought, world), now=NOW + now), policy())
+        assert not decisions(thought)
+
     def test_a_counter_that_falls_is_no_error(self) -> None:
         world = self.with_value(training(), "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", 1.0)
         seen = {"node-1/0/DCGM_FI_DEV_ECC_DBE_VOL_TOTAL": 2.0}

@@ -24,6 +24,7 @@ Value = Callable[[float], float | None]
 """Of a series, by the seconds since ten minutes and a half ago; None: the exporter did not say."""
 SPAN, EVERY = 630.0, 15.0
 REPLAYS, REASONS = "DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "DCGM_FI_DEV_CLOCKS_EVENT_REASONS"
+ECC = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
 CLOCK, ACTIVE = "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_PROF_SM_ACTIVE"
 
 
@@ -59,6 +60,17 @@ SERIES = [
     Series(REASONS, "slowed-down", lambda _: 0x8),
     Series(REASONS, "capped", lambda _: 0x4 | 0x1 | 0x20),
     *(Series(CLOCK, f"peer-{n}", lambda _: 1800) for n in range(3)),
+    *(Series(CLOCK, "cut", lambda _: 300, {"GPU_I_ID": f"{n}"}) for n in range(7)),
+    Series(ACTIVE, "cut", lambda _: 0.9),
+    *(Series(CLOCK, f"blank-{n}", lambda _: 0x7FFFFFF0) for n in range(7)),
+    Series(REASONS, "blank", lambda _: 0xFFFFFFFF),
+    Series("DCGM_FI_DEV_ROW_REMAP_PENDING", "blank", lambda _: 0xFFFFFFFF),
+    Series(REPLAYS, "blank", lambda at: 5_000 if at < 600 else 0x7FFFFFF0),
+    Series(ECC, "of-last-month", lambda at: None if at < SPAN - 60 else 5),
+    Series(ECC, "old", lambda _: 5),
+    Series(ECC, "new", lambda at: 0 if at < SPAN - 60 else 1),
+    Series(ECC, "new-of-a-new-exporter", lambda at: 0 if at < SPAN - 60 else None, {"pod": "a"}),
+    Series(ECC, "new-of-a-new-exporter", lambda at: None if at < SPAN - 60 else 1, {"pod": "b"}),
     Series(CLOCK, "slow", lambda _: 1400),
     Series(CLOCK, "idle", lambda _: 300),
     Series(CLOCK, "other-model", lambda _: 900, {"modelName": "B"}),
@@ -155,6 +167,18 @@ async def test_each_sign_is_found_on_these_gpus_and_no_others(
 ) -> None:
     assert shown(signs, sign) == gpus
     assert len([one for one in signs if one.metric == sign]) == len(gpus), "each once"
+
+
+@pytest.mark.usefixtures("signs")
+async def test_an_error_comes_with_what_its_series_was_before(url: str) -> None:
+    found = await Prometheus(url, "gpus", "Hostname").gpu_errors()
+    assert found is not None
+    assert {value.gpu: (value.value, value.before) for value in found if value.metric == ECC} == {
+        "of-last-month": (5, None),
+        "old": (5, 5),
+        "new": (1, 0),
+        "new-of-a-new-exporter": (1, 0),
+    }
 
 
 async def test_only_service_discoverys_word_on_the_node_is_vouched_for(signs: tuple[GpuValue, ...]) -> None:

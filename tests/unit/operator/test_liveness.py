@@ -11,7 +11,7 @@ import pytest
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_operator import __main__ as entry
 from pacekeeper_operator import process
-from pacekeeper_operator.cluster import Cluster
+from pacekeeper_operator.cluster import Cluster, Connection
 from pacekeeper_operator.manifests import Installation
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
@@ -23,7 +23,7 @@ from pacekeeper_operator.settings import Settings
 @pytest.fixture
 def operator() -> Operator:
     """One whose watches have told of a node. It calls nobody."""
-    nobody = cast(Cluster, None)
+    nobody = Cluster(cast(Connection, None))
     operator = Operator(Settings(), nobody, Memory(0.0), Installation("", "", "", ""), Prometheus("", "", ""))
     operator.nodes.hear({"metadata": {"name": "node-1", "uid": "u", "resourceVersion": "1"}}, deleted=False)
     return operator

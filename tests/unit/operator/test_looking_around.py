@@ -17,6 +17,7 @@ from pacekeeper_operator.network import JobName
 from pacekeeper_operator.observation import NOT_ASKED, GpuValue
 from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus, Sample
+from pacekeeper_operator.runtime import Superseded
 from pacekeeper_operator.services import incidents
 from pacekeeper_operator.services.nodes_first import FEW
 from pacekeeper_operator.services.operator import (
@@ -413,6 +414,20 @@ class TestResync:
         assert place.operator.states == {}, "another one may write from now on"
         task.cancel()
 
+    @pytest.mark.parametrize("leads", [True, False])
+    async def test_where_the_api_server_was_restored_from_a_backup_the_leader_ends(
+        self, place: Place, leads: bool
+    ) -> None:
+        """kopf's watch of jobs cannot be turned back."""
+        place.operator.leads = lambda: leads
+        place.cluster.version = 100
+        task = place.runtime.start(place.operator.resync(), "resync")
+        await place.timeline.run(1)
+        place.cluster.version = 50
+        await place.timeline.run(60)
+        assert isinstance(place.runtime.failure, Superseded) == task.done() == leads
+        task.cancel()
+
     async def test_one_that_does_not_lead_reads_none(self, place: Place) -> None:
         place.operator.leads = lambda: False
         task = place.runtime.start(place.operator.resync(), "resync")
@@ -471,6 +486,10 @@ class TestRetention:
     async def test_those_whose_time_is_over_go(self, kept: Place) -> None:
         await incidents.look_after(kept.cluster, (), NOW)
         assert self.left(kept) == {(place, name) for place in ("ns", "other") for name in ("new", "for-ever")}
+
+    async def test_none_goes_while_the_time_is_in_doubt(self, kept: Place) -> None:
+        await incidents.look_after(kept.cluster, (), None)
+        assert len(self.left(kept)) == 6
 
     async def test_in_namespaces_that_the_operator_serves(self, kept: Place) -> None:
         await incidents.look_after(kept.cluster, ("ns",), NOW)

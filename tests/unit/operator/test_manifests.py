@@ -304,6 +304,12 @@ def test_pods_get_no_other_token_unless_the_user_wants_one() -> None:
     assert pod(template(automountServiceAccountToken=True))["spec"]["automountServiceAccountToken"] is True
 
 
+def test_services_of_the_namespace_set_no_variables_unless_the_user_wants_them() -> None:
+    """One by the name of pacekeeper-metrics would set PACEKEEPER_METRICS_PORT."""
+    assert pod()["spec"]["enableServiceLinks"] is False
+    assert pod(template(enableServiceLinks=True))["spec"]["enableServiceLinks"] is True
+
+
 def test_the_environment_is_that_of_the_architecture() -> None:
     text = Path(__file__).parents[3].joinpath("docs/architecture.md").read_text()
     section = text[text.index("## Environment of a worker's containers") :]
@@ -339,6 +345,7 @@ def test_the_environment_says_what_the_spec_says() -> None:
         "PACEKEEPER_HANG_SECONDS": "9",
         "PACEKEEPER_WINDOW_STEPS": "16",
         "PACEKEEPER_GRACE_SECONDS": "90",
+        "PACEKEEPER_TERMINATION_LOG": "/dev/termination-log",
         "HF_HOME": "/data/hf",
     }
 
@@ -459,6 +466,37 @@ def test_suspect_nodes_are_avoided_in_every_alternative() -> None:
         assert lost({"nodeSelectorTerms": mine if affinity else []}, found) == []
 
 
+PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
+THEIRS = [{"weight": 5, "preference": {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a"]}]}}]
+
+
+@pytest.mark.parametrize(
+    ("affinity", "before"), [({}, []), ({"nodeAffinity": None}, []), ({"nodeAffinity": {PREFERRED: THEIRS}}, THEIRS)]
+)
+def test_unreliable_nodes_are_a_preference_of_the_least_weight_and_no_more(affinity: Any, before: Any) -> None:
+    wanted = job(template(affinity=affinity))
+    body = worker_pod(wanted, 2, 8, INSTALLATION, spare=True, unreliable_nodes=["node-1", "node-2"])
+    of_nodes = body["spec"]["affinity"]["nodeAffinity"]
+    assert of_nodes.keys() == {PREFERRED}, "nothing is required"
+    names = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("node-1", "node-2")]
+    assert of_nodes[PREFERRED] == [*before, {"weight": 1, "preference": {"matchFields": names}}]
+    assert terms(body, "podAntiAffinity", "required") == [OTHERS], "what a spare needs stays"
+    if before:
+        assert lost(wanted.spec.template, body) == []
+
+
+def test_a_probe_gets_the_installations_runtime_where_it_looks_at_gpus_and_its_tolerations() -> None:
+    owner = {"metadata": {"name": "node-3", "uid": "u"}}
+    image = ProbeImage("image", runtime_class="nvidia", tolerations=({"key": "gpu", "operator": "Exists"},))
+    with_gpus, without = (
+        probe_pod("probe", "system", owner, owner, "NodeProbe", image, ProbeTask("circle", gpus=gpus))["spec"]
+        for gpus in (1, 0)
+    )
+    assert with_gpus["runtimeClassName"] == "nvidia"
+    assert "runtimeClassName" not in without, "a node without GPUs may not have it"
+    assert {"key": "gpu", "operator": "Exists"} in without["tolerations"]
+
+
 def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
     node = {"metadata": {"name": "node-3", "uid": "uid-of-node"}}
     quarantine = {"metadata": {"name": "node-3", "uid": "uid-of-quarantine"}}
@@ -476,6 +514,7 @@ def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
         "node.kubernetes.io/unschedulable",
     }
     assert (spec["restartPolicy"], spec["activeDeadlineSeconds"]) == ("Never", 120)
+    assert spec["enableServiceLinks"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["containers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert body["metadata"]["ownerReferences"][0]["uid"] == "uid-of-quarantine"

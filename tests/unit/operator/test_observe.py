@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import Heartbeat
+from pacekeeper_analysis.reports import FINISHED_MESSAGE, Heartbeat
 from pacekeeper_operator.api import JobPhase
 from pacekeeper_operator.node_health import NodeHealth
 from pacekeeper_operator.observation import Metrics, Surroundings
@@ -46,12 +46,66 @@ def test_how_the_trainer_ended_not_the_sidecar() -> None:
     assert (view.exit_code, view.exit_reason, view.exit_message) == (137, "OOMKilled", "last words")
 
 
+@pytest.mark.parametrize(
+    ("code", "message", "finished"),
+    [(0, f"mine\n{FINISHED_MESSAGE}\n", True), (0, "mine", False), (1, FINISHED_MESSAGE, False)],
+)
+def test_whether_the_ranks_have_finished(code: int, message: str, finished: bool) -> None:
+    ended = container("trainer", terminated={"exitCode": code, "message": message})
+    assert view_pod(pod(containerStatuses=[ended])).finished is finished
+
+
 @pytest.mark.parametrize("field", ["initContainerStatuses", "containerStatuses"])
 def test_why_a_container_waits(field: str) -> None:
     waiting = {"reason": "ErrImagePull", "message": "no such host"}
     assert view_pod(pod(**{field: [container("x", waiting=waiting)]})).waiting_message == "no such host"
     harmless = {"reason": "PodInitializing"}
     assert not view_pod(pod(**{field: [container("x", waiting=harmless)]})).waiting_reason
+
+
+def test_whose_image_is_missing() -> None:
+    waiting = {"reason": "CreateContainerConfigError", "message": 'secret "s" not found'}
+    assert view_pod(pod(initContainerStatuses=[container("fetch", waiting=waiting)])).waiting_container == "fetch"
+
+
+def failed_before(code: int = 3, **status: Any) -> dict[str, Any]:
+    """An init container has ended, and the trainer has never run."""
+    sidecar = container("pacekeeper-sidecar", terminated={"exitCode": 137})
+    fetch = container("fetch", terminated={"exitCode": code, "reason": "Error", "message": "no such bucket"})
+    waiting = container("trainer", waiting={"reason": "PodInitializing"})
+    return pod(initContainerStatuses=[sidecar, fetch], containerStatuses=[waiting], phase="Failed", **status)
+
+
+def test_an_init_container_that_failed_is_why_the_trainer_never_ran() -> None:
+    view = view_pod(failed_before())
+    assert (view.ended_before, view.exit_code, view.exit_message) == ("fetch", 3, "no such bucket")
+    assert view_pod(failed_before(0)).exit_code is None
+    evicted = view_pod(failed_before(137, reason="Evicted", message="The node was low on resource: memory."))
+    assert (evicted.ended_before, evicted.exit_code, evicted.exit_reason) == ("", None, "Evicted")
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "own"),
+    [
+        ("Evicted", 'Usage of EmptyDir volume "scratch" exceeds the limit "1Gi". ', True),
+        ("Evicted", "Pod ephemeral local storage usage exceeds the total limit of containers 2Gi. ", True),
+        ("Evicted", 'Container trainer exceeded its local ephemeral storage limit "2Gi". ', True),
+        (
+            "Evicted",
+            "The node was low on resource: ephemeral-storage. Threshold quantity: 1, available: 0. "
+            "Container trainer was using 90Gi, request is 0, has larger consumption of ephemeral-storage. ",
+            True,
+        ),
+        ("Evicted", "The node was low on resource: memory. Container trainer was using 9Gi, request is 8Gi. ", False),
+        ("Evicted", "The node had condition: [DiskPressure]. ", False),
+        ("DeadlineExceeded", "Pod was active on the node longer than the specified deadline", True),
+        ("Terminated", "Pod was terminated in response to imminent node shutdown.", False),
+        ("OutOfcpu", "Node didn't have enough resource: cpu", False),
+    ],
+)
+def test_what_a_pod_is_ended_for_by_its_own_doing(reason: str, message: str, own: bool) -> None:
+    view = view_pod(pod(phase="Failed", reason=reason, message=message))
+    assert view.own_fault == (f"{reason}: {message.strip()}" if own else "")
 
 
 def test_disruption_and_deletion() -> None:

@@ -75,10 +75,12 @@ class Place:
         runtime = VirtualRuntime(self.timeline)
         self.operator = Operator(settings, self.cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""), runtime)
 
-    async def look(self, *nodes: str, seconds: float = 190.0, since: float | None = None) -> dict[str, NodeCheck]:
+    async def look(
+        self, *nodes: str, seconds: float = 190.0, since: float | None = None, gpus: bool = True
+    ) -> dict[str, NodeCheck]:
         made = self.operator.runtime.now() if since is None else since
         wanted = {name: f"uid-{name}" for name in nodes}
-        task = asyncio.ensure_future(look(self.operator, wanted, SPEC, made))
+        task = asyncio.ensure_future(look(self.operator, wanted, SPEC, made, gpus=gpus))
         await self.timeline.run(seconds)
         assert task.done(), "it takes too long"
         assert not self.cluster.pods(), "nothing is left of it"
@@ -142,6 +144,17 @@ async def test_what_a_probe_pod_comes_to(status: Object, passed: bool | None, wo
     assert place.cluster.probes()["c"].get("passed") is passed
 
 
+@pytest.mark.parametrize("check", ["network", "driver", ""])
+async def test_what_fails_on_every_node_is_no_nodes_fault(check: str) -> None:
+    unfit = told({"unfit": "it does not work", "check": check, "gpus": 1}, "Failed")
+    place = Place(a=[unfit], b=[unfit], c=[unfit])
+    found = await place.look("a", "b", "c")
+    assert {check.passed for check in found.values()} == {None}
+    assert "fails in the same way" in found["a"].words
+    alone = Place(a=[told({"unfit": "no network", "check": "network"}, "Failed")])
+    assert (await alone.look("a"))["a"].passed is None
+
+
 async def test_where_hardly_a_pod_ends_it_is_no_nodes_fault() -> None:
     place = Place(a=[{"phase": "Running"}], b=[told(USUAL)], c=[{"phase": "Running"}])
     found = await place.look("a", "b", "c")
@@ -193,6 +206,30 @@ async def test_a_node_that_was_made_anew_is_another_one() -> None:
     assert list(task.result()) == ["another"]
     assert place.cluster.made == ["a", "a"]
     assert await place.look("a") == {}, "the one that was meant is gone"
+
+
+def asked(place: Place) -> list[str]:
+    """GPUs that the pods made so far have asked for."""
+    return [spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", "0") for spec in place.cluster.specs]
+
+
+async def test_a_job_without_gpus_leaves_those_of_its_nodes_alone() -> None:
+    place = Place(a=[told(USUAL)], b=[told(USUAL)], c=[told(USUAL)], d=[told(USUAL)])
+    for name in "abcd":
+        place.cluster.objects["nodes", "", name]["status"]["allocatable"] = {"nvidia.com/gpu": "8"}
+    assert all(check.passed for check in (await place.look("a", "b", "c", gpus=False)).values())
+    assert asked(place) == ["0"] * 3
+    assert place.cluster.probes()["a"]["gpusLeftAlone"] is True
+    await place.look("a", "b", "c", gpus=False)
+    assert len(place.cluster.made) == 3, "that is known"
+    await place.look("a", "b", "c")
+    assert asked(place)[3:] == ["8"] * 3, "for a job with GPUs it says too little"
+    await place.look("a", "b", "c", gpus=False)
+    assert len(place.cluster.made) == 6
+    await place.look("d")
+    beside = dict(zip(place.cluster.made[6:], asked(place)[6:], strict=True))
+    assert beside.pop("d") == "8"
+    assert set(beside.values()) == {"1"}, "company shows with one that pods find the driver"
 
 
 async def test_two_looks_take_turns() -> None:

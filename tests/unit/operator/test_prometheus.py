@@ -82,7 +82,7 @@ async def test_one_request_answers_for_all_jobs(url: str) -> None:
     assert (metrics.ranks, metrics.least_step) == (4, 17)
     assert metrics.scrape_age is None  # not a number is no figure
     assert sample.of("ns", "k").ranks == 2
-    assert metrics.gpu == (GpuValue("node-1", "2", "DCGM_FI_DEV_XID_ERRORS", 79.0),)
+    assert metrics.gpu == (GpuValue("node-1", "2", "DCGM_FI_DEV_XID_ERRORS", 79.0, before=None),)
     assert not metrics.unavailable
 
 
@@ -255,11 +255,47 @@ class TestGpuSeries:
         ]
         sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
         assert sample.of("ns", "j").gpu == (
-            GpuValue("node-1", "2", self.XID, 79.0, vouched=True),
-            GpuValue("node-3", "0", self.XID, 48.0, vouched=False),
+            GpuValue("node-1", "2", self.XID, 79.0, vouched=True, before=None),
+            GpuValue("node-3", "0", self.XID, 48.0, vouched=False, before=None),
         )
         assert "16 GPU series of namespace gpus name their node themselves" in sample.unvouched
         assert await Prometheus(url, "gpus", "Hostname").gpu_errors() == sample.gpu
+
+    async def test_what_a_series_was_before_comes_with_it(self, url: str) -> None:
+        FakePrometheus.rows = [
+            row("gpu", 79, __name__=self.XID, node="node-1", gpu="0"),
+            row("gpu_before", 45, __name__=self.XID, node="node-1", gpu="0"),
+            row("gpu", 79, __name__=self.XID, node="node-2", gpu="0"),
+            row("gpu_before", 7, __name__="DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", node="node-2", gpu="0"),
+        ]
+        found = (await Prometheus(url, "gpus", "Hostname").sample(NOW)).gpu
+        assert [(value.node, value.before) for value in found] == [("node-1", 45.0), ("node-2", None)]
+
+    @pytest.mark.parametrize("blank", [4294967295, 0x7FFFFFF0, 0x7FFFFFF3, 2**47, 2**63 - 16, 2**64 - 1])
+    async def test_what_stands_for_no_figure_is_none(self, url: str, blank: int) -> None:
+        FakePrometheus.rows = [row("gpu", blank, __name__="DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", node="node-1", gpu="0")]
+        sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
+        assert (sample.gpu, sample.unavailable) == ((), "")
+        FakePrometheus.rows = [row("RowsPending", blank, node="node-1", gpu="0")]
+        assert (await Prometheus(url, "gpus", "Hostname").sample(NOW)).gpu_signs == ()
+
+    async def test_mig_instances_are_told_apart_and_one_gpu_counts_once(self, url: str) -> None:
+        FakePrometheus.rows = [
+            row("gpu", 45, __name__=self.XID, node="node-1", gpu="0", GPU_I_ID="1"),
+            row("gpu", 31, __name__=self.XID, node="node-1", gpu="0", GPU_I_ID="2"),
+            row("gpu", 45, __name__=self.XID, node="node-1", gpu="1", pod="exporter-a"),
+            row("gpu", 31, __name__=self.XID, node="node-1", gpu="1", pod="exporter-b"),
+            row("gpu", 45, __name__=self.XID, node="node-1", UUID="GPU-a"),
+            row("gpu", 31, __name__=self.XID, node="node-1", UUID="GPU-b"),
+        ]
+        found = (await Prometheus(url, "gpus", "Hostname").sample(NOW)).gpu
+        assert {value.key: value.value for value in found} == {
+            f"node-1/0:1/{self.XID}": 45,
+            f"node-1/0:2/{self.XID}": 31,
+            f"node-1/1/{self.XID}": 45,
+            f"node-1/GPU-a/{self.XID}": 45,
+            f"node-1/GPU-b/{self.XID}": 31,
+        }
 
     async def test_it_says_whether_they_are_a_witness(self, url: str) -> None:
         FakePrometheus.rows = [row("named", 8)]
@@ -269,7 +305,9 @@ class TestGpuSeries:
         assert "dcgm.namespace" in (await Prometheus(url, "", "Hostname").sample(NOW)).unvouched
 
     def test_only_the_platforms_namespace_is_asked(self) -> None:
-        assert query("gpus").count("DCGM") == query("gpus").count('namespace="gpus"') * 3
+        assert query("gpus").count("DCGM") == query("gpus").count('namespace="gpus"') * 3, (
+            "each name once in each selector"
+        )
         assert "DCGM" not in query("")
         signs = gpu_signs_query("gpus")
         assert signs.count("__name__") == signs.count('namespace="gpus"')

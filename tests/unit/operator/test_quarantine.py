@@ -44,6 +44,7 @@ from pacekeeper_operator.decide.node_suspicion import allowed_nodes
 
 START = 1_000_000.0
 HELD = Node("uid-1", tainted=True, cordoned=True)
+ELSEWHERE = (ProbePod("Succeeded", node="node-2", gpus=True),)
 FREE = Node("uid-1")
 FRESH = Quarantine("node-1", "q-uid-123", QuarantineSpec("bad", "uid-1", approved=True), QuarantineStatus())
 GUARDED = replace(FRESH, guarded=True)
@@ -169,9 +170,9 @@ class TestProbe:
     @pytest.mark.parametrize(
         ("pod", "seconds", "words"),
         [
-            (ProbePod("Failed", "3 of 4 GPUs answer"), 5, "3 of 4 GPUs answer"),
-            (ProbePod("Pending"), 60, "did not end within 60 s"),
-            (ProbePod("Running", "waits"), 60, "did not end within 60 s: waits"),
+            (ProbePod("Failed", "3 of 4 GPUs answer", others=ELSEWHERE), 5, "3 of 4 GPUs answer"),
+            (ProbePod("Pending", others=ELSEWHERE), 60, "did not end within 60 s"),
+            (ProbePod("Running", "waits", others=ELSEWHERE), 60, "did not end within 60 s: waits"),
         ],
     )
     def test_failure_keeps_the_node_and_says_why_and_when_next(self, pod: ProbePod, seconds: float, words: str) -> None:
@@ -209,9 +210,15 @@ class TestProbe:
         assert isinstance(next_step(with_status(probes=vain[:4]), HELD), Report)
         freed = next_step(with_status(probes=vain), HELD)
         assert isinstance(freed, Release)
-        assert "no image" in freed.reason
+        assert "could not look at it" in freed.reason
         failed = with_status(probes=(*vain[:2], *probed(False), *vain[3:]))
         assert isinstance(next_step(failed, HELD), Report)  # one of them has seen that the node is bad
+
+    def test_nor_for_what_probes_fail_on_every_node(self) -> None:
+        vain = tuple(replace(p, passed=None, inconclusive=Inconclusive.SHARED) for p in probed(*[False] * 5))
+        assert isinstance(next_step(with_status(probes=vain), HELD), Release)
+        alone = tuple(replace(p, inconclusive=Inconclusive.ALONE) for p in vain)
+        assert isinstance(next_step(with_status(probes=alone), HELD), Report)
 
     def test_what_was_seen_before_the_quarantine_does_not_release(self) -> None:
         """A person has approved a suspicion that a probe had cleared."""
@@ -407,6 +414,25 @@ class TestProbeProgram:
             probe.check_gpus(2, "GPU-a, 0\n")
         with pytest.raises(probe.Unfit, match="GPU-b has 7 uncorrected"):
             probe.check_gpus(2, "GPU-a, 0\nGPU-b, 7\n")
+        with pytest.raises(probe.Unfit) as none:
+            probe.check_gpus(2, "")
+        assert none.value.check == probe.DRIVER, "it is the pod that sees no driver, perhaps"
+
+    @pytest.mark.parametrize(
+        ("visible", "expected"),
+        [
+            ("GPU-a,GPU-b", 2),
+            ("GPU-a,GPU-a", 1),
+            ("GPU-a, GPU-b", 2),
+            ("MIG-1,MIG-2", 1),
+            ("all", 8),
+            ("void", 8),
+            (None, 8),
+        ],
+    )
+    def test_gpus_that_are_shared_count_once(self, visible: str | None, expected: int) -> None:
+        environment = {} if visible is None else {"NVIDIA_VISIBLE_DEVICES": visible}
+        assert probe.physical_gpus(8, environment) == expected
 
     def test_network(self) -> None:
         with pytest.raises(probe.Unfit, match=r"127\.0\.0\.1:1 cannot be reached"):

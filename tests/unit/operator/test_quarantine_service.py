@@ -46,6 +46,7 @@ class Cluster(FakeCluster):
         super().__init__()
         self.lists: list[str] = []
         self.hidden: dict[str, Exception] = {}  # kinds that may not be listed
+        self.deny_conditions = False
         for n in (1, 2, 3):
             self.node(f"node-{n}")
 
@@ -64,6 +65,11 @@ class Cluster(FakeCluster):
         if kind.plural in self.hidden and not namespace:
             raise self.hidden[kind.plural]
         return await super().listing(kind, namespace, **named)
+
+    async def apply(self, kind: Kind, body: Object, *, manager: str, subresource: str = "") -> Object:
+        if subresource and self.deny_conditions:
+            raise Denied("nodes/status is forbidden")
+        return await super().apply(kind, body, manager=manager, subresource=subresource)
 
     def marked(self) -> set[str]:
         nodes = (body for (plural, _, _), body in self.objects.items() if plural == NODES.plural)
@@ -264,6 +270,91 @@ class TestProbe:
         assert (await self.probe(place, 8, share=False))["command"][-1] == "--gpus=8"
 
 
+FLAGGING = replace(SETTINGS, repair_condition="PacekeeperFaulty")
+
+
+class TestCondition:
+    def conditions(self, place: Place) -> dict[str, Object]:
+        return {one["type"]: one for one in place.cluster.objects["nodes", "", "node-1"]["status"]["conditions"]}
+
+    async def test_by_default_there_is_none(self, place: Place) -> None:
+        await place.by_hand()
+        await place.reconcile()
+        assert place.cluster.marked() == {"node-1"}
+        assert self.conditions(place).keys() == {"Ready"}
+
+    async def test_it_is_set_with_a_quarantine_and_says_by_whom_and_why(self, place: Place) -> None:
+        await place.by_hand()
+        await place.reconcile(settings=FLAGGING)
+        found = self.conditions(place)
+        assert found.keys() == {"Ready", "PacekeeperFaulty"}, "what others say of the node stays"
+        flag = found["PacekeeperFaulty"]
+        assert (flag["status"], flag["reason"]) == ("True", "Person")
+        assert flag["message"] == "it smells; kubectl describe nodequarantine node-1"
+        before = place.cluster.version
+        await place.reconcile(settings=FLAGGING)
+        assert place.cluster.version == before, "once is enough"
+
+    async def test_a_suspicion_and_one_that_waits_for_a_person_set_none(self, place: Place) -> None:
+        await place.suspect(settings=FLAGGING)
+        await place.reconcile(settings=FLAGGING)
+        await place.by_hand("node-2", approved=False)
+        await place.reconcile("node-2", settings=FLAGGING)
+        assert self.conditions(place).keys() == {"Ready"}
+
+    async def test_it_comes_back_where_somebody_takes_it_away(self, place: Place) -> None:
+        await place.by_hand()
+        await place.reconcile(settings=FLAGGING)
+        place.cluster.objects["nodes", "", "node-1"]["status"]["conditions"].pop()
+        await place.reconcile(settings=FLAGGING)
+        assert self.conditions(place).keys() == {"Ready", "PacekeeperFaulty"}
+
+    @pytest.mark.parametrize("by_command", [False, True])
+    async def test_the_release_takes_it_away(self, place: Place, by_command: bool) -> None:
+        await place.by_hand()
+        await place.reconcile(settings=FLAGGING)
+        if by_command:
+            task = asyncio.ensure_future(release_all(place.cluster, place.runtime, 30, FLAGGING))
+            await place.timeline.run(29)
+            await task
+        else:
+            await place.cluster.delete(QUARANTINES, "node-1")
+            await place.reconcile(settings=FLAGGING)
+        assert self.conditions(place).keys() == {"Ready"}
+        assert (place.cluster.marked(), place.cluster.quarantines()) == (set(), {})
+
+    async def test_one_of_the_same_type_that_is_somebody_elses_is_left_alone(self, place: Place) -> None:
+        conditions = place.cluster.objects["nodes", "", "node-1"]["status"]["conditions"]
+        conditions.append({"type": "PacekeeperFaulty", "status": "True"})
+        await release_all(place.cluster, place.runtime, 30, FLAGGING)
+        assert self.conditions(place).keys() == {"Ready", "PacekeeperFaulty"}
+        assert place.cluster.events() == []
+
+    async def test_an_operator_that_dies_before_it_is_taken_away_goes_on(self, place: Place) -> None:
+        await place.by_hand()
+        await place.reconcile(settings=FLAGGING)
+        await place.cluster.delete(QUARANTINES, "node-1")
+        place.cluster.deny_conditions = True
+        with pytest.raises(Denied):
+            await place.reconcile(settings=FLAGGING)
+        assert place.cluster.marked() == set(), "the node takes pods again, in any case"
+        assert place.cluster.quarantines(), "and is not forgotten"
+        place.cluster.deny_conditions = False
+        await place.reconcile(settings=FLAGGING)
+        assert self.conditions(place).keys() == {"Ready"}
+        assert not place.cluster.quarantines()
+
+    async def test_one_that_cannot_be_set_delays_no_probe(self, place: Place) -> None:
+        place.cluster.deny_conditions = True
+        await place.by_hand()
+        with pytest.raises(Denied):
+            await place.reconcile(settings=FLAGGING)
+        assert place.cluster.marked() == {"node-1"}
+        await place.timeline.run(FLAGGING.quarantine_expires_after + 1)
+        await place.reconcile(settings=FLAGGING)
+        assert place.cluster.quarantines()["node-1"].status.phase is QuarantinePhase.PROBING
+
+
 class TestReleaseAll:
     async def test_marks_without_a_quarantine_are_swept(self, place: Place) -> None:
         place.cluster.node("node-2", marked=True)
@@ -301,6 +392,32 @@ class TestWatchOver:
         await self.run(place, 200)
         assert place.cluster.marked() == {"node-3"}
         assert place.cluster.lists.count("nodes") == 1
+
+    async def test_marks_whose_quarantine_goes_by_force_are_taken_away_while_it_runs(self, place: Place) -> None:
+        await place.by_hand()
+        fleet = place.fleet()
+        watching = place.runtime.start(watch_over(fleet), "quarantines")
+        await place.timeline.run(3)
+        assert place.cluster.marked() == {"node-1"}
+        gone = place.cluster.objects.pop((QUARANTINES.plural, "", "node-1"))
+        fleet.quarantines.hear(gone, deleted=True)
+        await place.timeline.run(3)
+        assert place.cluster.marked() == set()
+        assert "NodeReleased" in {event[0] for event in place.cluster.events("Node")}
+        watching.cancel()
+
+    async def test_marks_that_come_while_it_runs_without_a_quarantine_go(self, place: Place) -> None:
+        """Like those of a restored backup; one whose NodeQuarantine a watch has not told of yet stays."""
+        fleet = place.fleet()
+        watching = place.runtime.start(watch_over(fleet), "quarantines")
+        await place.timeline.run(3)
+        await place.by_hand("node-3")
+        for name in ("node-2", "node-3"):
+            place.cluster.node(name, marked=True)
+            fleet.nodes.hear(place.cluster.objects[NODES.plural, "", name], deleted=False)
+        await place.timeline.run(3)
+        assert place.cluster.marked() == {"node-3"}
+        watching.cancel()
 
     async def test_the_sweep_is_tried_again_until_it_is_done(self, place: Place) -> None:
         place.cluster.node("node-2", marked=True)

@@ -25,7 +25,7 @@ from pacekeeper_operator.services.reconcile import desk_for, reconcile
 from pacekeeper_operator.settings import Settings
 from pacekeeper_operator.state import Worker
 from tests.support.fake_cluster import FakeCluster
-from tests.support.worlds import training
+from tests.support.worlds import fresh, training
 from tests.support.written import INSTALLATION, written
 
 RUNS, GONE = Stage(pods_left=True, ready=True), Stage(pods_left=False)
@@ -313,6 +313,27 @@ class TestPass:
         await reconcile(operator, desk)
         assert desk.memory.draft is not None
         assert desk.memory.draft.plan.stop is Stop.NO
+
+    async def test_one_that_trains_goes_on_while_kueue_is_away(self, operator: Operator, cluster: FakeCluster) -> None:
+        """An upgrade takes its API group away for a moment. Whoever has just begun knows of no admission."""
+        group = cluster.objects.pop(("kueue.x-k8s.io", "", ""))
+        desk = await self.at_work(operator, cluster, training())
+        for _ in range(2):
+            await reconcile(operator, desk)
+            await desk.errands.settled()
+            assert desk.memory.draft is not None
+            assert desk.memory.draft.plan.stop is Stop.NO
+            assert len(desk.memory.draft.state.placement.workers) == 5
+        kind, reason, words = self.conditions(cluster)["Hindered"]
+        assert (kind, reason, queues.NOT_SERVED_NOW in words) == ("True", "NotDone", True)
+        cluster.objects["kueue.x-k8s.io", "", ""] = group
+        assert not (await service.attend(operator, replace(desk.job), desk.memory.turn, RUNS)).admitted
+
+    async def test_one_that_waits_goes_on_waiting(self, operator: Operator, cluster: FakeCluster) -> None:
+        del cluster.objects["kueue.x-k8s.io", "", ""]
+        desk = await self.at_work(operator, cluster, fresh())
+        await reconcile(operator, desk)
+        assert self.conditions(cluster)["Suspended"][1:] == ("Queued", queues.NOT_SERVED)
 
     async def test_its_pods_go_where_its_flavour_is(self, operator: Operator, cluster: FakeCluster) -> None:
         desk = await self.at_work(operator, cluster, training())

@@ -43,3 +43,18 @@ def test_what_the_api_server_would_refuse_is_refused_at_the_start(text: str, com
     """Each worker's pod would be refused, and its job blamed."""
     with pytest.raises(InputError, match=f"{VARIABLE}: .*{complaint}"):
         Settings.from_environment({VARIABLE: text})
+
+
+def test_tolerations_of_probe_pods_are_read_from_the_environment() -> None:
+    text = '[{"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}]'
+    found = Settings.from_environment({"PACEKEEPER_PROBE_TOLERATIONS": text}).probe_tolerations
+    assert found == ({"key": "gpu", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60},)
+    assert Settings.from_environment({}).probe_tolerations == ()
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[1]", '[{"effects": "NoExecute"}]', '[{"effect": "Never"}]', '[{"tolerationSeconds": "60"}]']
+)
+def test_tolerations_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="PACEKEEPER_PROBE_TOLERATIONS"):
+        Settings.from_environment({"PACEKEEPER_PROBE_TOLERATIONS": text})

@@ -11,7 +11,7 @@ import pytest
 from pacekeeper_analysis.plan import Plan, Stop
 from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
 from pacekeeper_operator import ledger
-from pacekeeper_operator.api import Cause, Class, Mode, Remedy
+from pacekeeper_operator.api import Cause, Class, Remedy
 from pacekeeper_operator.decide.start_failed import WARM_SECONDS
 from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.decide.workforce import OVERDUE_SECONDS, missing, surplus
@@ -30,6 +30,7 @@ from tests.support.worlds import (
     policy,
     stalls,
     training,
+    untrained,
     with_pods,
 )
 
@@ -139,9 +140,20 @@ class TestFrozen:
 
 
 class TestFinished:
+    def test_exit_code_0_without_the_launchers_word_is_no_success(self) -> None:
+        """`pacekeeper run … | tee log` whose launcher is killed."""
+        world = training(2, 1)
+        for name in ("j-w0-0", "j-w1-0"):
+            world = change_worker(world, name, pod={"exit_code": 0, "phase": "Succeeded"})
+        thought = think(world, policy())
+        assert (thought.draft.state.life.finished, thought.draft.state.life.over) == ((), False)
+        assert len(thought.draft.state.budget.restarts) == 1, "it costs a restart: a command that always does it fails"
+        unheard = replace(world, workers=tuple(replace(view, heartbeat=None) for view in world.workers))
+        assert not think(unheard, policy()).draft.state.life.over, "nor for an operator that has just begun"
+
     def test_what_a_worker_has_said_itself_counts_when_its_pod_has_gone(self) -> None:
         """One exits 0, and the other one's pod vanishes before its exit was seen."""
-        world = change_worker(training(2, 0), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(training(2, 0), "j-w0-0", pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         world = change_worker(world, "j-w1-0", heartbeat={"state": LauncherState.FINISHED}, gone=True)
         assert think(world, policy()).draft.state.life.completed_at == NOW
 
@@ -151,12 +163,12 @@ class TestFinished:
         assert first.draft.state.life.finished == ("j-w1-0",)
         world = change_worker(again(first, world), "j-w1-0", gone=True, heartbeat={}, silent_seconds=5.0)
         world = replace(world, workers=tuple(replace(view, heartbeat=None) for view in world.workers))
-        world = change_worker(world, "j-w0-0", pod={"exit_code": 0})
+        world = change_worker(world, "j-w0-0", pod={"exit_code": 0, "finished": True})
         assert think(world, policy()).draft.state.life.completed_at == NOW
 
     def test_a_pod_that_vanished_without_a_word_is_no_success_and_the_others_begin_anew(self) -> None:
         """The job finished while the operator was away: nobody knows how the second worker ended."""
-        world = change_worker(training(2, 0), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(training(2, 0), "j-w0-0", pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         world = change_worker(world, "j-w1-0", gone=True)
         world = replace(world, workers=tuple(replace(view, heartbeat=None) for view in world.workers))
         thought = think(world, policy())
@@ -176,14 +188,14 @@ class TestFinished:
         assert (thought.draft.plan.membership, thought.draft.state.life.finished) == (2, ())
 
     def test_one_whose_trainer_has_ended_is_replaced_too(self) -> None:
-        world = change_worker(training(4, 2), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(training(4, 2), "j-w0-0", pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         thought = think(change_worker(world, "j-w1-0", gone=True), policy())
         assert seats(thought) == ["j-w4-0", "j-w5-0", "j-w2-0", "j-w3-0"]
         later = think(change_members(again(thought, world), membership=2, round=2), policy())
         assert not later.draft.state.life.completed_at
 
     def test_without_spares_all_wait_for_the_new_ones_and_nothing_flickers(self) -> None:
-        world = change_worker(training(4, 0), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(training(4, 0), "j-w0-0", pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         world = change_worker(world, "j-w1-0", gone=True)
         thought = think(world, policy())
         assert made(thought) == ["j-w0-1", "j-w1-1"]
@@ -195,7 +207,7 @@ class TestFinished:
     def test_who_ended_well_before_this_membership_has_not_finished_in_it(self) -> None:
         world = change_members(training(), membership=2)
         world = world.with_draft(world.draft.with_plan(membership=2))
-        world = change_worker(world, "j-w0-0", pod={"exit_code": 0}, heartbeat={"membership": 1})
+        world = change_worker(world, "j-w0-0", pod={"exit_code": 0, "finished": True}, heartbeat={"membership": 1})
         thought = think(world, policy())
         assert thought.draft.state.life.finished == ()
         assert seats(thought)[0] == "j-w4-0"
@@ -203,22 +215,41 @@ class TestFinished:
 
     def test_one_that_was_done_before_it_was_heard_of_again_has_finished(self) -> None:
         warm = {"state": LauncherState.WARM, "membership": 0}
-        world = change_worker(training(1, 0), "j-w0-0", pod={"exit_code": 0}, heartbeat=warm)
+        world = change_worker(training(1, 0), "j-w0-0", pod={"exit_code": 0, "finished": True}, heartbeat=warm)
         assert think(world, policy()).draft.state.life.completed_at == NOW
 
+    @pytest.mark.parametrize("phase", ["Succeeded", "Running"])
+    def test_a_container_that_exits_with_0_behind_a_pipe_is_no_success(self, phase: str) -> None:
+        """Its launcher was killed: the last that it said is that its ranks run."""
+        world = training(1, 0)
+        world = change_worker(world, "j-w0-0", pod={"exit_code": 0, "phase": phase}, silent_seconds=20.0)
+        thought = think(world, policy())
+        assert not thought.draft.state.life.completed_at
+        assert made(thought) == ["j-w0-1"]
+        assert "exited with 0, although its ranks had not finished" in only(thought).message
+        assert len(thought.draft.state.budget.restarts) == 1
+
+    def test_its_last_words_may_be_on_their_way(self) -> None:
+        world = change_worker(training(1, 0), "j-w0-0", pod={"exit_code": 0})
+        thought = think(world, policy())
+        assert not thought.draft.state.life.completed_at
+        assert not decisions(thought)
+        heard = change_worker(world, "j-w0-0", heartbeat={"state": LauncherState.FINISHED})
+        assert think(heard, policy()).draft.state.life.completed_at == NOW
+
     def test_as_long_as_the_others_can_come_to_their_end_nothing_is_done(self) -> None:
-        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0})
+        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0, "finished": True})
         thought = think(world, policy())
         assert (thought.draft.plan.membership, thought.draft.state.life.finished) == (1, ("j-w0-0",))
 
     def test_who_waits_for_a_trainer_that_has_ended_gets_another(self) -> None:
         """A rank crashed when another worker had finished and left: the next round can never come together."""
-        world = change_worker(training(4, 1), "j-w0-0", pod={"exit_code": 0})
+        world = change_worker(training(4, 1), "j-w0-0", pod={"exit_code": 0, "finished": True})
         world = change_worker(world, "j-w1-0", heartbeat={"state": LauncherState.GATHERING}, state_seconds=0.5)
         assert think(world, policy()).draft.plan.membership == 1, "its news may be older than the others'"
         world = change_worker(world, "j-w1-0", state_seconds=5.0)
         assert seats(think(world, policy())) == ["j-w4-0", "j-w1-0", "j-w2-0", "j-w3-0"]
-        assert think(world, policy(mode=Mode.RECOMMEND)).draft.plan.membership == 1
+        assert think(world, policy(paused="maintenance")).draft.plan.membership == 1
         early = change_worker(world, "j-w1-0", heartbeat={"round": 0})
         assert think(early, policy()).draft.plan.membership == 1, "it has not begun the round that the other finished"
 
@@ -242,31 +273,31 @@ class TestBarrenRounds:
         return self.barren(2, again(first, world), **changes), world
 
     def test_the_same_worker_twice_is_tried_on_a_spare_first(self) -> None:
-        thought, _ = self.twice(training())
+        thought, _ = self.twice(untrained())
         assert not thought.draft.state.life.failed_reason
         assert seats(thought)[1] == "j-w4-0"
         assert thought.draft.state.incidents.current[-1].remedy is Remedy.REPLACE_WORKER
 
     def test_the_same_error_on_the_spare_is_the_scripts(self) -> None:
-        thought, world = self.twice(training())
+        thought, world = self.twice(untrained())
         assert seats(thought)[1] == "j-w4-0"
         world = change_members(again(thought, world), membership=2)
         third = self.barren(3, world, worker="j-w4-0")
         assert third.draft.state.life.failed_reason == "ScriptFailed"
 
     def test_so_is_one_that_two_workers_show_at_once(self) -> None:
-        first = self.barren(1, training())
-        world = change_members(again(first, training()), round=3, first_step_at=0.0)
+        first = self.barren(1, untrained())
+        world = change_members(again(first, untrained()), round=3, first_step_at=0.0)
         both = tuple(crash(f"j-w{n}-0", n, 2, noticed_at=NOW - 1 + n / 10, **BARREN) for n in (1, 3))
         assert think(replace(world, faults=both), policy()).draft.state.life.failed_reason == "ScriptFailed"
 
     def test_without_a_spare_the_same_error_twice_fails_the_job(self) -> None:
-        thought, _ = self.twice(training(spares=0))
+        thought, _ = self.twice(untrained(spares=0))
         assert thought.draft.state.life.failed_reason == "ScriptFailed"
         assert "CUDA error" in thought.draft.state.life.failed_message
 
     def test_a_spare_that_is_on_its_way_is_waited_for(self) -> None:
-        starting = change_worker(training(), "j-w4-0", heartbeat={"state": LauncherState.STARTING})
+        starting = change_worker(untrained(), "j-w4-0", heartbeat={"state": LauncherState.STARTING})
         thought, world = self.twice(starting)
         assert not thought.draft.state.life.failed_reason
         warm = change_worker(again(thought, world), "j-w4-0", heartbeat={"state": LauncherState.WARM})
@@ -276,21 +307,21 @@ class TestBarrenRounds:
         assert gone.draft.state.life.failed_reason == "ScriptFailed"
 
     def test_two_signals_say_nothing_of_the_script(self) -> None:
-        thought, _ = self.twice(training(spares=0), exit_code=-9, error="")
+        thought, _ = self.twice(untrained(spares=0), exit_code=-9, error="")
         assert not thought.draft.state.life.failed_reason
         assert len(thought.draft.state.budget.restarts) == 2
 
     def test_nor_do_they_beside_a_spare_which_is_tried(self) -> None:
-        thought, _ = self.twice(training(), exit_code=-9, error="")
+        thought, _ = self.twice(untrained(), exit_code=-9, error="")
         assert seats(thought)[1] == "j-w4-0"
 
     def test_an_exit_code_without_a_word_is_the_scripts_own(self) -> None:
-        thought, _ = self.twice(training(spares=0), exit_code=3, error="")
+        thought, _ = self.twice(untrained(spares=0), exit_code=3, error="")
         assert thought.draft.state.life.failed_reason == "ScriptFailed"
 
     def test_signals_on_two_workers_in_turn_move_nobody(self) -> None:
-        first = self.barren(1, training(), exit_code=-9, error="")
-        world = again(first, training())
+        first = self.barren(1, untrained(), exit_code=-9, error="")
+        world = again(first, untrained())
         second = self.barren(2, world, worker="j-w2-0", rank=2, exit_code=-9, error="")
         assert seats(second) == ["j-w0-0", "j-w1-0", "j-w2-0", "j-w3-0"]
         assert not second.draft.state.life.failed_reason
@@ -514,7 +545,7 @@ class TestClocks:
 
 
 class TestAllowedLater:
-    @pytest.mark.parametrize("first", [{"allow": frozenset({Remedy.RESTART_RANKS})}, {"mode": Mode.RECOMMEND}])
+    @pytest.mark.parametrize("first", [{"allow": frozenset({Remedy.RESTART_RANKS})}, {"paused": "maintenance"}])
     def test_a_remedy_that_was_not_allowed_is_taken_once_it_is(self, first: dict[str, Any]) -> None:
         world = change_worker(training(), "j-w1-0", gone=True)
         refused = think(world, policy(**first))

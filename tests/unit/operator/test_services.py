@@ -124,6 +124,12 @@ class TestSettings:
         assert (settings.identity, settings.quarantine_mode, settings.quarantine_expires_after) == ("p", "Act", 5400.0)
         assert (settings.paused, settings.breaker_nodes) == (True, 7)
 
+    def test_the_operators_own_condition_is_no_witness(self) -> None:
+        values = {"PACEKEEPER_REPAIR_CONDITION": "Faulty", "PACEKEEPER_QUARANTINE_CONDITIONS": "A,Faulty=False"}
+        with pytest.raises(InputError, match="take its own word for somebody else's"):
+            Settings.from_environment(values)
+        assert Settings.from_environment({"PACEKEEPER_REPAIR_CONDITION": "Faulty"}).repair_condition == "Faulty"
+
     @pytest.mark.parametrize(
         "variable",
         [
@@ -131,6 +137,11 @@ class TestSettings:
             ("PACEKEEPER_PORT", "x"),
             ("PACEKEEPER_QUARANTINE_MAX_SHARE", "2"),
             ("PACEKEEPER_LEASE_SECONDS", "0"),
+            ("PACEKEEPER_REPAIR_CONDITION", "two words"),
+            ("PACEKEEPER_REPAIR_CONDITION", "Ready"),
+            ("PACEKEEPER_REPAIR_CONDITION", "KernelDeadlock"),
+            ("PACEKEEPER_REPAIR_CONDITION", "Faulty=True"),
+            ("PACEKEEPER_REPAIR_CONDITION", "x" * 317),
         ],
     )
     def test_a_bad_value_is_named(self, variable: tuple[str, str]) -> None:

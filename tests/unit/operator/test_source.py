@@ -165,3 +165,35 @@ async def test_a_namespace_is_followed_by_itself() -> None:
     assert world.seen("b", "two") == ["y", 1]
     assert world.seen("a", "one") == ["x", 1], "what another namespace's list does not show stays"
     following.cancel()
+
+
+async def test_where_the_api_server_was_restored_from_a_backup_the_watch_begins_where_that_ends() -> None:
+    world = World()
+    world.there_are(thing("a", 90, "x"), version=100)
+    following = await world.follow()
+    await world.timeline.run(1)
+    world.there_are(thing("a", 40, "old"), version=50)
+    await world.source.read()
+    assert world.source.restored
+    assert world.seen("a") == ["old", 3]
+    await world.timeline.run(10)
+    world.cluster.put(changed("a", 51, "news"))
+    await world.timeline.run(1)
+    assert world.cluster.began[0] == ("", 100)
+    assert world.cluster.began[-1] == ("", 50)
+    assert world.seen("a") == ["news", 4]
+    following.cancel()
+
+
+async def test_a_watch_that_is_ahead_of_the_api_server_is_listed_anew() -> None:
+    world = World()
+    world.there_are(thing("a", 90, "x"), version=100)
+    world.cluster.put(Gone("Too large resource version: 100, current: 50"))
+    following = await world.follow()
+    await world.timeline.run(0)
+    world.there_are(thing("a", 40, "old"), version=50)
+    await world.timeline.run(10)
+    assert world.cluster.began[-1] == ("", 50)
+    assert world.seen("a") == ["old", 3]
+    assert world.source.restored
+    following.cancel()

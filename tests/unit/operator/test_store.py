@@ -8,7 +8,7 @@ from typing import Any
 import kopf
 import pytest
 
-from pacekeeper_operator.cluster import PODS, Denied, Kind, Listing
+from pacekeeper_operator.cluster import PODS, Change, Denied, Kind, Listing
 from pacekeeper_operator.observe.store import Shelf
 from tests.support.fake_cluster import FakeCluster
 
@@ -211,3 +211,55 @@ class TestPages:
         with pytest.raises(kopf.TemporaryError):
             await known.read()
         assert {key[1] for key, _ in known.shelf.items()} == {"a", "b", "c"}
+
+
+class TestRestored:
+    """An etcd that goes on from a backup counts from a lower resourceVersion on."""
+
+    async def test_a_list_from_before_what_was_known_when_it_was_asked_for_counts_for_all(self, known: Known) -> None:
+        await known.there_are(pod("a", 90, "n"), pod("new", 95, "n"), version=100)
+        await known.read()
+        known.shelf.hear(pod("gone", 101), deleted=True)
+        back: list[str] = []
+        known.shelf.went_back = lambda: back.append("once")
+        await known.there_are(pod("a", 40, "m"), pod("gone", 41, "n"), version=50)
+        await known.read()
+        assert {key[1]: node for key, node in known.shelf.items()} == {"a": "m", "gone": "n"}
+        await known.read()
+        known.shelf.hear(pod("a", 51, "o"), deleted=False)
+        assert known.shelf.get(("ns", "a")) == "o", "what happens from now on counts again"
+        assert back == ["once"]
+
+    async def test_what_is_known_stays_until_a_list_has_come_to_its_end(self) -> None:
+        known = Known()
+        known.cluster = cluster = InPages()
+        await known.there_are(pod("a", 90, "n"), version=100)
+        await known.read()
+        await known.there_are(pod("b", 40, "m"), pod("c", 41, "m"), version=50)
+
+        def between() -> None:
+            raise kopf.TemporaryError("no answer")
+
+        cluster.between = between
+        with pytest.raises(kopf.TemporaryError):
+            await known.read()
+        assert known.shelf.get(("ns", "a")) == "n"
+        cluster.between = lambda: None
+        await known.read()
+        assert {key[1] for key, _ in known.shelf.items()} == {"b", "c"}
+
+    async def test_a_watch_that_tells_something_while_a_list_is_under_way_does_not_show_it(self) -> None:
+        known = Known()
+        known.cluster = cluster = InPages()
+        await known.there_are(pod("a", 3), pod("b", 4), version=7)
+        await known.read()
+
+        def between() -> None:
+            known.shelf.hear_of(Change(pod("d", 12, "n"), 12))
+
+        cluster.between = between
+        await known.read()
+        await known.there_are(pod("a", 3), pod("b", 4), pod("d", 12), version=12)
+        cluster.between = lambda: None
+        await known.read()
+        assert len(known.shelf) == 3

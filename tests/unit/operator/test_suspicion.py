@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -56,7 +57,8 @@ from tests.support.schema import faults, schema
 START = 1_000_000.0
 NODE, DOWN = Node("uid-1"), Node("uid-1", ready=False)
 HELD = Node("uid-1", tainted=True, cordoned=True)
-PASSED, FAILED = ProbePod("Succeeded"), ProbePod("Failed", "GPU-a has 7 uncorrected memory errors")
+ELSEWHERE = (ProbePod("Succeeded", node="node-2", gpus=True),)
+PASSED, FAILED = ProbePod("Succeeded"), ProbePod("Failed", "GPU-a has 7 uncorrected memory errors", others=ELSEWHERE)
 NO_IMAGE = ProbePod("Pending", "ErrImagePull", Inconclusive.IMAGE)
 
 
@@ -149,7 +151,7 @@ class TestWitnesses:
 
     def test_a_node_that_cannot_start_the_pod_in_time_is_confirmed(self) -> None:
         begun, _ = settle(suspicion())
-        late, step = settle(begun, pod=ProbePod("Pending"), now=START + 60)
+        late, step = settle(begun, pod=ProbePod("Pending", others=ELSEWHERE), now=START + 60)
         assert condition(late, QuarantineCondition.WITNESSED) == ("True", "Probe")
         assert step == EndProbe("probe-q-node-1-1000000")
 
@@ -489,6 +491,45 @@ class TestService:
         await run(world, clock, 600)
         assert not world.held()
 
+    @pytest.mark.parametrize("check", ["network", "driver"])
+    async def test_what_probes_fail_on_every_node_convicts_none(self, world: World, clock: Clock, check: str) -> None:
+        """A forged XID is enough to have a node probed."""
+        words = json.dumps({"unfit": "it does not work", "check": check, "gpus": 1})
+        state = {"terminated": {"exitCode": 1, "message": words}}
+        for i in range(1, 7):
+            world.node(f"node-{i}", gpus=8)
+            status = [{"name": "probe", "state": state}]
+            world.kubelet[f"node-{i}"] = {"phase": "Failed", "containerStatuses": status}
+        await suspect(Fleet(world, clock, SETTINGS), blame())
+        await run(world, clock, 20)
+        found = world.quarantine()
+        assert found is not None
+        assert found.status.probes[-1].inconclusive is Inconclusive.SHARED
+        assert "fails in the same way" in (found.status.message or "")
+        assert faults(found.status.to_patch(), schema("nodequarantines")["status"]) == []
+        await run(world, clock, 700)
+        assert not world.held()
+
+    async def test_the_others_of_a_circle_look_at_one_gpu_each_where_one_is_free(
+        self, world: World, clock: Clock
+    ) -> None:
+        for i in range(1, 4):
+            world.node(f"node-{i}", gpus=8)
+        for i in range(4, 7):
+            world.objects.pop(("nodes", "", f"node-{i}"))
+        limits = {"resources": {"limits": {"nvidia.com/gpu": "8"}}}
+        spec = {"nodeName": "node-3", "containers": [limits]}
+        world._store(("pods", "team-b", "w"), {"metadata": {"name": "w", "namespace": "team-b"}, "spec": spec})
+        world.kubelet |= {f"node-{i}": {"phase": "Running", "podIP": "10.0.0.1"} for i in (1, 2, 3)}
+        await suspect(Fleet(world, clock, SETTINGS), blame())
+        await run(world, clock, 15)
+        asked = {
+            pod["spec"]["nodeName"]: pod["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu")
+            for pod in world.probes()
+            if LABEL_CIRCLE in pod["metadata"].get("labels", {})
+        }
+        assert asked == {"node-1": "8", "node-2": "1", "node-3": None}
+
     async def test_power_lost_at_once_touches_no_node(self, world: World, clock: Clock) -> None:
         for i in (1, 2, 3):
             world.node(f"node-{i}", ready="Unknown")
@@ -497,6 +538,66 @@ class TestService:
         await run(world, clock, 700)
         assert not world.held()
         assert await world.list(QUARANTINES) == []
+
+    async def lose_power(self, world: World, clock: Clock) -> None:
+        """Of three nodes. Their kubelets are away, and their jobs' words come within seconds."""
+        for i in (1, 2, 3):
+            world.node(f"node-{i}", ready="Unknown")
+            world.kubelet[f"node-{i}"] = {"phase": "Pending"}
+            await suspect(Fleet(world, clock, SETTINGS), blame(f"node-{i}", at=clock.now()))
+        await run(world, clock, 90)
+        assert not world.held()
+
+    def come_back(self, world: World, name: str, pod: Object | None = None) -> None:
+        world.node(name)
+        world.kubelet[name] = pod or {"phase": "Succeeded"}
+
+    async def test_the_first_that_is_back_shows_nothing_of_those_that_still_boot(
+        self, world: World, clock: Clock
+    ) -> None:
+        await self.lose_power(world, clock)
+        for i, pause in ((1, 100), (2, 400), (3, 30)):
+            self.come_back(world, f"node-{i}")
+            for late in range(i + 1, 4):  # jobs say it again: that makes it no other fault
+                said = ObjectRef(f"again-{i}-{late}", "team-a")
+                await suspect(Fleet(world, clock, SETTINGS), blame(f"node-{late}", incident=said, at=clock.now()))
+            await run(world, clock, pause)
+            assert not world.held()
+            found = world.quarantine(f"node-{i}")
+            assert found is not None
+            assert found.verdict is Verdict.CLEARED
+        await run(world, clock, 700)
+        assert not world.held()
+        assert await world.list(QUARANTINES) == []
+
+    async def test_one_that_comes_back_broken_is_quarantined_once_the_others_are_settled(
+        self, world: World, clock: Clock
+    ) -> None:
+        await self.lose_power(world, clock)
+        state = {"terminated": {"exitCode": 1, "message": "3 of 4 GPUs answer"}}
+        broken = {"phase": "Failed", "containerStatuses": [{"name": "probe", "state": state}]}
+        self.come_back(world, "node-1", broken)
+        await run(world, clock, 100)
+        assert not world.held(), "the others may come back in the same way"
+        for name in ("node-2", "node-3"):
+            self.come_back(world, name)
+        await run(world, clock, 300)
+        assert world.held() == {"node-1"}
+
+    async def test_a_probe_that_failed_while_many_were_away_is_asked_again(self, world: World, clock: Clock) -> None:
+        """The API server has not noticed yet that the nodes are not Ready."""
+        for i in (1, 2, 3):
+            world.kubelet[f"node-{i}"] = {"phase": "Pending"}
+            await suspect(Fleet(world, clock, SETTINGS), blame(f"node-{i}", at=clock.now()))
+        await run(world, clock, 70)
+        assert "ProbeFailed" in world.events()
+        for i in (1, 2, 3):
+            self.come_back(world, f"node-{i}")
+            await run(world, clock, 70)
+            assert not world.held()
+        await run(world, clock, 200)
+        assert not world.held()
+        assert {found.verdict for i in (1, 2, 3) if (found := world.quarantine(f"node-{i}"))} <= {Verdict.CLEARED}
 
     async def test_jobs_that_ask_on_and_on_do_not_wear_the_breaker_down(self, world: World, clock: Clock) -> None:
         """Each suspicion is dropped in its turn; what is said again then is no new sign."""

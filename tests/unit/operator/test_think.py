@@ -25,6 +25,7 @@ from tests.support.worlds import (
     stall,
     stalls,
     training,
+    untrained,
     with_pods,
 )
 
@@ -162,7 +163,7 @@ class TestCrash:
             crash("j-w0-0", 0, 1, completed_step=False, exit_code=1, error=error, noticed_at=NOW - 9),
             crash("j-w1-0", 1, 2, completed_step=False, exit_code=1, error=error, noticed_at=NOW - 5),
         )
-        draft = think(change_members(replace(training(), faults=faults), round=2), policy()).draft
+        draft = think(change_members(replace(untrained(), faults=faults), round=2), policy()).draft
         assert draft.state.life.failed_reason == "ScriptFailed"
         assert "ValueError: no such file" in draft.state.life.failed_message
         assert draft.plan.stop is Stop.FINISH
@@ -170,7 +171,7 @@ class TestCrash:
     def test_also_when_the_rounds_in_between_could_not_even_be_started(self) -> None:
         error = {"completed_step": False, "exit_code": 1, "error": "ValueError: y"}
         world = change_members(
-            replace(training(), faults=(crash("j-w0-0", 0, 1, **error),)), round=2, first_step_at=0.0
+            replace(untrained(), faults=(crash("j-w0-0", 0, 1, **error),)), round=2, first_step_at=0.0
         )
         world = again(think(world, policy()), world, faults=(crash("j-w1-0", 1, 4, **error),), now=NOW + 60)
         assert think(world, policy()).draft.state.life.failed_reason == "ScriptFailed"
@@ -348,7 +349,7 @@ class TestWorkerLost:
         assert len(think(world, policy()).draft.state.budget.restarts) == 1
 
     def test_a_worker_whose_trainer_ended_well_is_not_lost(self) -> None:
-        world = change_worker(training(), "j-w1-0", pod={"exit_code": 0})
+        world = change_worker(training(), "j-w1-0", pod={"exit_code": 0, "finished": True})
         thought = think(world, policy())
         assert thought.draft.state.life.finished == ("j-w1-0",)
         assert not decisions(thought)
@@ -378,7 +379,7 @@ class TestWorkerLost:
             assert not missing(thought.observation)
             assert thought.draft.state.placement.failed_starts == tries
             waits = thought.draft.state.placement.retry_at - world.now
-            assert 0.75 * 10 * 2 ** (tries - 1) <= waits <= 1.25 * 10 * 2 ** (tries - 1)
+            assert 0.75 * 5 * 2 ** (tries - 1) <= waits <= 1.25 * 5 * 2 ** (tries - 1)
             world = replace(again(thought, change_worker(world, name, gone=True)), now=world.now + waits + 1)
             thought = think(world, policy())
             assert [worker.name for worker in missing(thought.observation)] == [f"j-w4-{tries}"]
@@ -401,13 +402,45 @@ class TestRecommend:
         (incident,) = thought.draft.state.incidents.current
         assert (incident.outcome, incident.remedy, incident.applied) == (Outcome.RECOMMENDED, "RestartRanks", None)
 
-    def test_a_lost_worker_is_recommended_upon_once(self, watching: Policy) -> None:
-        world = change_worker(training(), "j-w1-0", gone=True)
+    def test_what_hangs_is_recommended_upon_once(self, watching: Policy) -> None:
+        world = training()
+        world = replace(world, faults=stalls(world, culprit=2))
         thought = think(world, watching)
-        repeated = think(replace(again(thought, world), now=NOW + 1), watching)
         assert len(decisions(thought)) == 1
-        assert not decisions(repeated)
-        assert seats(repeated.draft)[1] == "j-w1-0"
+        assert not decisions(think(replace(again(thought, world), now=NOW + 1), watching))
+
+    def test_lost_workers_are_replaced_as_kubernetes_would(self, watching: Policy) -> None:
+        thought = think(change_worker(training(), "j-w1-0", gone=True), watching)
+        (incident,) = thought.draft.state.incidents.open
+        assert (incident.mode, incident.remedy, seats(thought.draft)[1]) == (Mode.ACT, "ReplaceWorker", "j-w4-0")
+        silent = replace(change_worker(training(), "j-w1-0", silent_seconds=400.0, reachable=False), operator_age=500.0)
+        assert seats(think(silent, watching).draft)[1] == "j-w1-0", "its pod is there"
+
+    @pytest.mark.parametrize("out_of_memory", [False, True])
+    def test_crashed_ranks_restart_in_place_which_counts(self, watching: Policy, out_of_memory: bool) -> None:
+        """Another worker, where that would do better, is only recommended."""
+        world = training()
+        assert think(world, watching).draft.plan.restarts == 10
+        fault = crash("j-w1-0", 1, noticed_at=NOW - 5, out_of_memory=out_of_memory)
+        thought = think(replace(world, faults=(fault,)), watching)
+        (incident,) = thought.draft.state.incidents.open
+        assert (incident.remedy, incident.applied, len(thought.draft.state.budget.restarts)) == ("RestartRanks", NOW, 1)
+        assert seats(thought.draft)[1] == "j-w1-0"
+        assert bool([price for price in incident.remedies if "only recommended" in price.reason]) is out_of_memory
+
+    def test_the_restarts_that_the_user_allows_are_all(self, watching: Policy) -> None:
+        thought = think(
+            replace(training(), faults=(crash("j-w1-0", 1, noticed_at=NOW - 5),)), replace(watching, max_restarts=0)
+        )
+        assert thought.draft.state.life.failed_reason == "RestartBudgetSpent"
+
+    @pytest.mark.parametrize("mode", Mode)
+    def test_in_a_pause_nothing_is_done_and_nothing_fails(self, mode: Mode) -> None:
+        paused = policy(mode=mode, paused="maintenance", max_restarts=0)
+        assert think(training(), paused).draft.plan.restarts == 0
+        thought = think(replace(training(), faults=(crash("j-w1-0", 1, noticed_at=NOW - 5),)), paused)
+        assert not thought.draft.state.life.over
+        assert seats(think(change_worker(training(), "j-w1-0", gone=True), paused).draft)[1] == "j-w1-0"
 
     def test_a_remedy_that_is_not_allowed_is_not_done_in_another_way(self) -> None:
         world = change_worker(training(), "j-w1-0", gone=True)
@@ -423,15 +456,14 @@ class TestRecommend:
         assert len(grown.draft.plan.members) == 3
 
     def test_what_was_recommended_is_done_once_it_may_be(self, watching: Policy) -> None:
-        world = change_worker(training(), "j-w1-0", gone=True)
-        thought = think(again(think(world, watching), world), policy())
-        assert seats(thought.draft)[1] == "j-w4-0"
-        assert thought.draft.state.incidents.open[0].mode is Mode.ACT
+        world = training()
+        world = replace(world, faults=stalls(world, culprit=2))
+        later = tuple(replace(fault, name=f"{fault.name}-2") for fault in world.faults)  # launchers repeat a stall
+        thought = think(again(think(world, watching), world, faults=later), policy())
+        (incident,) = thought.draft.state.incidents.open
+        assert (incident.mode, incident.applied) == (Mode.ACT, NOW)
 
-    def test_launchers_may_restart_nothing_by_themselves(self, watching: Policy) -> None:
-        assert think(training(), watching).draft.plan.restarts == 0
-
-    def test_a_pause_does_the_same_and_says_why(self) -> None:
+    def test_a_pause_is_said_to_be_why(self) -> None:
         world = change_worker(training(), "j-w1-0", gone=True)
         thought = think(world, policy(paused="remedies are paused: maintenance"))
         assert seats(thought.draft)[1] == "j-w1-0"
@@ -442,7 +474,7 @@ class TestStages:
     def test_complete_when_all_trainers_ended_well(self) -> None:
         world = training(replicas=2, spares=1)
         for name in ("j-w0-0", "j-w1-0"):
-            world = change_worker(world, name, pod={"exit_code": 0, "phase": "Succeeded"})
+            world = change_worker(world, name, pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         thought = think(world, policy())
         assert thought.draft.state.life.completed_at == NOW
         assert thought.draft.plan.stop is Stop.FINISH
@@ -454,7 +486,7 @@ class TestStages:
         assert not surplus(thought.observation)
         left = again(thought, world)
         for name in ("j-w0-0", "j-w1-0"):
-            left = change_worker(left, name, pod={"exit_code": 0, "phase": "Succeeded"})
+            left = change_worker(left, name, pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         assert len(surplus(think(left, policy()).observation)) == 2
         assert not think(left, policy()).draft.state.life.completed_at
 

@@ -289,9 +289,20 @@ class TestCleaningUp:
         assert going(replace(over(clean), now=NOW + LEAVE_SECONDS / 4)) == at_once
         assert going(replace(over(clean), now=NOW + LEAVE_SECONDS / 4 + 1)) == later
 
-    def test_of_a_job_that_failed_nobody_leaves_in_good_order(self) -> None:
+    def test_pods_of_a_failed_job_end_by_themselves_and_stay_for_their_logs(self) -> None:
         failed = over(CleanPodPolicy.RUNNING, completed_at=0.0, failed_reason="ScriptFailed")
-        assert going(failed) == ["j-w1-0", "j-w2-0"]
+        assert going(failed) == []
+        assert going(replace(failed, now=NOW + LEAVE_SECONDS + 1)) == ["j-w1-0", "j-w2-0"], "those that do not"
+        ended = {"exit_code": 1, "phase": "Failed"}
+        left = change_worker(change_worker(failed, "j-w1-0", pod=ended), "j-w2-0", pod=ended)
+        assert going(replace(left, now=NOW + 10 * LEAVE_SECONDS)) == []
+        unplaced = change_worker(failed, "j-w2-0", pod={"phase": "Pending"})
+        assert going(unplaced) == ["j-w2-0"], "it would only begin now"
+
+    def test_a_pod_whose_second_container_runs_on_gives_its_node_back(self) -> None:
+        world = change_worker(over(CleanPodPolicy.RUNNING), "j-w0-0", pod={"phase": "Running"})
+        assert going(world) == ["j-w2-0"], "its sidecar ends within seconds"
+        assert "j-w0-0" in going(replace(world, now=NOW + LEAVE_SECONDS / 4 + 1))
 
     def test_what_goes_or_has_gone_is_not_deleted_twice(self) -> None:
         world = change_worker(over(CleanPodPolicy.ALL), "j-w2-0", pod={"deleting": True})

@@ -76,6 +76,11 @@ def _(patch: Patch) -> None:
         return fault.error or crash._ending(fault)
 
     patch.setattr(crash, "error_of", error_of)
+    _nobody_has_trained(patch)
+
+
+def _nobody_has_trained(patch: Patch) -> None:
+    patch.setattr(observation.Observation, "has_trained", False)
 
 
 @undoes("peers-of-a-deleted-worker")
@@ -208,6 +213,7 @@ def _(patch: Patch) -> None:
 @undoes("refused-by-kubelets")
 def _(patch: Patch) -> None:
     patch.setattr(start_failed, "_refused", start_failed._decide)
+    _nobody_has_trained(patch)
 
 
 @undoes("deleted-unattended")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -21,7 +22,7 @@ from pacekeeper import cgroup
 from pacekeeper.keep.news import read_news
 from pacekeeper.runtime import Runtime, Touched, elapsed, write_json
 from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
+from pacekeeper_analysis.reports import FINISHED_MESSAGE, Fault, FaultKind, LauncherState
 
 from . import processes
 from .end_signals import handled_signals
@@ -170,6 +171,8 @@ class Launcher:
             self._sign.end()
         if self._exit.code:
             self._ranks.pass_error_on(os.environ)
+        elif self._state.stage is LauncherState.FINISHED:
+            publish_finish(os.environ)
         await self._part_from_peers(self._exit.code)
         if self._exit.code == 0:
             self._name_processes("outlive the run", processes.adopted(except_for=self._warm.pid))
@@ -551,3 +554,12 @@ def _split(store: str) -> tuple[str, int]:
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def publish_finish(environment: Mapping[str, str]) -> None:
+    """Append to the container's termination message that the ranks have finished: the one proof of it that outlives
+    the pod's processes. Outside of Kubernetes there is no such file."""
+    path = environment.get("PACEKEEPER_TERMINATION_LOG", "/dev/termination-log")
+    with contextlib.suppress(OSError), open(path, "r+", encoding="utf-8") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(f"{FINISHED_MESSAGE}\n")

@@ -79,10 +79,14 @@ class LauncherSettings:
         return settings
 
 
+_SERVICE_LINKS = ("tcp://", "udp://", "sctp://")
+"""What Kubernetes sets for a Service: PACEKEEPER_METRICS_PORT for one by the name of pacekeeper-metrics."""
+
+
 def _seconds(environment: Mapping[str, str], name: str) -> float | None:
-    """A positive number; None where the variable is unset, empty or `auto`."""
+    """A positive number; None where the variable is unset, empty, `auto` or Kubernetes' own."""
     text = environment.get(name, "")
-    if text in {"", "auto"}:
+    if text in {"", "auto"} or text.startswith(_SERVICE_LINKS):
         return None
     try:
         value = float(text)

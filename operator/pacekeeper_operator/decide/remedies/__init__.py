@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from ... import decision as decisions
 from ...decision import Action, Decision
 from ...observation import Observation
-from . import adapt, count_restart, fail_job, plan_traffic, quarantine_node, replace_worker, restart_ranks
+from . import adapt, back_off, count_restart, fail_job, plan_traffic, quarantine_node, replace_worker, restart_ranks
 from .applied import Applied
 
 Kind = TypeVar("Kind", bound=Action)
@@ -45,6 +45,7 @@ def _one_by_one(act: Callable[[Kind, Decision, Observation], Applied]) -> Act:
 ACTS: Mapping[type[Any], Act] = {
     decisions.CountRestart: _one_by_one(count_restart.apply),
     decisions.RestartRanks: _one_by_one(restart_ranks.apply),
+    decisions.BackOff: _one_by_one(back_off.apply),
     decisions.ReplaceWorker: replace_worker.apply,
     decisions.Adapt: _one_by_one(adapt.apply),
     decisions.PlanTraffic: _one_by_one(plan_traffic.apply),

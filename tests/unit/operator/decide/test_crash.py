@@ -15,7 +15,7 @@ from pacekeeper_operator.decision import CountRestart, Decision, FailJob, Replac
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.state import Past
 from tests.support import worlds
-from tests.support.worlds import NOW, change_members, policy, training
+from tests.support.worlds import NOW, change_members, policy, training, untrained
 
 ERROR = "Traceback …\nValueError: no such file"
 BARREN: dict[str, Any] = {"completed_step": False, "exit_code": 1, "error": ERROR}
@@ -30,7 +30,7 @@ def crashed(world: Observation, round_: int = 2, **changes: Any) -> Decision:
 
 
 def after_a_barren_round(round_: int = 1, spares: int = 1) -> Observation:
-    world = training(spares=spares)
+    world = untrained(spares=spares)
     budget = {"barren_round": round_, "barren_error": "ValueError: no such file", "barren_worker": "j-w1-0"}
     return world.with_draft(world.draft.with_budget(**budget))
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from pacekeeper_analysis.plan import Stop
+from pacekeeper_analysis.plan import Role, Stop
 from pacekeeper_analysis.reports import LauncherState
-from pacekeeper_operator.api import Mode, Remedy
+from pacekeeper_operator.api import Remedy
 from pacekeeper_operator.decide import membership
 from pacekeeper_operator.decide.membership import CHECKPOINT_SECONDS, SHRINK_SECONDS
 from pacekeeper_operator.observation import Observation, PodView, WorkerView
@@ -45,7 +45,7 @@ class TestEnd:
         assert membership.allow_restarts(training(), spent).plan.restarts == 3, "while it goes on"
 
     def test_launchers_may_restart_what_the_policy_lets_them(self) -> None:
-        for watching in (policy(mode=Mode.RECOMMEND), policy(allow=frozenset({Remedy.REPLACE_WORKER}))):
+        for watching in (policy(paused="maintenance"), policy(allow=frozenset({Remedy.REPLACE_WORKER}))):
             assert membership.allow_restarts(training(), watching).plan.restarts == 0
         world = training()
         used = world.draft.with_budget(restarts=(NOW - 2, NOW - 1), in_membership=2)
@@ -57,7 +57,7 @@ class TestFinished:
     """Some ranks have come to their end; worker 0 is one of them."""
 
     def world(self) -> Observation:
-        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0, "phase": "Succeeded"})
+        world = change_worker(training(), "j-w0-0", pod={"exit_code": 0, "finished": True, "phase": "Succeeded"})
         return world.with_draft(world.draft.with_life(finished=("j-w0-0",)))
 
     def test_who_is_given_up_but_still_trains_can_come_to_its_end(self) -> None:
@@ -142,6 +142,28 @@ class TestSeats:
         world = training(2, 2, job=job(3, 1))
         asked = world.with_draft(step(world))
         assert len(step(replace(asked, faults=stalls(asked, culprit=1))).plan.members) == 3
+
+
+class TestPodsThatEnd:
+    """A drain: the signal does not reach a launcher behind a shell."""
+
+    def test_their_ranks_are_told_to_save_and_leave(self) -> None:
+        world = change_worker(leaving(training(spares=0), "j-w1-0", dead=False), "j-w1-0", pod={"deleting": True})
+        draft = step(world)
+        assert (draft.plan.leaving, draft.plan.membership) == (("j-w1-0",), 1)
+        assert draft.plan.version > world.plan.version, "or no launcher would read it"
+        assert step(world.with_draft(draft)) is draft, "once"
+        assert draft.plan.part("j-w1-0").role is Role.LEAVE
+
+    def test_those_that_stay_are_not(self) -> None:
+        assert step(leaving(training(spares=0), "j-w1-0", dead=False)).plan.leaving == ()
+        deleted = change_worker(training(spares=0), "j-w1-0", pod={"deleting": True})
+        assert step(deleted).plan.leaving == (), "nobody has decided upon it yet"
+
+    def test_a_new_membership_begins_without_them(self) -> None:
+        world = change_worker(leaving(training(), "j-w1-0"), "j-w1-0", gone=True)
+        draft = step(world.with_draft(world.draft.with_plan(leaving=("j-w1-0",))))
+        assert (draft.plan.membership, draft.plan.leaving) == (2, ())
 
 
 class TestScaledDown:

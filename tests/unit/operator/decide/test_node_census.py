@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -41,13 +42,28 @@ def drawn(chance: random.Random, name: str) -> Quarantine:
     return Quarantine(name, f"q-{name}", spec, status, deleted=chance.random() < 0.1)
 
 
-def failing_at_once(quarantine: Quarantine, others: list[Quarantine]) -> int:
+def failing_at_once(quarantine: Quarantine, others: list[Quarantine], *, settled_too: bool = True) -> int:
     """By looking at every other one."""
-    return 1 + sum(
-        any(abs(sign.at - quarantine.last_sign) <= AT_ONCE_SECONDS for sign in other.open_signs)
-        for other in others
-        if not other.over and other.cleared_at is None and worth_a_look(other) and not unheard(other)
-    )
+    counts = [
+        sum(
+            any(abs(sign.at - at) <= AT_ONCE_SECONDS for sign in other.spec.signs if sign.at <= cleared(other))
+            for other in others
+            if blamed(other) and (settled_too or other.cleared_at is None)
+        )
+        for at in {sign.at for sign in quarantine.open_signs}
+    ]
+    return 1 + max(counts, default=0)
+
+
+def cleared(quarantine: Quarantine) -> float:
+    return math.inf if quarantine.cleared_at is None else quarantine.cleared_at
+
+
+def blamed(quarantine: Quarantine) -> bool:
+    signs = tuple(sign for sign in quarantine.spec.signs if sign.at <= cleared(quarantine))
+    probes = () if quarantine.cleared_at is not None else quarantine.status.probes
+    said = replace(quarantine, spec=replace(quarantine.spec, signs=signs), status=QuarantineStatus(probes=probes))
+    return not quarantine.over and worth_a_look(said) and not unheard(quarantine)
 
 
 def test_it_counts_as_a_look_at_all_others_does_whatever_comes_and_goes() -> None:
@@ -63,6 +79,7 @@ def test_it_counts_as_a_look_at_all_others_does_whatever_comes_and_goes() -> Non
         judged = known.get(name) or drawn(chance, name)
         others = [other for other in known.values() if other.name != name]
         assert census.failing_at_once(judged) == failing_at_once(judged, others)
+        assert census.unsettled(judged) == failing_at_once(judged, others, settled_too=False) - 1
         approved = sum(other.spec.approved for other in others)
         asked = sum(not o.spec.approved and o.status.phase is QuarantinePhase.PENDING for o in others)
         assert census.spent(name, asked_too=False) == approved

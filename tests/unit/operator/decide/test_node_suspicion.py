@@ -150,7 +150,7 @@ class TestEvidence:
 
     def test_a_probe_that_fails_while_it_is_watched_is_the_witness_at_once(self) -> None:
         running = suspicion(probes=(ProbeResult("p", START),))
-        failed = ProbePod("Failed", "7 errors")
+        failed = ProbePod("Failed", "7 errors", others=(ProbePod("Succeeded"),))
         step = decide(running, NODE, failed, Around(), START + 2)
         assert isinstance(step, Report)
         assert (step.event, step.warning) == ("ProbeFailed", True)
@@ -188,10 +188,11 @@ class TestHeldBack:
         asked = suspicion(name="node-2", phase=QuarantinePhase.PENDING)
         suspected = suspicion(name="node-3", phase=QuarantinePhase.SUSPECTED)
         approved = suspicion(name="node-4", approved=True)
-        one = {"max_nodes": 1, "breaker_nodes": 9}
 
         def verdict(*others: Quarantine, acts: bool) -> str:
-            report = judged(suspicion(), DOWN, census=Census.of(others), rules=Rules(acts=acts, **one))
+            report = judged(
+                suspicion(), DOWN, census=Census.of(others), rules=Rules(acts=acts, max_nodes=1, breaker_nodes=9)
+            )
             return said(report, QuarantineCondition.QUARANTINED)[1]
 
         assert verdict(asked, suspected, acts=True) == "Suspected", "it is to be quarantined"
@@ -221,6 +222,18 @@ class TestBreaker:
         both = sign(weak=True), sign(namespace="team-b", weak=True)
         assert count(suspicion(*both, name="node-2")) == 2
 
+    def test_one_that_was_cleared_counts_on_and_is_settled(self) -> None:
+        back = Census.of([suspicion(name="node-2", probes=probed(True))])
+        assert (back.failing_at_once(suspicion()), back.unsettled(suspicion())) == (2, 0)
+        away = Census.of([suspicion(name="node-2")])
+        assert (away.failing_at_once(suspicion()), away.unsettled(suspicion())) == (2, 1)
+
+    def test_what_is_said_again_later_takes_nothing_from_what_failed_at_once(self) -> None:
+        again = suspicion(*with_sign((sign(),), sign(START + 90)), name="node-2")
+        assert Census.of([again]).failing_at_once(suspicion()) == 2
+        assert Census.of([suspicion()]).failing_at_once(again) == 2
+        assert Census.of([again]).failing_at_once(suspicion(sign(START + 150))) == 2, "nor from what fails now"
+
     def test_its_word_stays_once_it_has_stayed_for_long(self) -> None:
         found = suspicion(sign(**VOUCHED))
         status = told(found, QuarantinePhase.HELD, Verdict.BREAKER, "the breaker has tripped", START).status
@@ -240,9 +253,11 @@ class TestSigns:
         known = (sign(),)
         assert with_sign(known, replace(sign(), at=START + 600)) is known, "the same incident"
         assert with_sign(known, sign(START + 59)) is known
-        assert with_sign(known, sign(START + 60)) == (sign(START + 60),)
-        assert with_sign(known, sign(START + 1, **VOUCHED)) == (sign(START + 1, **VOUCHED),)
-        assert with_sign((sign(weak=True),), sign(START + 1)) == (sign(START + 1),)
+        (later,) = with_sign(known, sign(START + 60))
+        assert later == sign(START + 60, since=START), "and when it was said first stays known"
+        assert with_sign((later,), sign(START + 120))[0].first == START
+        assert with_sign(known, sign(START + 1, **VOUCHED)) == (sign(START + 1, **VOUCHED, since=START),)
+        assert with_sign((sign(weak=True),), sign(START + 1)) == (sign(START + 1, since=START),)
 
     def test_a_probe_refutes_what_was_said_before_it(self) -> None:
         cleared = suspicion(sign(**VOUCHED), probes=probed(True))

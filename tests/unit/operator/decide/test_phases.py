@@ -83,10 +83,11 @@ class TestPhases:
         status = said(WORLDS[phase])
         assert status.phase is phase
         wanted = HELD.get(phase)
+        assert status.message, "kubectl get -o wide shows it"
         holding = [c for c in HELD.values() if condition(status, c).status == "True"]
         assert holding == ([] if wanted is None else [wanted])
-        main = None if wanted is None else condition(status, wanted)
-        assert (status.reason, status.message) == ((None, None) if main is None else (main.reason, main.message))
+        main = condition(status, wanted or Condition.RUNNING)
+        assert (status.reason, status.message) == (main.reason, main.message)
 
     @pytest.mark.parametrize("phase", WHY_NOT_RUNNING)
     def test_why_it_does_not_train(self, phase: JobPhase) -> None:
@@ -119,8 +120,8 @@ class TestPhases:
 
     def test_but_the_condition_waits_for_the_last_worker(self) -> None:
         leaving = condition(said(suspended(pods=True)), Condition.SUSPENDED)
-        assert (leaving.status, leaving.message) == ("False", "5 workers are leaving")
-        assert condition(said(suspended(pods=False)), Condition.SUSPENDED).message == ""
+        assert (leaving.status, leaving.message) == ("False", "spec.suspend is true; 5 workers are leaving")
+        assert condition(said(suspended(pods=False)), Condition.SUSPENDED).message == "spec.suspend is true"
         assert condition(said(training()), Condition.SUSPENDED).message == ""
 
     def test_a_failure_that_another_version_wrote_is_told_too(self) -> None:
@@ -272,7 +273,34 @@ class TestDegraded:
     def test_why_fewer_train(self) -> None:
         assert self.why(fewer()).message == "4 of 5 workers train, until others have started"
         roomless = change_worker(fewer(), "j-w4-0", pod={"unschedulable": "0/6 nodes"})
-        assert self.why(roomless).message == "4 of 5 workers train, for want of nodes"
+        assert (
+            self.why(roomless).message
+            == "4 of 5 workers train, for want of nodes; worker j-w4-0 has no place: 0/6 nodes"
+        )
+
+    @pytest.mark.parametrize(
+        ("pod", "words"),
+        [
+            (
+                {"waiting_reason": "CreateContainerConfigError", "waiting_message": 'secret "s" not found'},
+                'worker j-w4-0 cannot start: CreateContainerConfigError: secret "s" not found',
+            ),
+            ({"unschedulable": "0/6 nodes"}, "worker j-w4-0 has no place: 0/6 nodes"),
+            ({}, "worker j-w4-0 is on node-4, and has not started for more than 300 s: kubectl describe pod j-w4-0"),
+        ],
+    )
+    def test_a_spare_that_cannot_start_is_none_and_it_is_said_why(self, pod: dict[str, Any], words: str) -> None:
+        old = {"phase": "Pending", "created_at": NOW - 301}
+        world = change_worker(training(), "j-w4-0", pod=old | pod)
+        why = self.why(world)
+        assert (why.reason, why.message[: len(words)]) == (Reason.WORKER_CANNOT_START, words)
+        assert said(world).workers.spare == 0
+        vacant = change_members(world, first_step_at=0.0)
+        assert words in (said(vacant).message or ""), "also while the others wait for it"
+
+    def test_one_rank_waits_for_no_link(self) -> None:
+        alone = replace(training(1, 0), metrics=Metrics(uniform=2.0, waiting=0.6))
+        assert self.why(alone).reason == Reason.ALL_SLOW
 
     @pytest.mark.parametrize(
         ("world", "reason"),

@@ -44,6 +44,7 @@ def test_a_lost_worker_is_looked_for_before_that_is_judged(ago: float, judged: b
 @pytest.mark.parametrize(("used", "fails"), [(1, False), (2, True), (3, True)])
 def test_without_a_restart_left_the_job_fails(used: int, fails: bool) -> None:
     world = given_up(4.0)
+    world = world.with_draft(world.draft.with_life(training_since=0.0))
     spent = world.draft.with_budget(restarts=tuple(worlds.NOW - n for n in range(1, used + 1)))
     decision = round_failed.check(world.with_draft(spent), worlds.policy(max_restarts=2))
     assert decision is not None

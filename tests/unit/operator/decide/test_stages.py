@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.plan import Stop
-from pacekeeper_operator.api import RunPolicySpec
-from pacekeeper_operator.decide import stages
+from pacekeeper_operator.api import JobStatus, RunPolicySpec
+from pacekeeper_operator.decide import stages, status
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.state import Draft
-from tests.support.worlds import NOW, change_members, change_worker, fresh, job, policy, training, with_pods
+from tests.support.worlds import NOW, change_members, change_worker, fresh, job, policy, training, untrained, with_pods
 
 
 def step(world: Observation) -> Draft:
@@ -90,13 +90,23 @@ class TestDeadline:
         life = step(training(job=limited)).state.life
         assert life.failed_reason == ("DeadlineExceeded" if fails else "")
 
+    def test_a_clock_that_disagrees_with_the_api_servers_fails_nobody(self) -> None:
+        limited = training(job=job(run_policy=RunPolicySpec(active_deadline_seconds=400)))
+        assert not step(replace(limited, clock_agrees=False)).state.life.failed_reason
+
+    def test_one_that_was_behind_when_the_job_was_taken_up_makes_it_no_shorter(self) -> None:
+        world = training(job=job(run_policy=RunPolicySpec(active_deadline_seconds=1001)))
+        behind = world.with_draft(world.draft.with_life(start_time=NOW - 9000))
+        assert not step(behind).state.life.failed_reason, "it was made 1000 s ago"
+        assert step(replace(behind, now=NOW + 1)).state.life.failed_reason
+
     def test_there_need_not_be_one(self) -> None:
         assert not step(replace(training(), now=NOW + 10_000_000)).state.life.failed_reason
 
 
 class TestCannotStart:
-    def stuck(self, seconds: float) -> Observation:
-        world = training(2, 0, job=job(2, 0, scheduling_timeout=60.0))
+    def stuck(self, seconds: float, *, trained: bool = False) -> Observation:
+        world = (training if trained else untrained)(2, 0, job=job(2, 0, scheduling_timeout=60.0))
         draft = world.draft.with_plan(members=()).with_placement(placing_since=NOW - seconds)
         world = with_pods(world.with_draft(draft))
         return change_worker(world, "j-w1-0", pod={"waiting_reason": "ErrImagePull", "waiting_message": "no such host"})
@@ -106,6 +116,23 @@ class TestCannotStart:
         life = step(self.stuck(60)).state.life
         assert life.failed_reason == "ImagePullFailed"
         assert life.failed_message == "worker j-w1-0 cannot start: ErrImagePull: no such host"
+
+    def test_a_job_that_resumes_waits_for_its_registry_and_says_so(self) -> None:
+        world = self.stuck(1000, trained=True)
+        assert not step(world).state.life.failed_reason
+        found = {each.type: each for each in status.report(world, policy(), JobStatus()).conditions}["Stalled"]
+        assert (found.status, found.reason) == ("True", "BackOff")
+        assert found.message == "worker j-w1-0 cannot start: ErrImagePull: no such host; its kubelet tries again"
+
+    def test_a_missing_secret_is_no_image(self) -> None:
+        why = {
+            "waiting_reason": "CreateContainerConfigError",
+            "waiting_message": 'secret "s" not found',
+            "waiting_container": "trainer",
+        }
+        life = step(change_worker(self.stuck(60), "j-w1-0", pod=why)).state.life
+        assert life.failed_reason == "ContainerCannotStart"
+        assert life.failed_message.endswith('container trainer: CreateContainerConfigError: secret "s" not found')
 
     def test_only_of_a_job_that_is_being_placed(self) -> None:
         world = self.stuck(1000)

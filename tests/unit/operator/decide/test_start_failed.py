@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_analysis.reports import LauncherState
-from pacekeeper_operator.api import Class, Remedy
-from pacekeeper_operator.decide import stages, start_failed, workforce
+from pacekeeper_operator.api import Class, JobStatus, Remedy
+from pacekeeper_operator.decide import stages, start_failed, status, workforce
 from pacekeeper_operator.decide.remedies import ACTS
 from pacekeeper_operator.decide.start_failed import WARM_SECONDS
+from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.decision import Decision, FailJob, ReplaceWorker
-from pacekeeper_operator.observation import Observation
-from tests.support.worlds import NOW, change_worker, policy, training
+from pacekeeper_operator.observation import Observation, PodView
+from tests.support.worlds import NOW, change_worker, policy, training, untrained
 
 STARTING = {"state": LauncherState.STARTING}
 
@@ -45,9 +46,20 @@ class TestEnded:
         assert (action.dead, action.never_ready) == (True, True)
         assert (decision.node, decision.live) == ("node-4", True)
 
-    @pytest.mark.parametrize("pod", [{"exit_code": 0}, {"deleting": True}, {"disrupted": "Evicted"}])
-    def test_who_ended_well_or_was_taken_away_did_not_fail(self, pod: dict[str, object]) -> None:
+    @pytest.mark.parametrize("pod", [{"deleting": True}, {"disrupted": "Evicted"}])
+    def test_who_was_taken_away_did_not_fail(self, pod: dict[str, object]) -> None:
         assert start_failed.check(change_worker(dead(), "j-w4-0", pod=pod), policy()) is None
+
+    def test_a_container_that_ends_well_without_a_launcher_is_told_how_to_begin(self) -> None:
+        decision = found(change_worker(dead(), "j-w4-0", pod={"exit_code": 0, "exit_reason": ""}))
+        assert decision.message.startswith("the trainer of j-w4-0 ended with 0 before it was ready: the command of")
+        assert "pacekeeper run" in decision.message
+
+    def test_an_init_container_that_fails_is_named(self) -> None:
+        pod = {"exit_code": 3, "phase": "Failed", "ended_before": "fetch", "exit_message": "no such bucket"}
+        decision = found(change_worker(dead(), "j-w4-0", pod=pod))
+        assert decision.message == "the init container fetch of j-w4-0 ended with 3 (Error)"
+        assert (decision.class_, decision.evidence) == (Class.APPLICATION, ("no such bucket",))
 
     def test_nor_did_who_had_been_ready(self) -> None:
         assert start_failed.check(change_worker(dead(), "j-w4-0", heartbeat={"state": "Warm"}), policy()) is None
@@ -62,16 +74,47 @@ class TestEnded:
         assert start_failed.check(world.with_draft(world.draft.with_worker(given_up)), policy()) is None
         assert found(dead(dead(name="j-w1-0"))).worker == "j-w4-0", "the next one is looked at"
 
-    def test_a_job_that_trains_does_not_fail_of_it_and_one_that_waits_for_it_does(self) -> None:
+    def test_a_job_that_trains_does_not_fail_of_it_and_one_that_never_has_does(self) -> None:
         world = dead()
         world = world.with_draft(world.draft.with_placement(failed_starts=1))
         assert isinstance(found(world).actions[0], ReplaceWorker)
-        waits = found(world.with_draft(world.draft.with_placement(vacant_since=NOW - 9)))
-        assert isinstance(waits.actions[0], FailJob)
-        assert not waits.live
-        never = found(world.with_draft(world.draft.with_plan(members=())))
-        assert isinstance(never.actions[0], FailJob)
-        assert (never.live, never.round) == (False, 0)
+        never = dead(untrained())
+        never = never.with_draft(never.draft.with_placement(failed_starts=1).with_plan(members=()))
+        decision = found(never)
+        assert isinstance(decision.actions[0], FailJob)
+        assert (decision.live, decision.round) == (False, 0)
+
+    def test_a_job_that_has_trained_waits_longer_before_each_successor(self) -> None:
+        """The successor of a lost worker ends at once, again and again: a registry, DNS or a volume may be away."""
+        world = change_worker(training(spares=0), "j-w3-0", pod={"exit_code": 137, "phase": "Failed"})
+        waits, last, name = [], world.now, "j-w3-0"
+        for _ in range(9):
+            for _ in range(10_000):
+                draft = think(world, policy()).draft
+                assert not draft.state.life.failed_reason
+                world = world.with_draft(draft)
+                current = [view for view in world.workers if view.record.ordinal == 3 and not view.record.leaving]
+                if current and current[0].name != name:
+                    break
+                world = replace(world, now=world.now + 1)
+            waits.append(world.now - last)
+            last, name = world.now, current[0].name
+            pod = PodView(name, f"uid-{name}", "Failed", "node-9", exit_code=2, exit_reason="Error")
+            fresh = replace(current[0], pod=pod, heartbeat=None)
+            world = replace(world, workers=tuple(fresh if view.name == name else view for view in world.workers))
+        assert (waits[0], waits[1] < 8, waits[-1] > 200) == (0, True, True)
+        assert all(wait <= 380 for wait in waits)
+        stalled = {each.type: each for each in status.report(world, policy(), JobStatus()).conditions}["Stalled"]
+        assert (stalled.status, stalled.reason) == ("True", "BackOff")
+        assert "8 workers in a row ended before they were ready; the next one" in stalled.message
+
+    def test_a_job_that_resumes_does_so_too(self) -> None:
+        world = dead()
+        world = world.with_draft(world.draft.with_plan(members=()).with_placement(failed_starts=5, placing_since=NOW))
+        assert isinstance(found(world).actions[0], ReplaceWorker)
+        after = think(world, policy()).draft.state.placement
+        assert after.retry_at - NOW > 100
+        assert len(after.workers) == len(world.state.placement.workers), "nobody is made until then"
 
     def test_the_first_one_fails_no_job(self) -> None:
         world = dead()
@@ -90,6 +133,11 @@ class TestLate:
         assert isinstance(action, ReplaceWorker)
         assert (action.dead, action.never_ready, decision.live) == (True, True, True)
         assert (decision.node, decision.remedy) == ("node-4", Remedy.REPLACE_WORKER)
+
+    def test_without_a_launcher_it_is_said_what_to_change(self) -> None:
+        assert "no launcher has spoken" not in found(change_worker(late(), "j-w4-0")).message
+        silent = change_worker(late(), "j-w4-0", heartbeat={"meeting_port": 0})
+        assert "no launcher has spoken: the command of container trainer must run" in found(silent).message
 
     def test_a_rank_that_waits_for_it_is_held_up(self) -> None:
         world = late()

@@ -66,6 +66,13 @@ class TestOnce:
         assert len(acted.state.budget.restarts) == 1
         assert acted.state.incidents.recommended == ("other",)
 
+    def test_routine_remedies_are_applied_except_in_a_pause(self) -> None:
+        routine = decision(CountRestart(), routine=True, class_=Class.PERFORMANCE)
+        acted = treated(training(), routine, RECOMMEND)
+        assert (acted.state.incidents.current[0].applied, acted.state.adaptation.vain) == (NOW, None)
+        paused = treated(training(), routine, policy(paused="maintenance"))
+        assert paused.state.incidents.current[0].applied is None
+
     def test_one_without_an_action_waits_for_one(self) -> None:
         once = treated(training(), decision(remedy=None))
         assert treated(once, decision(remedy=None)).draft is once.draft

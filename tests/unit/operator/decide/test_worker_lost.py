@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
 from pacekeeper_operator.api import Cause, Class
 from pacekeeper_operator.decide import worker_lost
 from pacekeeper_operator.decision import Decision, ReplaceWorker
@@ -32,7 +32,24 @@ def lost(world: Observation) -> Decision:
         ({"disrupted": "Evicted", "exit_code": 137}, "is disrupted (Evicted)", Class.DISRUPTION, True),
         ({"deleting": True}, "its pod was deleted", Class.DISRUPTION, False),
         ({"deleting": True, "exit_code": 143}, "its pod was deleted", Class.DISRUPTION, True),
-        ({"exit_code": 0}, "its ranks had ended well before the others had to begin anew", Class.DISRUPTION, True),
+        (
+            {"exit_code": 0, "finished": True},
+            "its ranks had ended well before the others had to begin anew",
+            Class.DISRUPTION,
+            True,
+        ),
+        (
+            {"phase": "Failed", "own_fault": "Evicted: it exceeds the limit"},
+            "its kubelet ended its pod: Evicted: it exceeds the limit",
+            Class.APPLICATION,
+            True,
+        ),
+        (
+            {"phase": "Failed", "disrupted": "TerminationByKubelet", "exit_reason": "Evicted", "exit_message": "low"},
+            "its pod is disrupted (TerminationByKubelet): Evicted: low",
+            Class.DISRUPTION,
+            True,
+        ),
         ({"exit_code": 1, "exit_reason": "Error"}, "its trainer ended with 1 (Error)", Class.UNKNOWN, True),
         ({"phase": "Failed"}, "its pod has failed", Class.UNKNOWN, True),
     ],
@@ -46,6 +63,13 @@ def test_by_what_its_pod_shows(pod: dict[str, Any], words: str, class_: Class, d
     assert isinstance(action, ReplaceWorker)
     assert (action.dead, action.disruption) == (dead, class_ is Class.DISRUPTION)
     assert (decision.cause, decision.first_sign, decision.node) == (Cause.WORKER_LOST, NOW, "node-1")
+
+
+def test_who_had_ended_well_before_the_others_began_anew() -> None:
+    done = {"state": LauncherState.FINISHED}
+    decision = lost(change_worker(training(), "j-w1-0", pod={"exit_code": 0}, heartbeat=done))
+    assert decision.message.endswith("its ranks had ended well before the others had to begin anew")
+    assert decision.class_ is Class.DISRUPTION
 
 
 def test_a_pod_that_is_gone_trains_no_more() -> None:
@@ -69,13 +93,28 @@ def test_out_of_memory_is_a_cause_of_its_own() -> None:
 
 
 class TestToldToEnd:
-    def test_its_own_word_comes_before_its_pod_shows_anything(self) -> None:
-        decision = lost(replace(training(), faults=(told_to_end("j-w1-0"),)))
+    def test_its_own_word_counts_on_a_node_that_is_to_be_empty(self) -> None:
+        world = replace(training(), faults=(told_to_end("j-w1-0"),))
+        nodes = dict(world.surroundings.nodes)
+        nodes["node-1"] = replace(nodes["node-1"], leaving="it is drained")
+        decision = lost(replace(world, surroundings=replace(world.surroundings, nodes=nodes)))
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
         assert (decision.class_, decision.first_sign, action.dead) == (Class.DISRUPTION, NOW - 3, False)
         assert decision.message.endswith("its pod was told to end")
         assert decision.settles == ("j-w1-0-terminating",)
+
+    def test_where_nobody_wanted_it_the_pod_itself_is_the_cause_and_its_budget_pays(self) -> None:
+        """A liveness probe that fails: its kubelet ends it, and the API server shows nothing."""
+        world = replace(training(), faults=(told_to_end("j-w1-0"),))
+        assert worker_lost.check(replace(world, now=NOW - 2), policy()) is None, "its deletion may be shown yet"
+        decision = lost(world)
+        (action,) = decision.actions
+        assert isinstance(action, ReplaceWorker)
+        assert (decision.class_, action.dead, action.disruption) == (Class.UNKNOWN, False, False)
+        assert "liveness probe" in decision.message
+        deleted = lost(change_worker(replace(world, now=NOW - 2), "j-w1-0", pod={"deleting": True}))
+        assert deleted.class_ is Class.DISRUPTION
 
     def test_once_its_pod_has_ended_it_trains_no_more(self) -> None:
         world = change_worker(training(), "j-w1-0", pod={"exit_code": 143})
@@ -90,5 +129,6 @@ def test_it_explains_what_others_say_but_not_that_another_is_told_to_end() -> No
     spare = told_to_end("j-w4-0")
     faults = (crash("j-w0-0", 0), crash("j-w1-0", 1), spare)
     assert lost(replace(world, faults=faults)).settles == tuple(fault.name for fault in faults[:2])
-    both = lost(replace(world, faults=(*faults, leaving)))
+    deleted = change_worker(world, "j-w3-0", pod={"deleting": True})
+    both = lost(replace(deleted, faults=(*faults, leaving)))
     assert set(both.settles) == {faults[0].name, faults[1].name, leaving.name}, "both are one event"

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import pytest
 from pacekeeper_analysis.behaviour.localise import judge
 from pacekeeper_analysis.behaviour.page import page
 from pacekeeper_analysis.behaviour.table import read_table
-from pacekeeper_operator.api import API_VERSION, Object
+from pacekeeper_operator.api import API_VERSION, Object, format_time
 from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.oncall import command
 from pacekeeper_operator.oncall.command import main
 from tests.support import kubectl_stand_in
 from tests.support.oncall import incident_object, job_object, metadata
@@ -46,7 +48,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "spec": {"reason": "XID 79"},
         "status": {"phase": "Pending"},
     }
-    objects = [job_object(thought.observation), incident_object(training().job, incident), quarantine]
+    at = format_time(time.time() - 7200)
+    entry = {"namespace": "ns", "name": "j-r1-hang", "kind": "Hung", "at": at, "leftWithNode": True}
+    histories = [
+        {
+            "apiVersion": API_VERSION,
+            "kind": "NodeHistory",
+            "metadata": metadata(name, "h"),
+            "status": {"incidents": items},
+        }
+        for name, items in (("node-7", [entry]), ("node-8", [{**entry, "kind": "Possessed"}]))
+    ]
+    objects = [job_object(thought.observation), incident_object(training().job, incident), quarantine, *histories]
     (tmp_path / "objects.json").write_text(json.dumps(objects))
     return tmp_path
 
@@ -81,6 +94,9 @@ def changes(folder: Path) -> list[list[str]]:
         (["incidents"], "j-r1-hang-u1d2c"),
         (["incidents", "j"], "open"),
         (["incidents", "j-r1-hang-u1d2c"], "hang of job j, round 1"),
+        (["nodes"], "node-7  1     0     1     0     0    2.0 h ago"),
+        (["nodes", "node-7"], "2.0 h ago  Hung  yes             ns/j-r1-hang"),
+        (["nodes", "node-8"], "node node-8: 0 Incidents within 90 days"),
     ],
 )
 def test_looking_changes_nothing(run: Run, folder: Path, arguments: list[str], words: str) -> None:
@@ -171,6 +187,7 @@ def test_where_nobody_can_be_asked_it_says_so(run: Run, folder: Path) -> None:
         (["status", "nobody"], "there are: j"),
         (["why", "nobody"], "there are: j"),
         (["incidents", "nobody"], "there are: j"),
+        (["nodes", "nobody"], "there are: node-7, node-8"),
         (["mode", "nobody", "Sync"], "there are: j"),
         (["restarts", "nobody", "30"], "there are: j"),
         (["pause", "nobody"], "there are: j"),
@@ -292,3 +309,53 @@ def test_it_needs_no_library_of_the_operators() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=600)
     assert (done.stdout, done.stderr) == ("set()\n", "")
+
+
+class TestJson:
+    """For programs: the words, and the objects that they are about."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "kinds"),
+        [
+            (("status",), {"TrainingJob"}),
+            (("status", "j"), {"TrainingJob", "Incident"}),
+            (("why", "j"), {"TrainingJob", "Incident"}),
+            (("incidents",), {"Incident"}),
+            (("report", "j"), {"TrainingJob", "Incident"}),
+            (("mode", "j", "Sync"), {"TrainingJob"}),
+            (("restarts", "j", "20"), {"TrainingJob"}),
+            (("pause", "j"), {"TrainingJob"}),
+            (("resume", "j"), {"TrainingJob"}),
+            (("approve", "node-7", "--yes"), {"NodeQuarantine"}),
+            (("release", "node-7", "--yes"), {"NodeQuarantine"}),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    )
+    def test_each_verb_says_one_object(self, run: Run, arguments: tuple[str, ...], kinds: set[str]) -> None:
+        _, plain, _ = run(*arguments) if arguments[0] in ("status", "why", "incidents") else (0, "", "")
+        code, words, _ = run(*arguments, "-o", "json")
+        said = json.loads(words)
+        assert code == 0
+        assert {body["kind"] for body in said["objects"]} == kinds
+        assert said["text"].split() == plain.split() or not plain
+
+    def test_a_report_writes_no_page(self, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(folder)
+        before = {path.name for path in folder.iterdir()}
+        run("report", "j", "-o", "json")
+        assert {path.name for path in folder.iterdir()} - before == {"asked.json"}, "which is the stand-in's"
+
+    def test_nobody_is_asked(self, run: Run) -> None:
+        code, words, error = run("release", "node-7", "-o", "json")
+        assert (code, words) == (2, "")
+        assert "give --yes" in error
+
+    def test_an_error_is_words_and_a_status(self, run: Run) -> None:
+        code, words, error = run("why", "nobody", "-o", "json")
+        assert (code, words) == (1, "")
+        assert "there are: j" in error
+
+    def test_every_verb_knows_it(self) -> None:
+        verbs = next(action for action in command._parser()._actions if action.dest == "==SUPPRESS==" or action.choices)
+        assert verbs.choices
+        assert all("--output" in verb._option_string_actions for verb in dict(verbs.choices).values())

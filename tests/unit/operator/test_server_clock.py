@@ -1,0 +1,88 @@
+"""Whether the operator's clock agrees with the API server's, and what waits until it does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pacekeeper_operator.api import RunPolicySpec
+from pacekeeper_operator.decide import workforce
+from pacekeeper_operator.decide.think import effects
+from pacekeeper_operator.decide.workforce import OVERDUE_SECONDS
+from pacekeeper_operator.effects import DeleteJob
+from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.server_clock import TOLERANCE_SECONDS, ServerClock
+from tests.support.worlds import NOW, change_worker, job, policy, training
+
+
+class Clock(Runtime):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wall, self.elapsed = NOW, 5.0
+
+    def now(self) -> float:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.elapsed
+
+    def pass_time(self, seconds: float) -> None:
+        self.wall += seconds
+        self.elapsed += seconds
+
+
+@pytest.mark.parametrize(
+    ("ahead", "agrees"),
+    [(0.0, True), (TOLERANCE_SECONDS - 1, True), (TOLERANCE_SECONDS + 1, False), (-3600.0, False), (10_800.0, False)],
+)
+def test_it_is_compared_with_the_newest_answer(ahead: float, agrees: bool) -> None:
+    runtime = Clock()
+    clock = ServerClock(runtime)
+    clock.hear(NOW - ahead)
+    assert clock.agrees is agrees
+    assert clock.ahead == ahead
+    clock.hear(NOW)
+    assert clock.agrees
+
+
+def test_time_that_passes_after_an_answer_changes_nothing_and_a_step_of_the_clock_shows_at_once() -> None:
+    runtime = Clock()
+    clock = ServerClock(runtime)
+    clock.hear(NOW)
+    runtime.pass_time(3600.0)
+    assert clock.agrees
+    runtime.wall += 3600.0
+    assert not clock.agrees
+
+
+def test_a_server_that_dates_nothing_contradicts_nobody() -> None:
+    assert ServerClock(Clock()).agrees
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_a_job_that_has_ended_is_deleted_only_by_a_clock_that_agrees(agrees: bool) -> None:
+    world = training(job=job(run_policy=RunPolicySpec(ttl_seconds_after_finished=60)))
+    over = world.with_draft(world.draft.with_life(completed_at=NOW - 100, stopped_at=NOW - 100))
+    found = effects(replace(over, clock_agrees=agrees), policy(), {})
+    assert any(isinstance(effect, DeleteJob) for effect in found) is agrees
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_so_is_a_pod_by_force(agrees: bool) -> None:
+    """Its grace period is over by the clock: it may be writing a checkpoint."""
+    going = {"deleting": True, "delete_by": NOW - OVERDUE_SECONDS - 1}
+    world = replace(change_worker(training(), "j-w4-0", pod=going), clock_agrees=agrees)
+    worker = workforce.step(world, policy()).state.placement.worker("j-w4-0")
+    assert worker is not None
+    assert worker.force is agrees
+
+
+def test_a_wait_that_a_clock_ahead_has_written_is_over() -> None:
+    """The operator after it would wait for hours."""
+    world = training(spares=1)
+    records = world.state.placement.workers[:4]
+    for at, waits in ((NOW + 60, True), (NOW + 10_800, False)):
+        waiting = world.with_draft(world.draft.with_placement(workers=records, failed_starts=3, retry_at=at))
+        made = workforce.step(waiting, policy()).state.placement.workers
+        assert (len(made) == 4) is waits
