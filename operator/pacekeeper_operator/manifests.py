@@ -35,6 +35,7 @@ from .api import (
 from .probe import SECRET
 from .resources import SIDECAR_RESOURCES, Resources
 from .tolerations import Toleration
+from .trimming import MOST_LEVELS, TOO_DEEP
 
 GPU = "nvidia.com/gpu"
 RUNTIME_PATH = "/run/pacekeeper"
@@ -44,8 +45,6 @@ DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodS
 PROBE_SECONDS = 120
 """A probe pod ends itself, should there be no operator to end it."""
 
-MOST_LEVELS = 64
-"""Of a template; Kubernetes' own fields need a dozen."""
 
 _OURS = "pacekeeper-"
 """What the names of our volumes begin with: no container of the template may mount one, and none may be made there."""
@@ -256,7 +255,7 @@ def refused_template(job: Job) -> str:
     if UNREAD in job.spec.template:
         return f"spec.template: {job.spec.template[UNREAD]}"
     if _is_deeper(job.spec.template, MOST_LEVELS):
-        return f"spec.template: is nested in more than {MOST_LEVELS} levels; compare it with `kubectl explain pod.spec`"
+        return f"spec.template: {TOO_DEEP}"
     try:
         return next((f"spec.template.spec.{words}" for words in _refusals(job.spec.template["spec"])), "")
     except (AttributeError, KeyError, TypeError) as error:

@@ -15,6 +15,9 @@ MOST_BYTES = 2**18
 annotations have 256 KiB."""
 MOST_VALUES = 8192
 """In a template. Each takes about 100 bytes of memory, however few it has as JSON."""
+MOST_LEVELS = 64
+"""Of a template; Kubernetes' own fields need a dozen."""
+TOO_DEEP = f"is nested in more than {MOST_LEVELS} levels; compare it with `kubectl explain pod.spec`"
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 _METADATA = frozenset({*_IDENTITY, "finalizers", "labels", "annotations"})
 _LABELS = frozenset({LABEL_QUEUE, LABEL_PRIORITY, LABEL_PREBUILT})
@@ -44,7 +47,7 @@ def too_large(spec: Object) -> str:
     try:
         size = len(orjson.dumps(spec))
     except TypeError:  # it writes 254 levels
-        return "is nested too deeply; compare it with `kubectl explain pod.spec`"
+        return TOO_DEEP
     if size > MOST_BYTES:
         return (
             f"has {size:,} bytes with the rest of spec, and may have {MOST_BYTES:,}: "

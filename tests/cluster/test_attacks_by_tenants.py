@@ -88,13 +88,16 @@ def tenant(cluster: Cluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG00
         wait_for(lambda: is_suspended(cluster, namespace), timeout=60, what="the operator has suspended the job")
         uid = cluster.get("tj", "gpt", namespace)["metadata"]["uid"]
         for body in (
-            STATE,
             STRAY_POD,
             plan_of_old("gpt-plan", uid),
             plan_of_old("settings", uid),
             *bindings(namespace),
         ):
             cluster.apply(body, namespace)
+        settings = owner(
+            "ConfigMap", "settings", "v1", cluster.get("configmap", "settings", namespace)["metadata"]["uid"]
+        )
+        cluster.apply(STATE | {"metadata": {"name": "of-another", "ownerReferences": [settings]}}, namespace)
         wait_for(lambda: cluster.get("serviceaccount", "default", namespace), timeout=30, what="service account")
         yield found
 
@@ -112,7 +115,7 @@ JOB: dict[str, Any] = {
 STATE: dict[str, Any] = {
     "apiVersion": API_VERSION,
     "kind": "TrainingJobState",
-    "metadata": {"name": "of-nobody"},
+    "metadata": {"name": "of-another"},
     "schemaVersion": 1,
     "plan": {"round": 1},
     "state": {},
@@ -242,11 +245,11 @@ def test_who_may_only_look_sees_jobs_but_no_plan(tenant: Tenant) -> None:
 def test_a_role_that_grants_everything_still_writes_no_state(tenant: Tenant) -> None:
     user = tenant.account("careless")
     forged = STATE | {"metadata": {"name": "forged"}}
-    patch = ("patch", "tjs", "of-nobody", "--type=merge", "-p", '{"state": {"quarantines": ["node-1"]}}')
+    patch = ("patch", "tjs", "of-another", "--type=merge", "-p", '{"state": {"quarantines": ["node-1"]}}')
     for words in (
         tenant.refusal(user, "create", "-f", "-", body=forged),
         tenant.refusal(user, *patch),
-        tenant.refusal(user, "delete", "tjs", "of-nobody"),
+        tenant.refusal(user, "delete", "tjs", "of-another"),
     ):
         assert "a TrainingJobState is the operator's own" in words
 
@@ -341,7 +344,7 @@ def test_a_stolen_operator_does_no_more_to_a_node(tenant: Tenant) -> None:
 
 def test_a_stolen_operator_deletes_nothing_of_others(tenant: Tenant) -> None:
     assert "only what a TrainingJob controls" in tenant.refusal(OPERATOR, "delete", "pod", "stray")
-    assert "only what a TrainingJob controls" in tenant.refusal(OPERATOR, "delete", "tjs", "of-nobody")
+    assert "only what a TrainingJob controls" in tenant.refusal(OPERATOR, "delete", "tjs", "of-another")
     assert "only the plans of jobs" in tenant.refusal(OPERATOR, "delete", "configmap", "settings")
 
 

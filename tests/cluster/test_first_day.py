@@ -93,7 +93,7 @@ class TestMistakes:
         failed = job.condition("Failed")
         assert (failed["status"], failed["reason"]) == ("True", "ScriptFailed")
         assert "no corpus at /data/words" in failed["message"]
-        assert job.status["round"] == 2, "the second round may have gone well; a third is pointless"
+        assert job.status["round"] in (2, 3), "the second may go well; a third may begin before the operator has spoken"
 
         def closed() -> bool:
             return {incident.get("status", {}).get("outcome") for incident in job.incidents()} == {"Failed"}

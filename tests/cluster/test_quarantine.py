@@ -401,10 +401,10 @@ class TestLimits:
         assert "1 of 6 nodes" in refused.words
 
     async def test_people_are_not_bound_by_the_budget(self, api: Api, cluster: Cluster, settings: Settings) -> None:
-        settings = replace(settings, repair_condition="PacekeeperFaulty")
+        flagging = replace(settings, repair_condition="PacekeeperFaulty")
         await hold(api, cluster, settings)
         make_by_hand(cluster, OTHER, approved=True)
-        await settle(api, settings, OTHER)
+        await settle(api, flagging, OTHER)
         conditions = {one["type"]: one for one in cluster.get("node", OTHER)["status"]["conditions"]}
         assert {"Ready", "PacekeeperFaulty"} <= conditions.keys(), "what the kubelet says stays"
         assert (conditions["PacekeeperFaulty"]["status"], conditions["PacekeeperFaulty"]["reason"]) == (
@@ -412,6 +412,9 @@ class TestLimits:
             "Person",
         )
         assert is_held(cluster, OTHER)
+        cluster.kubectl("delete", "nodequarantine", OTHER, "--wait=false")
+        await settle(api, flagging, OTHER)
+        assert is_free(cluster, OTHER), "of that condition, too"
 
     async def test_the_pause_stops_new_ones_but_no_release(
         self, api: Api, cluster: Cluster, settings: Settings

@@ -63,7 +63,7 @@ def deep(levels: int) -> Any:
     [
         ({"args": ["x" * MOST_BYTES]}, r"262,\d\d\d bytes .* may have 262,144: move .* a ConfigMap"),
         ({"args": [""] * MOST_VALUES}, r"more than 8,192 fields and values .* ConfigMap \(envFrom\)"),
-        ({"args": deep(1_000)}, "nested too deeply"),
+        ({"args": deep(1_000)}, "nested in more than 64 levels"),
     ],
 )
 def test_a_template_that_is_too_large_is_refused_by_field_and_remedy(container: Any, words: str) -> None:
