@@ -35,7 +35,6 @@ from .api import (
 from .probe import SECRET
 from .resources import SIDECAR_RESOURCES, Resources
 from .tolerations import Toleration
-from .trimming import MOST_LEVELS, TOO_DEEP
 
 GPU = "nvidia.com/gpu"
 RUNTIME_PATH = "/run/pacekeeper"
@@ -45,6 +44,10 @@ DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodS
 PROBE_SECONDS = 120
 """A probe pod ends itself, should there be no operator to end it."""
 
+
+MOST_LEVELS = 64
+"""Of a template; Kubernetes' own fields need a dozen."""
+TOO_DEEP = f"is nested in more than {MOST_LEVELS} levels; compare it with `kubectl explain pod.spec`"
 
 _OURS = "pacekeeper-"
 """What the names of our volumes begin with: no container of the template may mount one, and none may be made there."""

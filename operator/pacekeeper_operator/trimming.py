@@ -9,15 +9,13 @@ from typing import Any
 import orjson
 
 from .api import ANNOTATION_PROFILE, LABEL_PREBUILT, LABEL_PRIORITY, LABEL_QUEUE, UNREAD, Object
+from .manifests import TOO_DEEP
 
 MOST_BYTES = 2**18
 """Of a job's spec, as JSON. `kubectl apply` takes no more either: it writes the object into an annotation, and
 annotations have 256 KiB."""
 MOST_VALUES = 8192
 """In a template. Each takes about 100 bytes of memory, however few it has as JSON."""
-MOST_LEVELS = 64
-"""Of a template; Kubernetes' own fields need a dozen."""
-TOO_DEEP = f"is nested in more than {MOST_LEVELS} levels; compare it with `kubectl explain pod.spec`"
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 _METADATA = frozenset({*_IDENTITY, "finalizers", "labels", "annotations"})
 _LABELS = frozenset({LABEL_QUEUE, LABEL_PRIORITY, LABEL_PREBUILT})

@@ -177,7 +177,7 @@ class Job:
 
     def nodes(self) -> dict[str, str]:
         """Where each of its pods runs, by their names."""
-        return {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in self.pods()}
+        return {pod["metadata"]["name"]: pod["spec"].get("nodeName", "") for pod in self.pods()}
 
     def step(self) -> int:
         """The newest step that all members have completed, straight from their sidecars; -1: not all answer."""
