@@ -251,6 +251,7 @@ async def _fly(
             await probing.end(operator.cluster, operator.settings, flight)
         finally:
             operator.probe_claims.flights.discard(flight)
+    pods = {name: replace(pod, failing_check=operator.fleet.failing_check) for name, pod in pods.items()}
     return {seat.node: _judged(seat, circle, pods, nodes, runtime.now()) for circle in seats for seat in circle}
 
 

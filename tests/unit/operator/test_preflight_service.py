@@ -327,18 +327,18 @@ def holding(place: Place) -> set[str]:
 
 
 async def test_free_gpus_of_few_nodes_are_held_at_a_time_and_the_next_job_looks_at_others() -> None:
-    names = [f"n{i:02}" for i in range(40)]
+    names = [f"n{i:02}" for i in range(24)]
     place = Place(**{name: [HANGS] for name in names})
     with_gpus(place, *names)
-    tasks = [begin(place, *names[:20]), begin(place, *names[20:])]
+    tasks = [begin(place, *names[:12]), begin(place, *names[12:])]
     await place.timeline.run(5)
-    assert len(place.cluster.pods()) == 40, "nobody waits for GPUs"
+    assert len(place.cluster.pods()) == 24, "nobody waits for GPUs"
     assert 0 < len(holding(place)) <= GPU_NODES_AT_ONCE
     finish(place, told(USUAL))
     await place.timeline.run(10)
     assert all(task.done() for task in tasks)
     left = {name for name, probe in place.cluster.probes().items() if probe.get("gpusLeftAlone")}
-    assert len(left) >= 40 - GPU_NODES_AT_ONCE
+    assert len(left) >= 24 - GPU_NODES_AT_ONCE
     made = len(place.cluster.made)
     await place.look(*names, seconds=10.0)
     after = {name for name, probe in place.cluster.probes().items() if probe.get("gpusLeftAlone")}
