@@ -298,12 +298,12 @@ def state_object(job: Job, content: Object, resource_version: str = "") -> Objec
 
 
 def probe_pod(
-    name: str, namespace: str, node: Object, owner: Object | None, kind: str, image: ProbeImage, task: ProbeTask
+    name: str, namespace: str, node: Object, owner: Object, kind: str, image: ProbeImage, task: ProbeTask
 ) -> Object:
     """A short-lived pod on a `node`: it succeeds if the node can be used, and says how fast it is.
 
     It is bound to the node by name (a cordon keeps the scheduler away) and goes with its `owner`: the NodeQuarantine or
-    NodeProbe (`kind`) that it serves. None: whoever makes it deletes it.
+    NodeProbe (`kind`) that it serves.
     """
     limits = {"memory": "256Mi", **({GPU: str(task.gpus)} if task.gpus else {})}
     peers = [f"--peer={peer}={address}" for peer, address in task.peers.items()]
@@ -327,7 +327,7 @@ def probe_pod(
             "name": name,
             "namespace": namespace,
             "labels": {LABEL_PROBE: node["metadata"]["uid"], LABEL_CIRCLE: task.circle},
-            **({} if owner is None else {"ownerReferences": [_reference(owner["metadata"], kind)]}),
+            "ownerReferences": [_reference(owner["metadata"], kind)],
         },
         "spec": {
             "nodeName": node["metadata"]["name"],

@@ -224,7 +224,7 @@ async def _fly(
     runtime, flight = operator.runtime, f"{_FLIGHT}{operator.runtime.identifier()}"
     secret, began = runtime.identifier(), runtime.monotonic()
     seats = [[Seat(f"{flight}-{i}-{j}", node) for j, node in enumerate(names)] for i, names in enumerate(planned)]
-    owners = {name: await _owner(operator.cluster, nodes[name]) for names in planned for name in names}
+    owners = {name: await find_owner(operator.cluster, nodes[name]) for names in planned for name in names}
     pods: dict[str, ProbePod] = {}
     operator.probe_claims.flights.add(flight)
     try:
@@ -282,7 +282,7 @@ def _judged(
     return replace(probe, passed=True, message="; ".join(filter(None, (pod.message, alone)))), None
 
 
-async def _owner(cluster: Cluster, node: Object) -> Object:
+async def find_owner(cluster: Cluster, node: Object) -> Object:
     """The node's NodeProbe, with which its probe pods go."""
     name = node["metadata"]["name"]
     return await cluster.find(NODE_PROBES, name) or await _write(cluster, node, NodeProbe(node["metadata"]["uid"], 0.0))

@@ -22,6 +22,7 @@ from ..decide.node_steps import ProbePod
 from ..manifests import ProbeTask
 from . import events, probing
 from .operator import Operator
+from .preflight import find_owner
 
 FIRST_SECONDS = 300.0
 """After the operator begins to lead: what an installation or an upgrade brings along is there by then."""
@@ -100,7 +101,8 @@ async def _probe(operator: Operator, node: Object) -> ProbePod:
         task = ProbeTask(CIRCLE, operator.runtime.identifier(), gpus, {}, 0)
         pod = f"{CIRCLE}-{operator.runtime.identifier()[:8]}"
         try:
-            await probing.start(operator.cluster, operator.settings, pod, node, None, "", task)
+            owner = await find_owner(operator.cluster, node)
+            await probing.start(operator.cluster, operator.settings, pod, node, owner, "NodeProbe", task)
         except (Denied, Refused) as error:
             return ProbePod(phase="Failed", node=name, message=f"the API server refuses it: {error}")
         return await _await_end(operator, name)

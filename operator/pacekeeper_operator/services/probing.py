@@ -18,9 +18,9 @@ _MACHINE = ("node.kubernetes.io/instance-type", "nvidia.com/gpu.product", "kuber
 
 
 async def start(
-    cluster: Cluster, settings: Settings, name: str, node: Object, owner: Object | None, kind: str, task: ProbeTask
+    cluster: Cluster, settings: Settings, name: str, node: Object, owner: Object, kind: str, task: ProbeTask
 ) -> None:
-    """`owner`: the object of this `kind` that the pod goes with; None: with none. Raises what the cluster does."""
+    """`owner`: the object of this `kind` that the pod goes with. Raises what the cluster does."""
     secrets = tuple(secret.strip() for secret in settings.image_pull_secrets.split(",") if secret.strip())
     image = ProbeImage(
         settings.image,

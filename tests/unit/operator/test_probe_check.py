@@ -39,7 +39,7 @@ class Checked:
         await self.place.timeline.run(MOST_NODES * 70.0)
         await task
         assert not self.cluster.pods(), "nothing is left of it"
-        assert not self.cluster.probes(), "it is no look at a node for jobs"
+        assert all("passed" not in probe for probe in self.cluster.probes().values()), "it is no preflight"
 
     def events(self) -> list[tuple[str, str]]:
         found = [body for (plural, _, _), body in self.cluster.objects.items() if plural == EVENTS.plural]
@@ -85,6 +85,17 @@ async def test_a_node_that_is_broken_alone_shows_nothing_of_the_others() -> None
     different = Checked(a=NO_NETWORK, b=told({"unfit": "memory", "check": "memory"}, "Failed"))
     await different.check()
     assert different.operator.fleet.failing_check == "", "each fails in its own way"
+
+
+async def test_what_preflights_know_of_a_node_stays() -> None:
+    checked = Checked(a=PASSES, b=PASSES, c=PASSES)
+    await checked.place.look("a", "b", "c", seconds=30.0)
+    known, made = checked.cluster.probes(), len(checked.cluster.made)
+    task = asyncio.ensure_future(probe_check.check(checked.operator))
+    await checked.place.timeline.run(30)
+    await task
+    assert len(checked.cluster.made) == made + 1
+    assert checked.cluster.probes() == known
 
 
 async def test_where_there_is_no_room_nothing_is_known() -> None:
