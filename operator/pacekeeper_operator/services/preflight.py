@@ -186,20 +186,21 @@ async def _take_gpus(
     gpus: bool,
 ) -> tuple[set[str], set[str]]:
     """Nodes whose free GPUs the flight may hold, company included, and unmet ones whose GPUs it leaves alone. A circle
-    gets the GPUs of all its nodes or of none, so that what fails on one can be seen to work on another."""
-    claims, takers, left_alone = operator.probe_claims, set[str](), set[str]()
+    gets the GPUs of all its nodes or of none, so that what fails on one can be seen to work on another. The caller
+    releases those that it gets; where this raises, none are claimed."""
+    claims = operator.probe_claims
+    asked = [name for name in unmet if probing.has_gpus(nodes[name])]
+    due = [name for name in asked if gpus and not _rests(claims, name, known)]
+    free = {name for name in due if await probing.free_gpus(operator.cluster, nodes[name])}
+    takers, left_alone = set[str](), set(asked).difference(due)
     for names in planned:
-        with_gpus = [name for name in names if probing.has_gpus(nodes[name])]
-        asked = [name for name in with_gpus if name in unmet]
-        due = [name for name in asked if gpus and not _rests(claims, name, known)]
-        free = [name for name in due if await probing.free_gpus(operator.cluster, nodes[name])]
-        wanted = {*free, *(name for name in with_gpus if name not in unmet)} if free else set[str]()
-        left_alone.update(name for name in asked if name not in due)
+        company = {name for name in names if name not in unmet and probing.has_gpus(nodes[name])}
+        wanted = free.intersection(names) | company if free.intersection(names) else set[str]()
         if claims.has_gpu_room(len(wanted)):
             claims.claim_gpus(wanted)
             takers |= wanted
         else:
-            left_alone.update(free)
+            left_alone |= wanted - company
     return takers, left_alone
 
 

@@ -380,3 +380,15 @@ async def test_a_look_that_fails_lets_go_of_its_nodes() -> None:
     with pytest.raises(kopf.TemporaryError):
         await place.look("a", "b", "c")
     assert all(check.passed for check in (await place.look("a", "b", "c")).values())
+
+
+async def test_looks_that_fail_keep_no_gpus_from_others() -> None:
+    place = Place(**{name: [told(USUAL)] for name in "abc"})
+    with_gpus(place, *"abc")
+    for _ in range(GPU_NODES_AT_ONCE):
+        place.cluster.fail_next = 1
+        with pytest.raises(kopf.TemporaryError):
+            await place.look("a", "b", "c", seconds=5.0)
+        await place.timeline.run(GPU_REST_SECONDS)
+    await place.look("a", "b", "c", seconds=10.0)
+    assert asked(place) == ["8"] * 3
