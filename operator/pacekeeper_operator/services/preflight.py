@@ -60,7 +60,7 @@ async def look(
         left = [name for name in asked if name not in own and name not in unknown and lacks_gpus(name)]
         unmet = [*unknown, *left[:GPU_NODES_AT_ONCE]]  # of no more than may be looked at: the next job takes on
         if not unmet:
-            return {nodes[name]["metadata"]["uid"]: _check(found[name]) for name in there}
+            return {nodes[name]["metadata"]["uid"]: _check(found[name]) for name in there if name in found}
         released = claims.released
         async with claims.turns:
             if released.is_set():  # others have looked at nodes before its turn came

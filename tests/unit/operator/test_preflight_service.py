@@ -392,3 +392,16 @@ async def test_looks_that_fail_keep_no_gpus_from_others() -> None:
         await place.timeline.run(GPU_REST_SECONDS)
     await place.look("a", "b", "c", seconds=10.0)
     assert asked(place) == ["8"] * 3
+
+
+async def test_what_people_delete_while_other_nodes_are_looked_at_is_looked_at_again_by_the_next_look() -> None:
+    place = Place(**{name: [told(USUAL)] for name in "abcdef"})
+    await place.look("a", "b", "c", seconds=10.0)
+    finish(place, HANGS)
+    under_way = begin(place, "a", "d", "e", "f")
+    await place.timeline.run(5)
+    del place.cluster.objects["nodeprobes", "", "a"]
+    finish(place, told(USUAL))
+    await place.timeline.run(10)
+    assert set(under_way.result()) == {"uid-d", "uid-e", "uid-f"}
+    assert (await place.look("a", seconds=10.0))["a"].passed
