@@ -805,7 +805,7 @@ class NodeProbe:
     passed: bool | None = None  # None: it could not be found out
     message: str = ""
     figures: ProbeFigures | None = None
-    gpus_left_alone: bool = False  # for a job that uses none: they were not looked at
+    gpus_left_alone: bool = False  # its free GPUs were not looked at
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:

@@ -21,7 +21,7 @@ from .manifests import Installation
 from .observe.memory import Memory
 from .observe.prometheus import Prometheus
 from .runtime import Overtaken, Runtime
-from .services import leadership
+from .services import leadership, probe_check
 from .services.leadership import Lease
 from .services.operator import Operator
 from .services.sidecars import Sidecars
@@ -135,6 +135,7 @@ async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges,
     operator.begin()
     logging.info("%s leads", settings.identity)
     tasks = {"watch over": operator.watch_over(), "GPUs": operator.watch_gpus(), "resync": operator.resync()}
+    tasks["probe check"] = probe_check.watch_over(operator)
     if operator.webhook is not None:
         tasks["webhook"] = operator.webhook.deliver()
     stack.push_async_callback(_end, [runtime.start(task, name) for name, task in tasks.items()])

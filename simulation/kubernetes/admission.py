@@ -281,10 +281,11 @@ def _owned(new: Object | None, old: Object | None) -> str:
             for owner in body["metadata"].get("ownerReferences", ())
             if owner.get("controller") and owner["apiVersion"].startswith("pacekeeper.dev/")
         ]
-        if "TrainingJob" not in kinds and not ("NodeQuarantine" in kinds and body["kind"] == "Pod"):
+        of_node = body["kind"] == "Pod" and not {"NodeQuarantine", "NodeProbe"}.isdisjoint(kinds)
+        if "TrainingJob" not in kinds and not of_node:
             return (
                 "the operator may touch only what a TrainingJob controls, and in its own namespace pods that a "
-                "NodeQuarantine controls"
+                "NodeQuarantine or NodeProbe controls"
             )
     return ""
 

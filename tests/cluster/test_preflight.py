@@ -44,7 +44,7 @@ def test_a_healthy_cluster_passes_and_is_asked_once(cluster: Cluster, namespace:
     assert all(len(probe["figures"].get("links", ())) in (0, 1, 2) for probe in found.values())
     assert job.condition("Preflight")["status"] == "True"
     assert namespace not in str(cluster.list("nodequarantines"))
-    assert not cluster.list("pods", SYSTEM, "pacekeeper.dev/circle")
+    assert not cluster.list("pods", SYSTEM, "pacekeeper.dev/circle,pacekeeper.dev/circle!=known-good")
     job.delete()
     again = Job.apply(cluster, namespace, wanting(3))
     again.until_phase("Running", timeout=60)

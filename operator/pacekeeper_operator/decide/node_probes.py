@@ -68,9 +68,17 @@ def unshared(pod: ProbePod) -> tuple[Inconclusive | None, str]:
     alike = [other.node for other in pod.others if _fails(other, check)]
     if alike:
         return Inconclusive.SHARED, f"; a probe pod on {alike[0]} fails in the same way"
+    if check == pod.failing_check:
+        return Inconclusive.SHARED, "; nodes that nobody suspects fail in the same way"
     if check == GPUS:
         return None, ""
     return Inconclusive.ALONE, "; no probe pod on another node has passed the same check"
+
+
+def failed_alike(pods: Sequence[ProbePod]) -> str:
+    """The check that pods on known-good nodes have all failed; "": there is none."""
+    checks = {pod.failed_check for pod in pods}
+    return checks.pop() if len(checks) == 1 else ""
 
 
 def _passed_elsewhere(pod: ProbePod) -> bool:

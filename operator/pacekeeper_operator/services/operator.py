@@ -42,6 +42,7 @@ from ..server_clock import ServerClock
 from ..settings import Settings
 from . import incidents, node_history
 from .fleet import Fleet
+from .probe_claims import ProbeClaims
 from .tokens import Holder
 from .webhook import Webhook
 
@@ -91,7 +92,6 @@ class Operator:
     """Where incidents are told of, besides the cluster."""
     gpu: tuple[GpuValue, ...] = ()  # as Prometheus has said last
     paused: str = PAUSE_UNKNOWN
-    preflights: asyncio.Lock = field(default_factory=asyncio.Lock)
     next_pass: asyncio.Lock = field(default_factory=asyncio.Lock)
     unseen: set[JobName] = field(default_factory=set)
     """Jobs that have not looked yet at what the GPUs of their nodes show anew."""
@@ -121,9 +121,11 @@ class Operator:
     clock: ServerClock = field(init=False)
     fabrics: Shelf[Fabric] = field(init=False)
     fleet: Fleet = field(init=False)
+    probe_claims: ProbeClaims = field(init=False)
 
     def __post_init__(self) -> None:
         self.clock = ServerClock(self.runtime)
+        self.probe_claims = ProbeClaims(self.runtime)
         self.cluster.hear_date = self.clock.hear
         self.pods = Shelf(
             PODS,

@@ -6,7 +6,7 @@ What is found is kept in a NodeProbe of the node's own, so that one look serves 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from pacekeeper_analysis.errors import InputError
@@ -21,6 +21,7 @@ from ..manifests import ProbeTask
 from ..observation import NodeCheck
 from . import probing
 from .operator import Operator
+from .probe_claims import GPU_NODES_AT_ONCE, ProbeClaims
 
 AT_ONCE = 16
 """Circles of a look at many nodes."""
@@ -37,23 +38,45 @@ async def look(
 ) -> dict[str, NodeCheck]:
     """What is known of nodes (name → UID), by UID: from looks that are recent enough for a worker that was made at
     `since`, or from one that is made now. `gpus`: the job uses some; others' are left alone else, and not looked at.
+    Looks of several jobs run next to each other; a node that another one looks at is waited for, and then known.
     Raises what the cluster does."""
-    async with operator.preflights:  # two at once on a node would measure one another
-        nodes = {node["metadata"]["name"]: node for node in await operator.cluster.list(NODES)}
-        there = [name for name, uid in wanted.items() if name in nodes and nodes[name]["metadata"]["uid"] == uid]
-        found = await _known(operator.cluster, nodes)
-        unmet = [name for name in there if name not in found or not is_valid(_check(found[name]), spec, since)]
-        unmet += [name for name in there if gpus and name not in unmet and found[name].gpus_left_alone]
-        if unmet:
-            await _sweep(operator)
-            found |= await _probe(operator, unmet, nodes, found, gpus=gpus)
-        return {nodes[name]["metadata"]["uid"]: _check(found[name]) for name in there}
+    claims = operator.probe_claims
+    nodes = {node["metadata"]["name"]: node for node in await operator.cluster.list(NODES)}
+    there = [name for name, uid in wanted.items() if name in nodes and nodes[name]["metadata"]["uid"] == uid]
+    own: dict[str, NodeProbe] = {}
+    found: dict[str, NodeProbe] = {}
+
+    def is_unknown(name: str) -> bool:
+        return name not in own and (name not in found or not is_valid(_check(found[name]), spec, since))
+
+    def lacks_gpus(name: str) -> bool:
+        return gpus and name in found and found[name].gpus_left_alone and not claims.is_resting(name)
+
+    unmet: list[str] | None = None
+    while True:
+        found = await _known(operator.cluster, nodes) | own
+        asked = there if unmet is None else unmet
+        unknown = [name for name in asked if is_unknown(name)]
+        left = [name for name in asked if name not in own and name not in unknown and lacks_gpus(name)]
+        unmet = [*unknown, *left[:GPU_NODES_AT_ONCE]]  # of no more than may be looked at: the next job takes on
+        if not unmet:
+            return {nodes[name]["metadata"]["uid"]: _check(found[name]) for name in there if name in found}
+        released = claims.released
+        async with claims.turns:
+            if released.is_set():  # others have looked at nodes before its turn came
+                found = await _known(operator.cluster, nodes) | own
+                unmet = [name for name in unmet if is_unknown(name) or lacks_gpus(name)]
+            looked = await _probe(operator, unmet, nodes, found, gpus=gpus)
+        own |= looked
+        if unmet and not looked:
+            await claims.wait_for(released, LOOK_SECONDS)
 
 
 async def _sweep(operator: Operator) -> None:
-    """An operator that died has left its pods. Nobody looks at nodes now: the caller alone may."""
+    """An operator that died has left its pods."""
     for body in await operator.cluster.list(PODS, operator.settings.namespace, labels=LABEL_CIRCLE):
-        if body["metadata"].get("labels", {}).get(LABEL_CIRCLE, "").startswith(_FLIGHT):
+        flight = body["metadata"].get("labels", {}).get(LABEL_CIRCLE, "")
+        if flight.startswith(_FLIGHT) and flight not in operator.probe_claims.flights:
             await operator.cluster.delete(PODS, body["metadata"]["name"], operator.settings.namespace, grace=0)
 
 
@@ -76,6 +99,10 @@ async def _known(cluster: Cluster, nodes: Mapping[str, Object]) -> dict[str, Nod
     return found
 
 
+_Circles = Sequence[Sequence[str]]
+_Found = tuple[NodeProbe, Inconclusive | None]
+
+
 async def _probe(
     operator: Operator,
     unmet: Sequence[str],
@@ -84,52 +111,123 @@ async def _probe(
     *,
     gpus: bool,
 ) -> dict[str, NodeProbe]:
-    """A node that is slow beside others is looked at once more, beside other nodes: somebody may have been busy there
-    for a moment."""
-    usable = [name for name, node in nodes.items() if probing.is_usable(node)]
-    others = sorted((n for n in usable if n not in unmet), key=lambda n: (n not in known or not known[n].passed, n))
-    found = await _look_once(operator, unmet, others, nodes, gpus=gpus)
-    slow = [name for name, (_, inconclusive) in found.items() if inconclusive is Inconclusive.SLOW]
-    if slow:
-        passed = [name for name, (probe, _) in found.items() if probe.passed and name not in slow]
-        again = await _look_once(operator, slow, [*passed, *others], nodes, gpus=gpus)
-        for name, (probe, inconclusive) in again.items():
-            confirmed = inconclusive is Inconclusive.SLOW
-            found[name] = (replace(probe, passed=False) if confirmed else probe, None)
-    left_alone = {name for name in found if not gpus and probing.has_gpus(nodes[name])}
-    probes = {name: replace(probe, gpus_left_alone=name in left_alone) for name, (probe, _) in found.items()}
-    for name, probe in probes.items():
-        await _write(operator.cluster, nodes[name], probe)
-    return probes
+    """Looks at as many of them as one flight takes; none where other preflights have to end first."""
+    claims = operator.probe_claims
+    planned = _plan(claims, unmet, nodes, known)
+    if not planned:
+        return {}
+    held = {name for names in planned for name in names}
+    claims.claim(held)
+    unmet = [name for name in unmet if name in held]
+    takers: set[str] = set()
+    try:
+        await _sweep(operator)
+        takers, left_alone = await _take_gpus(operator, planned, unmet, nodes, known, gpus=gpus)
+        flown = await _fly(operator, planned, nodes, unmet, takers)
+        found = {name: flown[name] for name in unmet}
+        # A node that is slow beside others is looked at once more, beside other nodes: somebody may have been busy
+        # there for a moment. Nodes that are not needed for it are free for others.
+        if slow := [name for name, (_, inconclusive) in found.items() if inconclusive is Inconclusive.SLOW]:
+            passed = [name for name, (probe, _) in found.items() if probe.passed and name not in slow]
+            others = [*passed, *_company(claims, unmet, nodes, known, held)]
+            again = circles(slow, others, lambda name: probing.kind_of(nodes[name]))
+            needed = {name for names in again for name in names}
+            claims.claim(needed - held)
+            held, spare = needed, held - needed
+            claims.release(spare)
+            found |= _confirm(await _fly(operator, again, nodes, slow, takers), slow)
+        probes = {name: replace(probe, gpus_left_alone=name in left_alone) for name, (probe, _) in found.items()}
+        for name, probe in probes.items():
+            await _write(operator.cluster, nodes[name], probe)
+        return probes
+    finally:
+        claims.release_gpus(takers, takers.intersection(unmet))
+        claims.release(held)
 
 
-_Found = tuple[NodeProbe, Inconclusive | None]
+def _plan(
+    claims: ProbeClaims, unmet: Sequence[str], nodes: Mapping[str, Object], known: Mapping[str, NodeProbe]
+) -> list[tuple[str, ...]]:
+    """Circles of nodes that nobody looks at now. One that is too small to tell which node is slow waits where nodes of
+    its kind are only busy."""
+
+    def kind(name: str) -> tuple[str, ...]:
+        return probing.kind_of(nodes[name])
+
+    free = [name for name in unmet if claims.is_free(name)]
+    found = circles(free, _company(claims, unmet, nodes, known), kind)
+    busy = {kind(name) for name, node in nodes.items() if not claims.is_free(name) and probing.is_usable(node)}
+    return [names for names in found if len(names) >= FEWEST or kind(names[0]) not in busy][:AT_ONCE]
 
 
-async def _look_once(
-    operator: Operator, unmet: Sequence[str], others: Sequence[str], nodes: Mapping[str, Object], *, gpus: bool
-) -> dict[str, _Found]:
-    """Of the unmet ones only; why it says nothing (yet) about a node."""
-    planned = circles(unmet, others, lambda name: probing.kind_of(nodes[name]))
-    found: dict[str, _Found] = {}
-    for start in range(0, len(planned), AT_ONCE):
-        found |= await _fly(operator, planned[start : start + AT_ONCE], nodes, unmet if gpus else None)
-    return {name: found[name] for name in unmet}
+def _company(
+    claims: ProbeClaims,
+    unmet: Sequence[str],
+    nodes: Mapping[str, Object],
+    known: Mapping[str, NodeProbe],
+    held: Collection[str] = (),
+) -> list[str]:
+    """Nodes that may be asked for company now, best first. `held`: claimed by the caller."""
+    usable = [
+        name
+        for name, node in nodes.items()
+        if name not in unmet and (claims.is_free(name) or name in held) and probing.is_usable(node)
+    ]
+    return sorted(usable, key=lambda n: (n not in known or not known[n].passed, n))
+
+
+async def _take_gpus(
+    operator: Operator,
+    planned: _Circles,
+    unmet: Sequence[str],
+    nodes: Mapping[str, Object],
+    known: Mapping[str, NodeProbe],
+    *,
+    gpus: bool,
+) -> tuple[set[str], set[str]]:
+    """Nodes whose free GPUs the flight may hold, company included, and unmet ones whose GPUs it leaves alone. A circle
+    gets the GPUs of all its nodes or of none, so that what fails on one can be seen to work on another. The caller
+    releases those that it gets; where this raises, none are claimed."""
+    claims = operator.probe_claims
+    asked = [name for name in unmet if probing.has_gpus(nodes[name])]
+    due = [name for name in asked if gpus and not _rests(claims, name, known)]
+    free = {name for name in due if await probing.free_gpus(operator.cluster, nodes[name])}
+    takers, left_alone = set[str](), set(asked).difference(due)
+    for names in planned:
+        company = {name for name in names if name not in unmet and probing.has_gpus(nodes[name])}
+        wanted = free.intersection(names) | company if free.intersection(names) else set[str]()
+        if claims.has_gpu_room(len(wanted)):
+            claims.claim_gpus(wanted)
+            takers |= wanted
+        else:
+            left_alone |= wanted - company
+    return takers, left_alone
+
+
+def _rests(claims: ProbeClaims, name: str, known: Mapping[str, NodeProbe]) -> bool:
+    """One that failed is looked at in full, or a look without its GPUs would clear it."""
+    return claims.is_resting(name) and not (name in known and known[name].passed is False)
+
+
+def _confirm(again: Mapping[str, _Found], slow: Sequence[str]) -> dict[str, _Found]:
+    """What a second look makes of nodes that were slow in the first."""
+    found = {name: again[name] for name in slow}
+    return {
+        name: (replace(probe, passed=False) if inconclusive is Inconclusive.SLOW else probe, None)
+        for name, (probe, inconclusive) in found.items()
+    }
 
 
 async def _fly(
-    operator: Operator,
-    planned: Sequence[Sequence[str]],
-    nodes: Mapping[str, Object],
-    unmet: Sequence[str] | None,
+    operator: Operator, planned: _Circles, nodes: Mapping[str, Object], unmet: Sequence[str], takers: Collection[str]
 ) -> dict[str, _Found]:
-    """All these circles at once. `unmet`: whose GPUs are looked at, all that are free; of their company one each. None:
-    nobody's are."""
+    """All these circles at once. `takers`: whose GPUs are looked at, all that are free; of company one each."""
     runtime, flight = operator.runtime, f"{_FLIGHT}{operator.runtime.identifier()}"
     secret, began = runtime.identifier(), runtime.monotonic()
     seats = [[Seat(f"{flight}-{i}-{j}", node) for j, node in enumerate(names)] for i, names in enumerate(planned)]
-    owners = {name: await _owner(operator.cluster, nodes[name]) for names in planned for name in names}
+    owners = {name: await find_owner(operator.cluster, nodes[name]) for names in planned for name in names}
     pods: dict[str, ProbePod] = {}
+    operator.probe_claims.flights.add(flight)
     try:
         while True:
             waited = runtime.monotonic() - began
@@ -140,8 +238,8 @@ async def _fly(
                 break
             for launch in due:
                 node = nodes[launch.seat.node]
-                gpus = 0 if unmet is None else await probing.free_gpus(operator.cluster, node)
-                if unmet is not None and launch.seat.node not in unmet:
+                gpus = await probing.free_gpus(operator.cluster, node) if launch.seat.node in takers else 0
+                if launch.seat.node not in unmet:
                     gpus = min(1, gpus)
                 task = ProbeTask(flight, secret, gpus, launch.peers, launch.guests)
                 owner = owners[launch.seat.node]
@@ -150,7 +248,11 @@ async def _fly(
                 )
             await runtime.sleep(POLL_SECONDS)
     finally:
-        await probing.end(operator.cluster, operator.settings, flight)
+        try:
+            await probing.end(operator.cluster, operator.settings, flight)
+        finally:
+            operator.probe_claims.flights.discard(flight)
+    pods = {name: replace(pod, failing_check=operator.fleet.failing_check) for name, pod in pods.items()}
     return {seat.node: _judged(seat, circle, pods, nodes, runtime.now()) for circle in seats for seat in circle}
 
 
@@ -181,7 +283,7 @@ def _judged(
     return replace(probe, passed=True, message="; ".join(filter(None, (pod.message, alone)))), None
 
 
-async def _owner(cluster: Cluster, node: Object) -> Object:
+async def find_owner(cluster: Cluster, node: Object) -> Object:
     """The node's NodeProbe, with which its probe pods go."""
     name = node["metadata"]["name"]
     return await cluster.find(NODE_PROBES, name) or await _write(cluster, node, NodeProbe(node["metadata"]["uid"], 0.0))

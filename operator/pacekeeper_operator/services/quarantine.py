@@ -415,14 +415,14 @@ async def _made_or_found(fleet: Fleet, body: Object) -> tuple[Object, bool]:
 async def _next(fleet: Fleet, known: Known, seen: Seen | None) -> QuarantineStep:
     probe = known.legible.last_probe
     pods = () if probe is None else await probing.pods_of(fleet.cluster, fleet.settings, probe.pod)
-    return await fleet.next_step(known, seen, None if probe is None else _probe(probe.pod, pods))
+    return await fleet.next_step(known, seen, None if probe is None else _probe(fleet, probe.pod, pods))
 
 
-def _probe(name: str, bodies: Sequence[Object]) -> ProbePod | None:
+def _probe(fleet: Fleet, name: str, bodies: Sequence[Object]) -> ProbePod | None:
     """The pod on the node in question, with those of its circle; None: there is none of them."""
     pods = {body["metadata"]["name"]: ProbePod.parse(body) for body in bodies}
     own = pods.pop(name, ProbePod(phase=""))
-    return replace(own, others=tuple(pods.values())) if own.phase or pods else None
+    return replace(own, others=tuple(pods.values()), failing_check=fleet.failing_check) if own.phase or pods else None
 
 
 async def _carry_out(fleet: Fleet, step: QuarantineStep, known: Known, seen: Seen | None) -> None:

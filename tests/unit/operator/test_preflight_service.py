@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import kopf
 import pytest
 
 from pacekeeper_operator.api import PreflightSpec
@@ -17,6 +18,7 @@ from pacekeeper_operator.observe.memory import Memory
 from pacekeeper_operator.observe.prometheus import Prometheus
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.preflight import look
+from pacekeeper_operator.services.probe_claims import FLIGHTS_AT_ONCE, GPU_NODES_AT_ONCE, GPU_REST_SECONDS
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
 from tests.support.schema import faults, schema
@@ -37,6 +39,7 @@ class Cluster(FakeCluster):
         self.words = words
         self.made: list[str] = []  # nodes of all pods, in the order in which they were made
         self.specs: list[Object] = []  # of the same
+        self.fail_next = 0  # so many creations of pods fail
         for name in words:
             self.node(name)
 
@@ -46,6 +49,9 @@ class Cluster(FakeCluster):
         self._store((NODES.plural, "", name), {"metadata": metadata, "spec": {}, "status": status})
 
     async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+        if kind is PODS and self.fail_next:
+            self.fail_next -= 1
+            raise kopf.TemporaryError("the API server is away", delay=1)
         if kind is PODS:
             name = body["spec"]["nodeName"]
             self.made.append(name)
@@ -70,7 +76,7 @@ def told(figures: Mapping[str, Any], phase: str = "Succeeded") -> Object:
 
 
 class Place:
-    def __init__(self, settings: Settings = SETTINGS, **words: list[Object]) -> None:
+    def __init__(self, settings: Settings = SETTINGS, /, **words: list[Object]) -> None:
         self.cluster, self.timeline = Cluster(**words), Timeline()
         runtime = VirtualRuntime(self.timeline)
         self.operator = Operator(settings, self.cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""), runtime)
@@ -239,3 +245,163 @@ async def test_two_looks_take_turns() -> None:
     await place.timeline.run(10)
     assert looks[0].result() == looks[1].result()
     assert len(place.cluster.made) == 3
+
+
+HANGS: Object = {"phase": "Running", "podIP": "10.0.0.1"}
+
+
+def begin(place: Place, *nodes: str, gpus: bool = True) -> asyncio.Task[dict[str, NodeCheck]]:
+    wanted = {name: f"uid-{name}" for name in nodes}
+    return asyncio.ensure_future(look(place.operator, wanted, SPEC, place.operator.runtime.now(), gpus=gpus))
+
+
+def finish(place: Place, answer: Object) -> None:
+    """All pods that run, and all that are made from now on."""
+    for body in place.cluster.pods():
+        body["status"] = answer
+    place.cluster.words = {name: [answer] for name in place.cluster.words}
+
+
+async def test_jobs_on_different_nodes_do_not_wait_for_each_other() -> None:
+    place = Place(**{name: [HANGS] for name in "abc"}, **{name: [told(USUAL)] for name in "def"})
+    slow, quick = begin(place, "a", "b", "c"), begin(place, "d", "e", "f")
+    await place.timeline.run(10)
+    assert not slow.done()
+    assert all(check.passed for check in quick.result().values())
+    finish(place, told(USUAL))
+    await place.timeline.run(10)
+    assert slow.done()
+    assert not place.cluster.pods()
+
+
+async def test_a_node_is_looked_at_by_one_job_at_a_time_and_its_company_is_not_asked_by_another() -> None:
+    place = Place(**{name: [HANGS] for name in "abcd"})
+    first, second = begin(place, "a"), begin(place, "a", "d")
+    await place.timeline.run(5)
+    assert sorted(place.cluster.made) == ["a", "b", "c"], "d alone could not be told to be slow: it waits for company"
+    finish(place, told(USUAL))
+    await place.timeline.run(10)
+    assert all(task.done() for task in (first, second))
+    assert "no other node" not in str(second.result())
+    assert second.result()["uid-d"].passed
+    assert place.cluster.made.count("a") == 2, "for itself, and as company"
+    assert not place.cluster.pods()
+
+
+async def test_what_a_look_has_under_way_is_not_swept_away_by_the_next_job() -> None:
+    place = Place(**{name: [HANGS] for name in "abc"}, **{name: [told(USUAL)] for name in "def"})
+    begin(place, "a", "b", "c")
+    await place.timeline.run(5)
+    running = [body["metadata"]["name"] for body in place.cluster.pods()]
+    begin(place, "d", "e", "f")
+    await place.timeline.run(5)
+    assert [body["metadata"]["name"] for body in place.cluster.pods()] == running
+    finish(place, told(USUAL))
+    await place.timeline.run(10)
+
+
+async def test_few_jobs_are_looked_at_at_a_time_however_many_there_are() -> None:
+    names = [f"n{i:02}" for i in range(18)]
+    place = Place(**{name: [HANGS] for name in names})
+    for i in range(0, 18, 3):
+        begin(place, *names[i : i + 3])
+    await place.timeline.run(5)
+    assert len(place.cluster.made) == 3 * FLIGHTS_AT_ONCE
+    finish(place, told(USUAL))
+    await place.timeline.run(10)
+    assert set(place.cluster.made) == set(names)
+
+
+def with_gpus(place: Place, *names: str) -> None:
+    for name in names:
+        place.cluster.objects["nodes", "", name]["status"]["allocatable"] = {"nvidia.com/gpu": "8"}
+
+
+def holding(place: Place) -> set[str]:
+    """Nodes whose GPUs probe pods hold."""
+    return {
+        body["spec"]["nodeName"]
+        for body in place.cluster.pods()
+        if "nvidia.com/gpu" in body["spec"]["containers"][0]["resources"]["limits"]
+    }
+
+
+async def test_free_gpus_of_few_nodes_are_held_at_a_time_and_the_next_job_looks_at_others() -> None:
+    names = [f"n{i:02}" for i in range(24)]
+    place = Place(**{name: [HANGS] for name in names})
+    with_gpus(place, *names)
+    tasks = [begin(place, *names[:12]), begin(place, *names[12:])]
+    await place.timeline.run(5)
+    assert len(place.cluster.pods()) == 24, "nobody waits for GPUs"
+    assert 0 < len(holding(place)) <= GPU_NODES_AT_ONCE
+    finish(place, told(USUAL))
+    await place.timeline.run(10)
+    assert all(task.done() for task in tasks)
+    left = {name for name, probe in place.cluster.probes().items() if probe.get("gpusLeftAlone")}
+    assert len(left) >= 24 - GPU_NODES_AT_ONCE
+    made = len(place.cluster.made)
+    await place.look(*names, seconds=10.0)
+    after = {name for name, probe in place.cluster.probes().items() if probe.get("gpusLeftAlone")}
+    assert after < left
+    assert len(place.cluster.made) - made <= GPU_NODES_AT_ONCE, "not all of them once more"
+
+
+async def test_a_nodes_free_gpus_rest_between_looks_however_often_a_job_is_made_anew() -> None:
+    place = Place(**{name: [told(USUAL)] for name in "abc"})
+    with_gpus(place, *"abc")
+    spec = replace(SPEC, valid_for=60.0)
+    wanted = {name: f"uid-{name}" for name in "abc"}
+    for _ in range(20):
+        task = asyncio.ensure_future(look(place.operator, wanted, spec, place.operator.runtime.now()))
+        await place.timeline.run(70)
+        assert all(check.passed for check in task.result().values())
+    held = [gpus for gpus in asked(place) if gpus != "0"]
+    assert len(asked(place)) == 60, "the nodes themselves are looked at each time"
+    assert 3 <= len(held) <= 3 * (1 + 20 * 70 / GPU_REST_SECONDS)
+
+
+async def test_a_node_whose_gpus_failed_is_not_cleared_by_a_look_without_them() -> None:
+    unfit = told({"unfit": "a GPU is gone", "check": "gpus", "gpus": 8}, "Failed")
+    place = Place(a=[unfit], b=[told({**USUAL, "gpus": 8})], c=[told({**USUAL, "gpus": 8})])
+    with_gpus(place, *"abc")
+    spec = replace(SPEC, valid_for=60.0)
+    for _ in range(2):
+        wanted = {name: f"uid-{name}" for name in "abc"}
+        task = asyncio.ensure_future(look(place.operator, wanted, spec, place.operator.runtime.now()))
+        await place.timeline.run(100)
+        assert task.result()["uid-a"].passed is False
+    of_a = [gpus for name, gpus in zip(place.cluster.made, asked(place), strict=True) if name == "a"]
+    assert of_a == ["8", "8"]
+
+
+async def test_a_look_that_fails_lets_go_of_its_nodes() -> None:
+    place = Place(a=[told(USUAL)], b=[told(USUAL)], c=[told(USUAL)])
+    place.cluster.fail_next = 1
+    with pytest.raises(kopf.TemporaryError):
+        await place.look("a", "b", "c")
+    assert all(check.passed for check in (await place.look("a", "b", "c")).values())
+
+
+async def test_looks_that_fail_keep_no_gpus_from_others() -> None:
+    place = Place(**{name: [told(USUAL)] for name in "abc"})
+    with_gpus(place, *"abc")
+    for _ in range(GPU_NODES_AT_ONCE):
+        place.cluster.fail_next = 1
+        with pytest.raises(kopf.TemporaryError):
+            await place.look("a", "b", "c", seconds=5.0)
+        await place.timeline.run(GPU_REST_SECONDS)
+    await place.look("a", "b", "c", seconds=10.0)
+    assert asked(place) == ["8"] * 3
+
+
+async def test_what_people_delete_while_other_nodes_are_looked_at_is_looked_at_again_by_the_next_look() -> None:
+    place = Place(**{name: [told(USUAL)] for name in "abcdef"})
+    await place.look("a", "b", "c", seconds=10.0)
+    finish(place, HANGS)
+    under_way = begin(place, "a", "d", "e", "f")
+    await place.timeline.run(5)
+    del place.cluster.objects["nodeprobes", "", "a"]
+    finish(place, told(USUAL))
+    await place.timeline.run(10)
+    assert set(under_way.result()) == {"uid-d", "uid-e", "uid-f"}
+    assert (await place.look("a", seconds=10.0))["a"].passed
