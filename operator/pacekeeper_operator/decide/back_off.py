@@ -53,7 +53,9 @@ def _describe_starts(observation: Observation) -> str:
     if failed < start_failed.TRIES or not workforce.waits_for_starts(observation):
         return ""
     then = f"the next one is made at {_clock_time(at)}" if observation.now < at else "the next one starts"
-    return f"{failed} workers in a row ended before they were ready; {then}"
+    last = start_failed.newest_incident(observation)
+    why = "" if last is None else f"; the last one: {last.message}"
+    return f"{failed} workers in a row ended before they were ready; {then}{why}"
 
 
 def _describe_rounds(observation: Observation, policy: Policy) -> str:

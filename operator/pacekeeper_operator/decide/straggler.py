@@ -534,7 +534,8 @@ def _weigh(
     if around is not None and found.trouble is Trouble.COMMUNICATION:
         options.append(around)
         actions.append(PlanTraffic(paces=links.rates(observation)))
-    measured = {incident.remedy for incident in observation.state.incidents.open if incident.live}
+    open_ = observation.state.incidents.open
+    measured = {i.remedy for i in open_ if i.live and i.class_ is Class.PERFORMANCE}
     choice = choose([_once(option) if option.remedy in measured else option for option in options])
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
 
