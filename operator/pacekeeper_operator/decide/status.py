@@ -22,6 +22,8 @@ UNIFORM_SLOWDOWN = 1.2
 """A job whose fastest rank takes so many times its own first steady steps is slow as a whole."""
 READY_SECONDS = 60.0
 """A recovery of up to so long leaves a job Ready: most take a second, and what tools wait for must not flap."""
+TO_DO_AFTER_FAILURE = "the job does not begin again: mend the cause, delete the job, and apply it again"
+"""Its template can no longer be changed to any effect."""
 MAX_MESSAGE = 4000
 """Characters of a condition's message."""
 
@@ -188,7 +190,9 @@ def _verdict(observation: Observation, policy: Policy, phase: JobPhase, waits: _
     waits: why it does not train, where it does not."""
     spec, state = observation.job.spec, observation.state
     if phase is JobPhase.FAILED:
-        return _Found(Condition.STALLED, True, _why_failed(state.life), state.life.failed_message)
+        return _Found(
+            Condition.STALLED, True, _why_failed(state.life), f"{TO_DO_AFTER_FAILURE}: {state.life.failed_message}"
+        )
     if phase is JobPhase.COMPLETE:
         return _Found(Condition.READY, True, Reason.TRAINED)
     if phase is JobPhase.SUSPENDED and observation.job.queued:
@@ -342,6 +346,10 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
     """The first reason that holds, gravest first."""
     state, plan, spec = observation.state, observation.plan, observation.job.spec
     metrics = observation.metrics
+    if state.life.over:
+        return _Found(
+            Condition.DEGRADED, False, Reason.HEALTHY
+        )  # what holds remedies up is none of its business any more
     held = next((i for i in state.incidents.current if i.verdict == Verdict.BREAKER), None)
     if held is not None:
         return _Found(Condition.DEGRADED, True, Reason.QUARANTINE_BREAKER, held.quarantine)
