@@ -34,8 +34,8 @@ def step(observation: Observation, policy: Policy, checks: Sequence[Check]) -> D
             if decision is None or any(decision.subject == earlier.subject for earlier in made):
                 break
             if decision.covered_by and decision.actions and _applies(policy, decision):
-                settled = observation.with_draft(_settle(observation.draft, decision))
-                observation = observation.with_draft(apply(decision, settled).draft)
+                observation = observation.with_draft(_settle(observation.draft, decision))
+                observation = observation.with_draft(apply(decision, observation).draft)
                 made.append(decision)
                 continue
             if not _known(observation, policy, decision):
