@@ -104,6 +104,7 @@ class Decision:
     settles: tuple[str, ...] = ()  # names of the faults that it deals with
     gpu_seen: tuple[GpuValue, ...] = ()  # readings that it deals with
     continues: str = ""  # name of the open incident to which this is a further remedy
+    covered_by: str = ""  # name of the open incident that covers this fault, too: no other one is opened
     live: bool = False  # changes no round
     routine: bool = False  # what Kubernetes or torchrun would do: also where remedies are only recommended
     last_step: int = -1

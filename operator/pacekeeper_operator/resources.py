@@ -35,6 +35,72 @@ def parse_resources(text: str) -> Resources:
     return read
 
 
+def explain_denial(denial: str, resources: Resources, container: str) -> str:
+    """Return what to add to the API server's denial of a pod for the resources of `container`, which the user has not
+    written; "": they have no part in it.
+
+    resources: that this container has. A LimitRange does not name containers, but says which figure it refuses.
+    """
+    if _is_refused(denial, resources, container):
+        what = f"this is about container {container}, which Pacekeeper adds to each worker"
+    elif _counts(denial, resources):
+        what = f"container {container}, which Pacekeeper adds to each worker, counts in"
+    else:
+        return ""
+    has = "; ".join(
+        f"{kind}: {', '.join(f'{name} {quantity}' for name, quantity in quantities.items())}"
+        for kind, quantities in resources.items()
+    )
+    remedy = "the platform team may change them by the chart's value sidecarResources"
+    return f" ({what} with {has or 'no requests and limits'}: {remedy})"
+
+
+_LACKS = re.compile(r"must specify ([^;\]]+(?:;[^;\]]+ for: [^;\]]+)*)")
+_REQUESTED = re.compile(r"exceeded quota: [^,]+, requested: (\S+), used: ")
+_LIMIT = re.compile(
+    r"([a-z][\w./-]*) (?:usage|max limit to request ratio) per (Container|Pod) is [^\s,]+?(?:,|\.)\s+(?:but )?"
+    r"(?:(no) )?(request|limit|provided ratio) is ([^\s,\]]+)",
+    re.IGNORECASE,
+)
+"""Of a LimitRange: resource, per what, whether the figure is missing, which figure, and its value."""
+
+
+def _is_refused(denial: str, resources: Resources, container: str) -> bool:
+    """Return whether a quota misses something in this container, or a LimitRange refuses a figure that it has."""
+    if lacking := _LACKS.search(denial):
+        if " for: " in lacking[1]:
+            return any(container in part.rpartition(" for: ")[2].split(",") for part in lacking[1].split("; "))
+        return any(_quantity(resources, name.strip()) is None for name in lacking[1].split(","))
+    return any(of == "Container" and _has(resources, name, *told) for name, of, *told in _LIMIT.findall(denial))
+
+
+def _counts(denial: str, resources: Resources) -> bool:
+    """Return whether a sum is too large in which this container's resources count."""
+    requested = _REQUESTED.search(denial)
+    names = [each.partition("=")[0] for each in requested[1].split(",")] if requested else []
+    names += [name for name, of, *_ in _LIMIT.findall(denial) if of == "Pod"]
+    return any(_quantity(resources, name) or _quantity(resources, f"limits.{name}") for name in names)
+
+
+def _has(resources: Resources, name: str, missing: str, what: str, value: str) -> bool:
+    request, limit = _quantity(resources, f"requests.{name}"), _quantity(resources, f"limits.{name}")
+    if missing:
+        return (request if what.lower() == "request" else limit) is None
+    if what == "provided ratio":
+        has = _amount(limit) / _amount(request) if limit and request and _amount(request) else None
+        return has is not None and abs(has - float(value)) < 1e-3 * has
+    found = request if what == "request" else limit
+    return bool(found and _QUANTITY.fullmatch(value)) and _amount(found or "0") == _amount(value)
+
+
+def _quantity(resources: Resources, name: str) -> str | None:
+    """Return the quantity of `cpu`, `requests.cpu` or `limits.cpu`, as quotas name them; None: there is none."""
+    kind, dot, rest = name.partition(".")
+    if dot and kind in ("requests", "limits"):
+        return resources.get(kind, {}).get(rest)
+    return resources.get("requests", {}).get(name)
+
+
 def _quantities(kind: str, found: object) -> Mapping[str, str]:
     if not isinstance(found, dict):
         raise InputError(f'{kind} must be quantities by name, like {{"memory": "256Mi"}}')

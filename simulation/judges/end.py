@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_operator.api import LABEL_JOB, Condition, JobPhase, Reason, parse_duration, parse_time
+from pacekeeper_operator.api import LABEL_JOB, Cause, Condition, JobPhase, Reason, parse_duration, parse_time
 
 from ..faults.fault import Cost
 from ..kubernetes.kubelet import Images
@@ -64,11 +64,19 @@ def _job(world: World, record: Record, job: JobRecord, schedule: Schedule) -> It
     if books is None:
         yield f"nothing is written of {job.name}"
         return
-    wanting = [name for name, incident in books.incidents.items() if not incident.get("outcome")]
+    lacks_spares = Cost.SPARES in schedule.costs
+    wanting = [
+        name
+        for name, incident in books.incidents.items()
+        if not incident.get("outcome") and not (lacks_spares and _awaits_spare(incident))
+    ]
     if wanting:
         yield f"{job.name}: {', '.join(wanting)} are open in its bookkeeping"
     for incident in world.api.all("incidents"):
-        if incident["spec"]["jobRef"].get("uid") == job.uid and not incident.get("status", {}).get("outcome"):
+        is_open = not incident.get("status", {}).get("outcome")
+        if lacks_spares and _awaits_spare(incident["spec"]):
+            continue
+        if incident["spec"]["jobRef"].get("uid") == job.uid and is_open:
             yield f"Incident {incident['metadata']['name']} is open"
     yield from _conditions(job, status, schedule)
     pods = [body for body in record.pods.values() if record.job_of(body) is job]
@@ -113,6 +121,11 @@ def _running(world: World, job: JobRecord, status: Object, schedule: Schedule) -
         if not _is_ready(status) and len(seats) == replicas:
             yield f"{job.name} trains, and tools do not find it Ready"
     yield from _training(world, job, seats, schedule)
+
+
+def _awaits_spare(incident: Object) -> bool:
+    """It is about a worker without ranks, and over once another one is ready."""
+    return incident.get("cause") in (Cause.WORKER_LOST, Cause.WORKER_FROZEN) and incident.get("rank") is None
 
 
 def _is_ready(status: Object) -> bool:

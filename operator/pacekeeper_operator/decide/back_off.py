@@ -10,12 +10,14 @@ from __future__ import annotations
 from pacekeeper_analysis.reports import LauncherState
 
 from .. import rounds
-from ..api import Remedy, format_time
+from ..api import Cause, Remedy, format_time
 from ..decision import BackOff
 from ..observation import Observation, Policy
 from ..state import Draft
 from . import crash, round_failed, stages, start_failed, workforce
 from .remedies import back_off
+
+ANOTHER = "spec.remediation.maxRestarts allows another restart"
 
 
 def step(observation: Observation, policy: Policy) -> Draft:
@@ -40,7 +42,9 @@ def due_at(observation: Observation, policy: Policy) -> float:
 
 def describe(observation: Observation, policy: Policy) -> str:
     """Return why the next round or worker waits and until when, for people; "": nothing waits."""
-    words = _describe_rounds(observation, policy) or _describe_starts(observation)
+    words = (
+        _describe_rounds(observation, policy) or _describe_starts(observation) or _describe_hang(observation, policy)
+    )
     if words:
         return words
     stuck = stages.why_not_started(observation)
@@ -53,7 +57,18 @@ def _describe_starts(observation: Observation) -> str:
     if failed < start_failed.TRIES or not workforce.waits_for_starts(observation):
         return ""
     then = f"the next one is made at {_clock_time(at)}" if observation.now < at else "the next one starts"
-    return f"{failed} workers in a row ended before they were ready; {then}"
+    last = start_failed.newest_incident(observation)
+    why = "" if last is None else f"; the last one: {last.message}"
+    return f"{failed} workers in a row ended before they were ready; {then}{why}"
+
+
+def _describe_hang(observation: Observation, policy: Policy) -> str:
+    """A round that hangs before its first step, and no restart is left (`hang`)."""
+    open_ = (i for i in observation.state.incidents.open if i.cause is Cause.HANG and i.round == observation.round)
+    if not any(i.applied is None for i in open_) or not observation.budget_is_spent(policy) or not policy.recovers:
+        return ""
+    due = observation.state.budget.room_at(max(1, policy.max_restarts), observation.now, policy.restart_window)
+    return f"the round hangs; the next one begins at {_clock_time(due)}, when {ANOTHER}"
 
 
 def _describe_rounds(observation: Observation, policy: Policy) -> str:
@@ -64,7 +79,7 @@ def _describe_rounds(observation: Observation, policy: Policy) -> str:
     if not budget.next_round_at:
         then = "is under way"
     elif due > max(budget.next_round_at, observation.now):
-        then = f"begins at {_clock_time(due)}, when spec.remediation.maxRestarts allows another restart"
+        then = f"begins at {_clock_time(due)}, when {ANOTHER}"
     else:
         then = f"begins at {_clock_time(budget.next_round_at)}"
     last = f"; the last error: {budget.barren_error}" if budget.barren_error else ""

@@ -44,7 +44,10 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     choice = choose_at_standstill((stay, move))
     chosen = choice.chosen
     actions: tuple[Action, ...] = ()
-    if observation.budget_is_spent(policy):
+    waits = _waits_for_budget(observation, policy, stalls)
+    if waits:
+        chosen = None
+    elif observation.budget_is_spent(policy):
         actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"no restart is left, and {said}"),)
         chosen = None
     elif repetition.reaches(policy.rounds_without_progress) and (chosen is None or chosen.option is not move):
@@ -78,11 +81,18 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         rank=rank,
         worker=worker,
         node=node,
-        settles=tuple(fault.name for fault in stalls),
+        settles=() if waits else tuple(fault.name for fault in stalls),  # it is judged again once a restart is left
         last_step=observation.step,
         repetition=repetition,
         finding=_finding(observation.plan, verdict, stalls, past),
     )
+
+
+def _waits_for_budget(observation: Observation, policy: Policy, stalls: Sequence[Fault]) -> bool:
+    """Return whether the next round waits for a restart to leave the window: the job has trained, and this round hangs
+    before its first step, as where storage is away."""
+    is_barren = not any(fault.completed_step for fault in stalls)
+    return is_barren and observation.has_trained and policy.max_restarts > 0 and observation.budget_is_spent(policy)
 
 
 class _Past:

@@ -81,7 +81,7 @@ def _begin(observation: Observation) -> Draft:
         draft = draft.with_life(training_since=observation.training_since)
     if not state.life.paced_since and observation.training_since is not None:
         draft = draft.with_life(paced_since=observation.training_since, paced_step=observation.restored_step)
-    if (state.placement.failed_starts or state.placement.refused) and _is_complete(observation):
+    if (state.placement.failed_starts or state.placement.refused) and is_complete(observation):
         draft = draft.with_placement(failed_starts=0, refused=0, refused_until=0.0)
     return draft
 
@@ -93,8 +93,8 @@ def _trains_again(observation: Observation) -> bool:
     return runs and observation.training_since is not None and observation.round > observation.state.budget.barren_round
 
 
-def _is_complete(observation: Observation) -> bool:
-    """It trains, and has all the workers that it is to have: nobody is on the way, or still to be made."""
+def is_complete(observation: Observation) -> bool:
+    """Return whether it trains with all the workers that it is to have: nobody is on the way, or still to be made."""
     spec, seated = observation.job.spec, {member.worker for member in observation.plan.members}
     trains = observation.training_since is not None and not observation.state.placement.vacant_since
     there = sum(view.usable and (view.warm or view.name in seated) for view in observation.workers)

@@ -9,6 +9,7 @@ from pacekeeper_analysis.reports import LauncherState
 from ..api import Cause, Class, Reason, Remedy
 from ..decision import Action, Decision, FailJob, ReplaceWorker
 from ..observation import Observation, PodView, Policy, WorkerView
+from ..state import Incident
 from ..subject import Subject
 
 TRIES = 2
@@ -37,6 +38,33 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     return None
 
 
+def newest_incident(observation: Observation) -> Incident | None:
+    """Return the Incident that is open for workers that do not start; None: there is none."""
+    found = [incident for incident in observation.state.incidents.open if is_about_start(incident)]
+    return max(found, key=lambda incident: incident.decided, default=None)
+
+
+def is_about_start(incident: Incident) -> bool:
+    """Return whether it is about a worker that was never ready: it had no rank."""
+    return incident.cause is Cause.WORKER_LOST and incident.rank is None
+
+
+def _covered_by(observation: Observation, message: str, view: WorkerView) -> str:
+    """Return the name of the Incident that is open for a worker that did not start for the same reason: one covers all
+    attempts, since hours of them would make hundreds."""
+    before = newest_incident(observation)
+    if before is None or before.applied is None:
+        return ""
+    same = _without_names(before.message, before.worker, before.node)
+    return before.name if same == _without_names(message, view.name, view.node) else ""
+
+
+def _without_names(message: str, *names: str | None) -> str:
+    for name in filter(None, names):
+        message = message.replace(name, "")
+    return message
+
+
 def _refused(observation: Observation, policy: Policy, view: WorkerView) -> Decision:
     """Its containers were never begun. However often: the job does not fail of it, but tries ever less often."""
     assert view.pod is not None
@@ -53,12 +81,14 @@ def _replace(
     allowed = not policy.refusal(Remedy.REPLACE_WORKER)
     refused = class_ is Class.INFRASTRUCTURE
     action = ReplaceWorker(view.name, words, dead=True, never_ready=not refused, refused=refused)
+    message = f"worker {view.name} is given up: {words}"
     return Decision(
         subject=Subject(Cause.WORKER_LOST, observation.round if observation.plan.members else 0, worker=view.name),
         class_=class_,
         routine=refused,
-        message=f"worker {view.name} is given up: {words}",
+        message=message,
         first_sign=first_sign,
+        covered_by=_covered_by(observation, message, view),
         actions=(action,) if allowed else (),
         remedy=Remedy.REPLACE_WORKER if allowed else None,
         worker=view.name,
@@ -106,6 +136,8 @@ def _decide(observation: Observation, _policy: Policy, view: WorkerView) -> Deci
         message=message,
         first_sign=observation.now,
         actions=actions,
+        remedy=None if again else Remedy.REPLACE_WORKER,
+        covered_by="" if again else _covered_by(observation, message, view),
         evidence=(pod.exit_message,) if pod.exit_message else (),
         worker=view.name,
         node=pod.node or None,

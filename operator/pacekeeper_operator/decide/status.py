@@ -14,7 +14,7 @@ from ..manifests import checkpoint_folder, checkpoint_sub_path
 from ..observation import FRESH_SECONDS, NOT_ASKED, Observation, Policy
 from ..state import Life
 from ..words import listed, shortened
-from . import back_off, node_lost, paths, preflight, seating, workforce
+from . import back_off, node_lost, paths, preflight, seating, start_failed, workforce
 from . import progress as progresses
 from .stages import say_stuck, stuck_worker, why_stuck
 
@@ -22,6 +22,8 @@ UNIFORM_SLOWDOWN = 1.2
 """A job whose fastest rank takes so many times its own first steady steps is slow as a whole."""
 READY_SECONDS = 60.0
 """A recovery of up to so long leaves a job Ready: most take a second, and what tools wait for must not flap."""
+TO_DO_AFTER_FAILURE = "the job does not begin again: mend the cause, delete the job, and apply it again"
+"""Its template can no longer be changed to any effect."""
 MAX_MESSAGE = 4000
 """Characters of a condition's message."""
 
@@ -188,7 +190,9 @@ def _verdict(observation: Observation, policy: Policy, phase: JobPhase, waits: _
     waits: why it does not train, where it does not."""
     spec, state = observation.job.spec, observation.state
     if phase is JobPhase.FAILED:
-        return _Found(Condition.STALLED, True, _why_failed(state.life), state.life.failed_message)
+        return _Found(
+            Condition.STALLED, True, _why_failed(state.life), f"{TO_DO_AFTER_FAILURE}: {state.life.failed_message}"
+        )
     if phase is JobPhase.COMPLETE:
         return _Found(Condition.READY, True, Reason.TRAINED)
     if phase is JobPhase.SUSPENDED and observation.job.queued:
@@ -332,7 +336,7 @@ def _waiting(observation: Observation) -> _Found:
             f"the next attempt comes {turn}"
         )
         return _Found(Condition.RUNNING, False, Reason.SCHEDULING_TIMEOUT, words)
-    kept = _cannot_start(observation)
+    kept = _cannot_start(observation) or _did_not_start(observation)
     warm = sum(view.warm for view in observation.workers)
     words = f"{warm} of {observation.job.spec.replicas} workers are ready" + (f"; {kept}" if kept else "")
     return _Found(Condition.RUNNING, False, Reason.WAITING_FOR_PODS, words)
@@ -342,6 +346,10 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
     """The first reason that holds, gravest first."""
     state, plan, spec = observation.state, observation.plan, observation.job.spec
     metrics = observation.metrics
+    if state.life.over:
+        return _Found(
+            Condition.DEGRADED, False, Reason.HEALTHY
+        )  # what holds remedies up is none of its business any more
     held = next((i for i in state.incidents.current if i.verdict == Verdict.BREAKER), None)
     if held is not None:
         return _Found(Condition.DEGRADED, True, Reason.QUARANTINE_BREAKER, held.quarantine)
@@ -358,7 +366,7 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
         roomless = any(view.pod is not None and view.pod.unschedulable for view in observation.workers)
         why = "for want of nodes" if roomless else "until others have started"
         words = f"{len(plan.members)} of {spec.replicas} workers train, {why}"
-        words = "; ".join(filter(None, (words, _cannot_start(observation))))
+        words = "; ".join(filter(None, (words, _cannot_start(observation) or _did_not_start(observation))))
         return _Found(Condition.DEGRADED, True, Reason.FEWER_REPLICAS, words)
     if state.adaptation.local_sgd is not None:
         since = format_time(state.adaptation.local_sgd.since)
@@ -381,7 +389,7 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
             "so it is not a node: look at code, data and storage"
         )
         return _Found(Condition.DEGRADED, True, Reason.ALL_SLOW, words)
-    if spec.spares and (words := _cannot_start(observation)):
+    if spec.spares and (words := _cannot_start(observation) or _did_not_start(observation)):
         return _Found(Condition.DEGRADED, True, Reason.WORKER_CANNOT_START, words)
     if spec.spares and not observation.spares:
         return _Found(Condition.DEGRADED, True, Reason.NO_SPARE, "the next lost worker will cost the time of a new pod")
@@ -407,6 +415,13 @@ def _cannot_start(observation: Observation) -> str:
         return ""
     words = f"worker {late.name} is on {late.node}, and has not started for more than {patience:.0f} s"
     return f"{words}: kubectl describe pod {late.name} shows what it waits for (a volume, an init container)"
+
+
+def _did_not_start(observation: Observation) -> str:
+    """Return why the last worker ended before it was ready, while the next one waits; "": none has since the job had
+    all of its workers."""
+    last = start_failed.newest_incident(observation)
+    return "" if last is None else last.message
 
 
 def _bad_input(observation: Observation) -> _Found | None:

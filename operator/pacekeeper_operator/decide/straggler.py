@@ -109,12 +109,13 @@ def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None
         lasting = _lasting(observation)
         known = None if lasting is None else lasting.paces
         of_stages = waits.of_stages(observation)
-        found = of_stages or adapt.diagnose(windows, threshold, known)
+        alone = (Trouble.COMMUNICATION,) if observation.plan.world_size == 1 else ()  # it waits for nobody
+        found = of_stages or adapt.diagnose(windows, threshold, known, usual=alone)
         if found is None or found.trouble is not Trouble.VOLATILE or not _in_turns_as_ever(found, threshold):
             return found
         if of_stages is not None:
             return staged.without(of_stages, Trouble.VOLATILE, threshold)
-        return adapt.diagnose(windows, threshold, known, usual=(Trouble.VOLATILE,))
+        return adapt.diagnose(windows, threshold, known, usual=(Trouble.VOLATILE, *alone))
     return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 
@@ -534,7 +535,8 @@ def _weigh(
     if around is not None and found.trouble is Trouble.COMMUNICATION:
         options.append(around)
         actions.append(PlanTraffic(paces=links.rates(observation)))
-    measured = {incident.remedy for incident in observation.state.incidents.open if incident.live}
+    open_ = observation.state.incidents.open
+    measured = {i.remedy for i in open_ if i.live and i.class_ is Class.PERFORMANCE}
     choice = choose([_once(option) if option.remedy in measured else option for option in options])
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
 

@@ -33,6 +33,11 @@ def step(observation: Observation, policy: Policy, checks: Sequence[Check]) -> D
             decision = check(observation, policy)
             if decision is None or any(decision.subject == earlier.subject for earlier in made):
                 break
+            if decision.covered_by and decision.actions and _applies(policy, decision):
+                observation = observation.with_draft(_settle(observation.draft, decision))
+                observation = observation.with_draft(apply(decision, observation).draft)
+                made.append(decision)
+                continue
             if not _known(observation, policy, decision):
                 observation = observation.with_draft(_carry_out(observation, policy, decision))
                 made.append(decision)

@@ -11,7 +11,7 @@ from .. import modes
 from ..api import Cause, Class, Mode, Outcome, Remedy
 from ..observation import Observation, Policy
 from ..state import MAX_PAST, Draft, Incident, Past, WayTrial
-from . import gpu_warning, node_leaving, restart, verify_ways
+from . import gpu_warning, node_leaving, restart, stages, start_failed, verify_ways
 from .straggler import steady, window_steps
 
 MEASURE_SECONDS = 120.0
@@ -55,6 +55,9 @@ def judge(observation: Observation, incident: Incident) -> Incident:
         return replace(incident, outcome=Outcome.SUPERSEDED)
     if incident.mode is Mode.RECOMMEND:
         return replace(incident, outcome=Outcome.RECOMMENDED)
+    newer = start_failed.newest_incident(observation) if start_failed.is_about_start(incident) else None
+    if newer is not None and newer.decided > incident.decided:
+        return replace(incident, outcome=Outcome.SUPERSEDED)
     if incident.cause in LASTS:
         return _judge_move(observation, incident)
     trial = _trial(observation, incident)
@@ -99,6 +102,8 @@ def _judge_round(observation: Observation, incident: Incident) -> Incident:
 
 def _judge_live(observation: Observation, incident: Incident) -> Incident:
     """Over when a whole window of steps in the new way to train has been measured."""
+    if awaits_worker(incident) and not stages.is_complete(observation):
+        return incident
     if incident.class_ is not Class.PERFORMANCE:
         return replace(incident, recovered=observation.now, outcome=Outcome.RECOVERED)
     if incident.remedy is None:
@@ -128,6 +133,12 @@ def _judge_live(observation: Observation, incident: Incident) -> Incident:
     if observation.now - incident.decided > patience and not observation.metrics.untold:
         return replace(incident, outcome=Outcome.NOT_HELPED)
     return incident
+
+
+def awaits_worker(incident: Incident) -> bool:
+    """Return whether it is about a worker without ranks that was given up: it is over when another one is there."""
+    is_replaced = incident.remedy == Remedy.REPLACE_WORKER and incident.applied is not None
+    return incident.live and is_replaced and incident.cause in (Cause.WORKER_LOST, Cause.WORKER_FROZEN)
 
 
 def _has_helped(before: float, after: float) -> bool:

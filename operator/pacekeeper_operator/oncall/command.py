@@ -19,7 +19,7 @@ from pacekeeper_analysis.errors import InputError
 
 from ..api import ANNOTATION_PROFILE, LABEL_JOB, PAUSE, JobPhase, Mode, NodeHistory, Object, WantedMode
 from ..runtime import read_what_is_nested_deeply
-from . import incidents, jobs, links, nodes, report, whatif
+from . import incidents, jobs, links, nodes, pods, report, whatif
 from .kubectl import Kubectl, KubectlError, Missing
 from .seen import SeenIncident, SeenJob, SeenQuarantine, newest_first
 from .text import paragraph
@@ -84,7 +84,7 @@ def show_status(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
 
 def tell_why(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
     seen = _job(kubectl, arguments.job)
-    print(jobs.why(seen, _incidents(kubectl, seen), time.time()))
+    print(jobs.why(seen, _incidents(kubectl, seen), time.time(), _pods_that_do_not_run(kubectl, seen)))
     return 0
 
 
@@ -186,7 +186,7 @@ def resume(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
 
 
 def set_mode(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
-    _job(kubectl, arguments.job)
+    _unfinished_job(kubectl, arguments.job)
     kubectl.patch(JOBS, arguments.job, {"spec": {"syncMode": arguments.mode}})
     words = "the operator chooses the mode" if arguments.mode == WantedMode.AUTO else f"it stays in {arguments.mode}"
     print(f"{arguments.job}: {words}")
@@ -194,7 +194,7 @@ def set_mode(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
 
 
 def set_restarts(kubectl: Kubectl, arguments: argparse.Namespace) -> int:
-    _job(kubectl, arguments.job)
+    _unfinished_job(kubectl, arguments.job)
     kubectl.patch(JOBS, arguments.job, {"spec": {"remediation": {"maxRestarts": arguments.number}}})
     print(f"{arguments.job}: faults may start {arguments.number} rounds within its restartWindow; it counts at once")
     return 0
@@ -247,6 +247,14 @@ def _job(kubectl: Kubectl, name: str) -> SeenJob:
         raise Missing(f"{error}\n{_there_are(kubectl, JOBS)}") from error
 
 
+def _unfinished_job(kubectl: Kubectl, name: str) -> SeenJob:
+    """Raises KubectlError where it has ended: nothing in its spec counts any more."""
+    seen = _job(kubectl, name)
+    if seen.status.phase in jobs.ENDED:
+        raise KubectlError(f"{name} is {seen.status.phase}; what comes next is {jobs.after_end(seen)}")
+    return seen
+
+
 def _quarantine(kubectl: Kubectl, node: str) -> SeenQuarantine:
     try:
         return SeenQuarantine.of(kubectl.get(QUARANTINES, node))
@@ -263,6 +271,24 @@ def _incidents(kubectl: Kubectl, seen: SeenJob) -> list[SeenIncident]:
     """Of this job, not of an earlier one of its name."""
     found = newest_first(kubectl.list(INCIDENTS, labels=f"{LABEL_JOB}={seen.job.name}"))
     return [incident for incident in found if incident.spec.job_ref.uid == seen.job.uid]
+
+
+def _pods_that_do_not_run(kubectl: Kubectl, seen: SeenJob) -> list[str]:
+    """Return what the events of the job's pods say. Who may not read them is told all else."""
+    if seen.status.phase is JobPhase.COMPLETE:
+        return []
+    label = f"{LABEL_JOB}={seen.job.name}"
+    try:
+        found = pods.choose(kubectl.list("pods", labels=label, fields=pods.NOT_RUNNING, keep=False))
+        told = [
+            pods.describe(
+                pod, kubectl.list("events", fields=f"involvedObject.uid={pod['metadata']['uid']}"), time.time()
+            )
+            for pod in found
+        ]
+    except KubectlError as error:
+        return [paragraph(f"What the events of its pods say is not known: {error}")]
+    return [words for words in told if words]
 
 
 def _windows(kubectl: Kubectl, seen: SeenJob) -> Mapping[str, Object]:
@@ -285,7 +311,7 @@ def _awaited(look: Callable[[], list[Found]], seconds: float) -> list[Found]:
 
 
 def _set_mode_of_remedies(kubectl: Kubectl, job: str, mode: Mode) -> None:
-    _job(kubectl, job)
+    _unfinished_job(kubectl, job)
     kubectl.patch(JOBS, job, {"spec": {"remediation": {"mode": mode}}})
 
 

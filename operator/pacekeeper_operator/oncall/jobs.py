@@ -11,8 +11,15 @@ from .text import duration, entries, paragraph, table
 
 NEWEST = 3
 """Incidents that `why` tells."""
+ENDED = (JobPhase.COMPLETE, JobPhase.FAILED)
 BAD_IF_TRUE = (Condition.FAILED, Condition.INVALID_TEMPLATE, Condition.HINDERED, Condition.DEGRADED)
 BAD_IF_NOT = (Condition.PREFLIGHT, Condition.PATHS_IN_FORCE, Condition.METRICS_AVAILABLE)
+
+
+AFTER_FAILURE = (
+    "nothing: a job that has failed does not begin again, and its template no longer counts. Mend the cause, delete "
+    "the job, and apply it again: it goes on from its newest checkpoint, if it has one"
+)
 
 
 def overview(jobs: Sequence[SeenJob], *, namespaces: bool = False) -> str:
@@ -46,11 +53,15 @@ def status(seen: SeenJob, incidents: Sequence[SeenIncident], now: float) -> str:
     return "\n".join([title, entries([*_figures(seen), *_troubles(seen, incidents), ("next", _next(seen, incidents))])])
 
 
-def why(seen: SeenJob, incidents: Sequence[SeenIncident], now: float) -> str:
-    """Why it is slow, or does not train: what the operator knows, has considered, and has done."""
+def why(seen: SeenJob, incidents: Sequence[SeenIncident], now: float, pods: Sequence[str] = ()) -> str:
+    """Why it is slow, or does not train: what the operator knows, has considered, and has done.
+
+    pods: what the events of pods that do not run say.
+    """
     job, told = seen.job, seen.status
     parts = [f"{job.name} in {job.namespace} is {told.phase or 'not looked at yet'}{_since(seen, now)}."]
     parts += [paragraph(sentence) for sentence in _reasons(seen)]
+    parts += pods
     parts += [words.account(one, now) for one in incidents[:NEWEST]]
     if len(incidents) > NEWEST:
         parts.append(f"{len(incidents) - NEWEST} older: kubectl pacekeeper incidents {job.name}")
@@ -58,6 +69,11 @@ def why(seen: SeenJob, incidents: Sequence[SeenIncident], now: float) -> str:
         parts.append("Nothing is known that would hold it back.")
     parts.append(paragraph(f"Next: {_next(seen, incidents)}."))
     return "\n\n".join(parts)
+
+
+def after_end(seen: SeenJob) -> str:
+    """Return what is left to do for a job that has ended."""
+    return "nothing: it has ended well" if seen.status.phase is JobPhase.COMPLETE else AFTER_FAILURE
 
 
 def unseen(seen: SeenJob) -> str:
@@ -89,7 +105,7 @@ def _figures(seen: SeenJob) -> Iterator[tuple[str, str]]:
         yield "goodput", f"{told.goodput:.0%} of the time went into steps that lasted"
     if told.restarts:
         yield "restarts", f"{told.restarts}; {spec.remediation.max_restarts} within the window are allowed"
-    if spec.remediation.mode is Mode.RECOMMEND:
+    if spec.remediation.mode is Mode.RECOMMEND and told.phase not in ENDED:
         yield "remedies", f"only recommended: spec.remediation.mode; kubectl pacekeeper resume {seen.job.name}"
 
 
@@ -113,6 +129,8 @@ def _next(seen: SeenJob, incidents: Sequence[SeenIncident]) -> str:
     """What the operator does, or waits for."""
     if seen.unseen:
         return unseen(seen)
+    if seen.status.phase is JobPhase.FAILED:
+        return after_end(seen)
     stalled = seen.true(Condition.STALLED)
     if stalled:
         return f"nothing, until somebody changes something: {_said(stalled[0])}"
@@ -127,8 +145,8 @@ def _next(seen: SeenJob, incidents: Sequence[SeenIncident]) -> str:
 
 
 def _bad(seen: SeenJob) -> list[ConditionStatus]:
-    """The conditions that matter to a person."""
-    found = [seen.condition(type_) for type_ in BAD_IF_NOT]
+    """The conditions that matter to a person. What is not known or missing matters to no job that has ended."""
+    found = [seen.condition(type_) for type_ in BAD_IF_NOT if seen.status.phase not in ENDED]
     return [*seen.true(*BAD_IF_TRUE), *(one for one in found if one is not None and one.status == "False")]
 
 

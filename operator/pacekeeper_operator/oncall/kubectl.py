@@ -45,11 +45,12 @@ class Kubectl:
         self._keep(found)
         return found
 
-    def list(self, kind: str, labels: str = "", fields: str = "") -> list[Object]:
+    def list(self, kind: str, labels: str = "", fields: str = "", *, keep: bool = True) -> list[Object]:
+        """`keep`: they belong to what `-o json` prints."""
         place = ("--all-namespaces",) if self.all_namespaces else self.place
         chosen = [f"--selector={labels}"] * bool(labels) + [f"--field-selector={fields}"] * bool(fields)
         items: list[Object] = parse_json(self.run("get", _full(kind), *place, *chosen, "-o", "json"))["items"]
-        for item in items:
+        for item in items if keep else ():
             self._keep(item)
         return items
 

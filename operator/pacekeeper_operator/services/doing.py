@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import kopf
 
 from .. import ledger, metrics, policies
-from ..api import ObjectRef, Outcome
-from ..cluster import JOBS, PODS, POLICIES, Conflict, Refused
+from ..api import SIDECAR, ObjectRef, Outcome
+from ..cluster import JOBS, PODS, POLICIES, Conflict, Denied, Object, Refused
 from ..effects import (
     AskForQuarantine,
     AttendQueue,
@@ -29,6 +29,7 @@ from ..manifests import refused_template, uses_gpus, worker_pod
 from ..observation import TemplateVerdict
 from ..observe.views import view_pod
 from ..queues import Stage, Turn
+from ..resources import explain_denial
 from ..state import Incident
 from . import behaviour, events, gangs, incidents, node_history, preflight, quarantine, queues
 from .desk import Desk
@@ -83,7 +84,7 @@ async def _try_template(operator: Operator, desk: Desk, generation: int) -> floa
     rejection = refused_template(desk.job) or ledger.refused(desk.job)
     if not rejection:
         try:
-            await operator.cluster.create(PODS, worker_pod(desk.job, 0, 0, operator.installation), dry_run=True)
+            await _create_pod(operator, worker_pod(desk.job, 0, 0, operator.installation), dry_run=True)
         except Conflict:
             rejection = ""  # a pod of that name is there: one like it was accepted
         except Refused as error:
@@ -114,12 +115,21 @@ async def _create(operator: Operator, desk: Desk, effect: CreatePod) -> float:
     )
     try:
         async with operator.creations:
-            await operator.cluster.create(PODS, body)
+            await _create_pod(operator, body)
     except Conflict:  # an operator before this one has made it, and the watch shows it
         found = view_pod(await operator.cluster.get(PODS, worker.name, desk.job.namespace))
         if found.owner != desk.job.uid:
             raise kopf.TemporaryError(f"the name {worker.name} is taken by a pod that is not this job's") from None
     return SHOWS_SECONDS
+
+
+async def _create_pod(operator: Operator, body: Object, *, dry_run: bool = False) -> None:
+    """Raises what the cluster does; a denial for resources says where the sidecar's are set."""
+    try:
+        await operator.cluster.create(PODS, body, dry_run=dry_run)
+    except Denied as error:
+        words = explain_denial(str(error), operator.installation.sidecar_resources, SIDECAR)
+        raise Denied(f"{error}{words}", delay=error.delay) from error
 
 
 async def _gather(operator: Operator, desk: Desk, gang: Gang) -> str:

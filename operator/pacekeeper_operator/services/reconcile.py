@@ -17,7 +17,7 @@ from pacekeeper_analysis.plan import Plan
 from .. import metrics
 from ..api import MANAGER, Job, JobPhase, JobStatus, Mode, Outcome
 from ..cluster import JOBS, PODS, Conflict, NotFound, Object
-from ..decide import links, node_lost, waits, workforce
+from ..decide import links, node_lost, verify, waits, workforce
 from ..decide import status as statuses
 from ..decide.straggler import window_steps
 from ..decide.think import Thought, effects, think
@@ -363,7 +363,7 @@ def _is_under_way(desk: Desk, observation: Observation, often: float) -> bool:
     return (
         desk.memory.phase is not JobPhase.RUNNING
         or any(contact.cut or not contact.heard(observation.now, often) for contact in contacts)
-        or bool(state.incidents.open)
+        or not all(map(verify.awaits_worker, state.incidents.open))
         or state.adaptation.local_sgd is not None
         or state.adaptation.way_trial is not None
         or plan.profile is not None

@@ -106,6 +106,18 @@ class TestPodsThatAreRefused:
         assert str(denial) in cluster.condition("Hindered")["message"]
         assert pause < 5.0, "it is tried again soon"
 
+    async def test_a_quota_that_the_sidecar_fails_names_it_and_the_value_that_sets_it(self) -> None:
+        cluster, world = Choosy(), fresh()
+        await cluster.create(JOBS, {"metadata": {"namespace": "ns", "name": "j"}})
+        words = "failed quota: team: must specify limits.cpu for: pacekeeper-sidecar"
+        cluster.refuses["pods"] = Denied(f'pods "j-w0-0" is forbidden: {words}')
+        operator, desk = await looking(cluster, world.job)
+        await passes(operator, desk)
+        message = cluster.condition("Running")["message"]
+        assert words in message
+        assert "chart's value sidecarResources" in message
+        assert "sidecarResources" in cluster.condition("Hindered")["message"]
+
     async def test_a_template_that_a_webhook_denies_is_invalid(self) -> None:
         cluster, world = Choosy(), fresh()
         await cluster.create(JOBS, {"metadata": {"namespace": "ns", "name": "j"}})

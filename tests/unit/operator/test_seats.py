@@ -124,7 +124,8 @@ class TestFrozen:
         world = change_worker(training(), "j-w4-0", heartbeat={"launcher_silent_seconds": 60.0})
         thought = think(world, policy())
         assert (deleted(thought), made(thought)) == ([("j-w4-0", False)], ["j-w4-1"])
-        assert not thought.draft.state.incidents.open, "nothing is recovering"
+        (incident,) = thought.draft.state.incidents.open
+        assert incident.live, "nothing is recovering"
         assert not thought.draft.state.budget.restarts
 
     def test_one_whose_ranks_have_ended_is_left_in_peace(self) -> None:

@@ -375,7 +375,7 @@ class TestWorkerLost:
             world = change_worker(world, name, pod={"exit_code": 1}, heartbeat={"state": state})
             thought = think(world, policy())
             assert not thought.draft.state.life.failed_reason
-            assert not thought.draft.state.incidents.open, "nothing is recovering"
+            assert all(incident.live for incident in thought.draft.state.incidents.open), "nothing is recovering"
             assert not missing(thought.observation)
             assert thought.draft.state.placement.failed_starts == tries
             waits = thought.draft.state.placement.retry_at - world.now

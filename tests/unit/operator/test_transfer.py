@@ -34,6 +34,7 @@ class Server:
             for number, size in enumerate(sizes)
         ]
         self.answers: list[tuple[int, int]] = []  # limit that was asked for, bytes of the answer
+        self.places: list[int] = []  # where each answer began
 
     async def answer(self, request: web.Request) -> web.Response:
         first, limit = int(request.query.get("continue") or 0), int(request.query["limit"])
@@ -43,6 +44,7 @@ class Server:
         body = {"metadata": {"resourceVersion": "7", **rest}, "items": self.pods[first : first + limit]}
         text = json.dumps(body)
         self.answers.append((limit, len(text)))
+        self.places.append(first)
         return web.Response(text=text, content_type="application/json")
 
     @asynccontextmanager
@@ -85,6 +87,17 @@ async def test_a_large_object_among_small_ones_comes_by_itself() -> None:
     async with server.connect() as cluster:
         assert await server.read(cluster) == server.names
     assert (1, max(size for limit, size in server.answers if limit == 1)) in server.answers
+
+
+async def test_a_page_that_is_too_large_is_asked_for_again_at_its_place() -> None:
+    """The token of the page before stays; only the limit is another one."""
+    server = Server(*[100] * PAGE, *[15_000] * 20)
+    async with server.connect() as cluster:
+        assert await server.read(cluster) == server.names
+    again = [place for place, (_, size) in zip(server.places, server.answers, strict=True) if size > 40_000]
+    assert again, "some page was too large"
+    assert server.places == sorted(server.places), "nothing begins anew"
+    assert all(server.places.count(place) > 1 for place in again)
 
 
 async def test_an_object_beyond_what_etcd_takes_is_an_error_that_names_its_kind() -> None:

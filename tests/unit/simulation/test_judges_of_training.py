@@ -396,13 +396,27 @@ def test_a_node_that_is_held_without_a_quarantine_is_not_settled(court: Training
     assert court.reasons == ["node-1 is held without an approved NodeQuarantine"]
 
 
-def test_end_names_what_is_open(court: TrainingCourt) -> None:
+@pytest.mark.parametrize(
+    ("cause", "rank", "costs", "named"),
+    [
+        ("crash", 1, frozenset({Cost.SPARES}), True),
+        ("worker-lost", 1, frozenset({Cost.SPARES}), True),
+        ("worker-lost", None, frozenset[Cost](), True),
+        ("worker-lost", None, frozenset({Cost.SPARES}), False),
+    ],
+)
+def test_end_names_what_is_open(
+    court: TrainingCourt, cause: str, rank: int | None, costs: frozenset[Cost], named: bool
+) -> None:
+    """A spare that cannot start keeps its Incident open."""
     settled(court)
+    cast(Any, court.judge._schedule).costs = costs
     body = {"metadata": {"name": "i", "namespace": "ns"}}
     reference = {"name": "j", "namespace": "ns", "uid": court.job.uid}
-    spec = {"jobRef": reference, "cause": "crash", "class": "Unknown", "round": 1, "message": "m"}
+    spec = {"jobRef": reference, "cause": cause, "class": "Unknown", "round": 1, "message": "m"}
+    spec |= {} if rank is None else {"rank": rank}
     court.api.create("incidents", {**body, "spec": spec}, manager=OPERATOR)
-    assert court.reasons == ["Incident i is open"]
+    assert ("Incident i is open" in court.reasons) is named
 
 
 def test_a_quarantine_ends_in_time(court: TrainingCourt) -> None:

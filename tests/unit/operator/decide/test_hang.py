@@ -11,12 +11,13 @@ from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, WitnessKind
 from pacekeeper_analysis.diagnose.repetition import Repetition
 from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
-from pacekeeper_operator.api import Cause, Class, Remedy
-from pacekeeper_operator.decide import hang
+from pacekeeper_operator.api import Cause, Class, Condition, JobStatus, Remedy
+from pacekeeper_operator.decide import hang, status
+from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.decision import Decision, FailJob, QuarantineNode, ReplaceWorker, RestartRanks
 from pacekeeper_operator.observation import Observation
 from pacekeeper_operator.state import Past
-from tests.support.worlds import NOW, change_worker, policy, stall, training
+from tests.support.worlds import NOW, change_worker, policy, stall, stalls, training, untrained
 
 IN_SCRIPT = 'File "/job/train.py", line 9 in spin'
 WAITING = RankState(
@@ -120,8 +121,10 @@ class TestNode:
 
     def test_a_job_that_fails_blames_none(self) -> None:
         world = self.suspect()
-        spent = world.with_draft(world.draft.with_budget(restarts=tuple(NOW - n for n in range(1, 11))))
-        decision = hung(spent)
+        world = world.with_draft(
+            world.draft.with_budget(restarts=tuple(NOW - n for n in range(1, 11))).with_life(training_since=0.0)
+        )
+        decision = hung(world)
         (end,) = decision.actions
         assert isinstance(end, FailJob)
         assert (decision.remedy, HELD in end.message) == (None, True)
@@ -316,3 +319,43 @@ def test_a_hang_of_the_script_that_comes_again_at_its_step_gets_more_time_and_th
     (action, *_) = decision.actions
     assert isinstance(action, FailJob if ends == 2 and not spares else RestartRanks | ReplaceWorker)
     assert decision.repetition == Repetition(500, ends + 1, round=1)
+
+
+def spent(world: Observation, *, completed_step: bool = False) -> Observation:
+    """Rank 2 hangs, and two restarts have been made lately."""
+    world = world.with_draft(world.draft.with_budget(restarts=(NOW - 30, NOW - 20)))
+    faults = tuple(replace(fault, completed_step=completed_step) for fault in stalls(world, culprit=2))
+    return replace(world, faults=faults)
+
+
+class TestBudget:
+    """No restart is left."""
+
+    def test_a_round_that_hangs_before_its_first_step_waits_until_a_restart_leaves_the_window(self) -> None:
+        rules, world = policy(max_restarts=2), spent(training())
+        for _ in range(3):
+            draft = think(world, rules).draft
+            assert not draft.state.life.failed_reason
+            assert draft.plan.membership == 1
+            (incident,) = draft.state.incidents.open
+            assert (incident.cause, incident.applied) == (Cause.HANG, None)
+            world = replace(world.with_draft(draft), now=world.now + 60)
+        found = {each.type: each for each in status.report(world, rules, JobStatus()).conditions}
+        assert (found[Condition.STALLED].status, found[Condition.STALLED].reason) == ("True", "BackOff")
+        assert "when spec.remediation.maxRestarts allows another restart" in found[Condition.STALLED].message
+        draft = think(replace(world, now=NOW + 3600), rules).draft
+        assert draft.plan.membership == 2
+        (incident,) = draft.state.incidents.open
+        assert (incident.applied, incident.remedy) == (NOW + 3600, Remedy.RESTART_RANKS)
+
+    @pytest.mark.parametrize(
+        ("world", "limit"),
+        [
+            (spent(training(), completed_step=True), 2),
+            (spent(training()), 0),
+            (spent(untrained()), 2),
+        ],
+        ids=["after a step", "no restart is allowed", "it has never trained"],
+    )
+    def test_otherwise_the_job_fails(self, world: Observation, limit: int) -> None:
+        assert think(world, policy(max_restarts=limit)).draft.state.life.failed_reason == "RestartBudgetSpent"

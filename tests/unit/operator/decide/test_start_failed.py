@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.reports import LauncherState
-from pacekeeper_operator.api import Class, JobStatus, Remedy
-from pacekeeper_operator.decide import stages, start_failed, status, workforce
+from pacekeeper_analysis.reports import Heartbeat, LauncherState
+from pacekeeper_operator.api import Class, JobStatus, Outcome, Remedy
+from pacekeeper_operator.decide import stages, start_failed, status, verify, workforce
 from pacekeeper_operator.decide.remedies import ACTS
 from pacekeeper_operator.decide.start_failed import WARM_SECONDS
 from pacekeeper_operator.decide.think import think
 from pacekeeper_operator.decision import Decision, FailJob, ReplaceWorker
-from pacekeeper_operator.observation import Observation, PodView
+from pacekeeper_operator.observation import Observation, PodView, WorkerView
 from tests.support.worlds import NOW, change_worker, policy, training, untrained
 
 STARTING = {"state": LauncherState.STARTING}
@@ -219,3 +220,83 @@ class TestRefused:
             leaves.draft.with_placement(workers=(*leaves.state.placement.workers[:3], *coming))
         )
         assert tried(promised) == 2, "who was made anew has not come so far"
+
+
+class TestIncident:
+    """Of a spare that does not start, in a job that trains."""
+
+    @staticmethod
+    def step(world: Observation, seconds: float = 1.0) -> Observation:
+        """One pass, so many seconds later."""
+        world = replace(world, now=world.now + seconds)
+        return world.with_draft(think(world, policy()).draft)
+
+    @staticmethod
+    def with_spare(world: Observation, pod: PodView, heartbeat: Heartbeat | None = None) -> Observation:
+        """Its newest spare has this pod; those that were given up have none."""
+        record = max(world.state.placement.workers, key=lambda worker: worker.incarnation)
+        fresh = WorkerView(
+            record, replace(pod, name=record.name, uid=f"uid-{record.name}", address="10.0.0.7"), heartbeat
+        )
+        return replace(world, workers=(*world.members, fresh))
+
+    def fail_again(self, world: Observation, **pod: Any) -> Observation:
+        """The next spare is made, and ends before it is ready, too."""
+        known = len(world.state.placement.incarnations), max(world.state.placement.incarnations.values())
+        while (len(world.state.placement.incarnations), max(world.state.placement.incarnations.values())) == known:
+            world = self.step(world, 10.0)
+        failed = PodView("", "", "Failed", "node-7", exit_code=2, exit_reason="Error")
+        return self.step(self.with_spare(world, replace(failed, **pod)))
+
+    def test_it_is_open_until_a_spare_is_there(self) -> None:
+        world = self.step(dead())
+        (incident,) = world.state.incidents.open
+        assert (incident.live, incident.remedy) == (True, Remedy.REPLACE_WORKER)
+        for _ in range(5):
+            world = self.step(world, 2.0)
+            assert world.state.incidents.open, "nothing has recovered in 0.0 s"
+        running = PodView("", "", "Running", "node-7")
+        world = self.step(self.with_spare(world, running, Heartbeat(state=LauncherState.STARTING)))
+        assert world.state.incidents.open
+        world = self.step(self.with_spare(world, running, Heartbeat(state=LauncherState.WARM)))
+        assert not world.state.incidents.open
+        (over,) = world.state.incidents.current
+        assert (over.outcome, over.recovered) == (Outcome.RECOVERED, world.now)
+
+    def test_starts_that_fail_alike_are_one(self) -> None:
+        world = self.step(dead())
+        for _ in range(8):
+            world = self.fail_again(world)
+        assert len(world.state.incidents.current) == 1
+        assert world.state.placement.failed_starts == 9
+        assert not world.state.life.failed_reason
+
+    def test_another_reason_is_another_one_and_supersedes_it(self) -> None:
+        world = self.fail_again(self.step(dead()), exit_code=137, exit_reason="OOMKilled")
+        first, second = sorted(world.state.incidents.current, key=lambda incident: incident.decided)
+        assert (first.outcome, second.outcome) == (Outcome.SUPERSEDED, None)
+        assert "OOMKilled" in second.message
+
+    def test_the_condition_has_the_words_between_two_attempts(self) -> None:
+        world = self.step(dead())
+        world = self.step(replace(world, workers=world.members))
+        found = {each.type: each for each in status.report(world, policy(), JobStatus()).conditions}["Degraded"]
+        assert (found.status, found.reason) == ("True", "WorkerCannotStart")
+        assert found.message == "the trainer of j-w4-0 ended with 2 (Error) before it was ready"
+
+    def test_nobody_looks_more_often_for_it(self) -> None:
+        world = self.step(dead())
+        assert all(map(verify.awaits_worker, world.state.incidents.open))
+
+    def test_a_resumed_job_has_one_for_all_of_its_workers(self) -> None:
+        """All workers of a job that has trained end before they are ready: its volume is away."""
+        world = training(spares=0)
+        world = world.with_draft(world.draft.with_plan(members=()).with_placement(placing_since=NOW))
+        for view in world.workers:
+            world = dead(world, view.name)
+        world = self.step(world)
+        (incident,) = world.state.incidents.open
+        assert not incident.live
+        assert all(worker.leaving for worker in world.state.placement.workers)
+        stalled = {each.type: each for each in status.report(world, policy(), JobStatus()).conditions}["Stalled"]
+        assert "ended with 2 (Error) before it was ready" in stalled.message

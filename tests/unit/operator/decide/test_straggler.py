@@ -371,6 +371,13 @@ class TestDecision:
         assert decision.remedy is Remedy.LOCAL_SGD
         assert {price.name for price in decision.remedies} == {"LocalSGD"}, "no spare would mend it"
 
+    def test_one_rank_communicates_with_nobody(self) -> None:
+        found = answered(WAITS, Trouble.COMMUNICATION, **LINK)
+        (first, *_), members = found.evidence, found.plan.members
+        one = found.with_draft(found.draft.with_plan(members=members[:1]))
+        assert straggler.check(replace(found, evidence=(first,)), policy()) is None, "others are to answer, too"
+        assert straggler.check(replace(one, evidence=(first,)), policy()) is None
+
     def test_one_about_which_nothing_can_be_done_has_time_to_name_its_place(self) -> None:
         def decided(since: float, look: LinkLook) -> Decision | None:
             found = answered(WAITS, Trouble.COMMUNICATION, **LINK)

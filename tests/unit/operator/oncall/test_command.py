@@ -311,6 +311,30 @@ def test_it_needs_no_library_of_the_operators() -> None:
     assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
+def test_why_has_the_events_of_pods_that_do_not_run(run: Run, folder: Path) -> None:
+    pod = {"kind": "Pod", "metadata": metadata("j-w2-1", "u2"), "spec": {}, "status": {"phase": "Pending"}}
+    event = {"kind": "Event", "metadata": metadata("e", "e1"), "type": "Warning", "reason": "FailedMount"}
+    add(folder, pod, event | {"message": 'secret "token" not found'})
+    _, words, _ = run("why", "j")
+    assert "Pod j-w2-1 is Pending (kubectl describe pod j-w2-1):\n  FailedMount (" in words
+    assert 'secret "token" not found' in words
+    asked = [" ".join(map(str, json.loads(line))) for line in (folder / "asked.json").read_text().splitlines()]
+    assert any("get pods" in line and "status.phase!=Running" in line for line in asked)
+    assert any("get events" in line and "involvedObject.uid=u2" in line for line in asked)
+
+
+@pytest.mark.parametrize("verb", [["restarts", "j", "30"], ["mode", "j", "Sync"], ["pause", "j"], ["resume", "j"]])
+def test_what_has_ended_is_not_changed_any_more(run: Run, folder: Path, verb: list[str]) -> None:
+    file = folder / "objects.json"
+    objects = json.loads(file.read_text())
+    objects[0]["status"]["phase"] = "Failed"
+    file.write_text(json.dumps(objects))
+    code, out, err = run(*verb)
+    assert (code, out) == (1, "")
+    assert "j is Failed; what comes next is nothing: a job that has failed does not begin again" in err
+    assert not changes(folder)
+
+
 class TestJson:
     """For programs: the words, and the objects that they are about."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
 from pacekeeper_analysis.errors import InputError
+from pacekeeper_analysis.plan import Stop
 from pacekeeper_operator.api import (
     API_VERSION,
     Mode,
@@ -18,10 +19,11 @@ from pacekeeper_operator.api import (
     Restart,
     RestartPart,
     RestartPartName,
+    format_time,
 )
 from pacekeeper_operator.decide.think import Thought, think
 from pacekeeper_operator.observation import Hindrance, Metrics, Observation
-from pacekeeper_operator.oncall import incidents, jobs, nodes
+from pacekeeper_operator.oncall import incidents, jobs, nodes, pods
 from pacekeeper_operator.oncall.seen import SeenIncident, SeenJob, SeenQuarantine, newest_first
 from pacekeeper_operator.oncall.text import WIDTH
 from pacekeeper_operator.state import Incident
@@ -111,6 +113,23 @@ class TestAJob:
         assert "Paused: by hand" in why(training(), paused="by hand")
         assert "kubectl pacekeeper resume j" in status(training(), spec={"remediation": {"mode": "Recommend"}})
 
+    def test_that_has_failed_is_not_to_be_changed_but_made_again(self) -> None:
+        world = training(metrics=Metrics(unavailable="Prometheus is not configured"))
+        message = "worker j-w0-0 cannot start: container trainer: CreateContainerConfigError: no secret"
+        life = {"failed_reason": "ContainerCannotStart", "failed_message": message, "stopped_at": NOW - 5}
+        world = world.with_draft(world.draft.with_plan(stop=Stop.FINISH).with_life(**life))
+        for words in (
+            status(world, paused="by hand", spec={"remediation": {"mode": "Recommend"}}),
+            why(world, paused="by hand"),
+        ):
+            assert message in words
+            assert "Mend the cause, delete the job, and apply it again" in words
+            for other in ("until somebody changes", "pacekeeper resume", "Paused", "MetricsAvailable"):
+                assert other not in words
+        conditions = job_object(world)["status"]["conditions"]
+        stalled = next(condition for condition in conditions if condition["type"] == "Stalled")
+        assert stalled["message"].endswith(f"delete the job, and apply it again: {message}")
+
     def test_many_in_a_table(self) -> None:
         rows = [SeenJob.of(job_object(world)) for world in (training(), hang().observation, fresh())]
         lines = jobs.overview(rows, namespaces=True).splitlines()
@@ -127,6 +146,50 @@ class TestAJob:
         body["status"]["phase"] = "Levitating"
         with pytest.raises(InputError, match=r"TrainingJob j: status.phase: 'Levitating'.* pip install --upgrade"):
             SeenJob.of(body)
+
+
+def pod(name: str = "j-w1-0", phase: str = "Pending", age: float = 60.0, node: str = "node-3") -> Object:
+    made = metadata(name, f"uid-{name}") | {"creationTimestamp": format_time(NOW - age)}
+    return {"kind": "Pod", "metadata": made, "spec": {"nodeName": node}, "status": {"phase": phase}}
+
+
+def event(reason: str, message: str, ago: float, **changes: Any) -> Object:
+    at = {"lastTimestamp": format_time(NOW - ago)}
+    return {"kind": "Event", "metadata": {}, "type": "Warning", "reason": reason, "message": message} | at | changes
+
+
+class TestPods:
+    MOUNT = 'MountVolume.SetUp failed for volume "data" : configmap "settings" not found'
+
+    def told(self, *events: Object) -> str:
+        return fits(pods.describe(pod(), events, NOW))
+
+    def test_the_newest_warning_of_each_reason(self) -> None:
+        words = self.told(
+            event("FailedMount", "an older one", 300.0),
+            event("FailedMount", self.MOUNT, 5.0, count=7),
+            event("FailedCreatePodSandBox", "no address is left", 20.0, lastTimestamp=None,
+                  eventTime=format_time(NOW - 20), series={"count": 3, "lastObservedTime": format_time(NOW - 2)}),
+            event("Scheduled", "assigned to node-3", 1.0, type="Normal"),
+        )  # fmt: skip
+        assert words == (
+            "Pod j-w1-0 on node-3 is Pending (kubectl describe pod j-w1-0): "
+            "FailedCreatePodSandBox (3 times, the last 2.0 s ago): no address is left "
+            f"FailedMount (7 times, the last 5.0 s ago): {self.MOUNT}"
+        )
+
+    def test_without_a_warning_the_last_of_all(self) -> None:
+        pulled = event("Pulling", 'Pulling image "large"', 600.0, type="Normal")
+        words = self.told(event("Scheduled", "assigned", 601.0, type="Normal"), pulled)
+        assert words.endswith('is Pending (kubectl describe pod j-w1-0): Pulling (10 min ago): Pulling image "large"')
+        assert pods.describe(pod(), (), NOW) == ""
+
+    def test_of_many_the_newest_that_wait(self) -> None:
+        found = [pod("a", "Failed", 1.0), pod("b", age=90.0), pod("c", age=10.0), pod("d", age=50.0)]
+        assert [each["metadata"]["name"] for each in pods.choose(found)] == ["c", "d", "b"]
+
+    def test_a_time_that_is_none(self) -> None:
+        assert "FailedMount: x" in self.told(event("FailedMount", "x", 0.0, lastTimestamp="soon"))
 
 
 class TestAnIncident:
