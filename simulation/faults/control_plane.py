@@ -223,6 +223,27 @@ class PrometheusFails(Fault):
 
 
 @dataclass(frozen=True)
+class ExporterIsAway(Fault):
+    """There are no series of the GPUs of one node, by its place, or with `everywhere` of all nodes."""
+
+    node: int = 0
+    everywhere: bool = False
+
+    def strike(self, scene: Scene) -> Heal:
+        names = list(scene.world.nodes)
+        chosen = names if self.everywhere else [names[self.node % len(names)]]
+        scene.tell(f"there are no GPU series of {', '.join(chosen)}")
+        for name in chosen:
+            scene.world.prometheus.show_exporter(name, there=False)
+
+        def heal() -> None:
+            for name in chosen:
+                scene.world.prometheus.show_exporter(name, there=True)
+
+        return heal
+
+
+@dataclass(frozen=True)
 class PrometheusLies(Fault):
     """In some series."""
 

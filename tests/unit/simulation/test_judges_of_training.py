@@ -15,6 +15,7 @@ from pacekeeper_operator.state import Incident
 from simulation.faults.fault import Cost
 from simulation.judges import end, training, truth
 from simulation.judges.judge import Judge
+from simulation.judges.record import NEVER
 from simulation.kubernetes.kubelet import Images
 from simulation.workers.volume import Kept
 from simulation.world import EPOCH
@@ -45,7 +46,15 @@ class TrainingCourt(Court):
     def __init__(self) -> None:
         super().__init__()
         volume = SimpleNamespace(newest=None)
-        self.training = SimpleNamespace(uid=self.job.uid, runs=[], until=None, volume=volume, failed_on={})
+        self.training = SimpleNamespace(
+            uid=self.job.uid,
+            runs=[],
+            until=None,
+            volume=volume,
+            failed_on={},
+            mistakes_on={},
+            outage_at=NEVER,
+        )
         self.leader = SimpleNamespace(
             name=OPERATOR,
             operator=SimpleNamespace(leads=lambda: True),
@@ -408,7 +417,8 @@ def test_end_names_what_is_open(court: TrainingCourt) -> None:
 def test_a_quarantine_ends_in_time(court: TrainingCourt) -> None:
     settled(court)
     court.create_node()
-    node = cast(Any, court.world).nodes["node-1"] = SimpleNamespace(sick="", slow=1.0, images=Images.FAIL)
+    node = SimpleNamespace(sick="", shared_check="", slow=1.0, images=Images.FAIL)
+    cast(Any, court.world).nodes["node-1"] = node
     court.suspect(who="kubectl", approved=True, expiresAfter="60s")
     status = {"status": {"cordonedAt": format_time(court.world.wall())}}
     court.api.patch("nodequarantines", "node-1", "", status, subresource="status", manager=OPERATOR)
