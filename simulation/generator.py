@@ -88,7 +88,7 @@ def _jobs(random: Random) -> tuple[JobSettings, ...]:
 def _spec(random: Random) -> dict[str, Any]:
     """Mostly what lets a job live through everything."""
     spec: dict[str, Any] = {
-        "remediation": {"maxRestarts": random.choice([100] * 9 + [2])},
+        "remediation": random.choice([{"maxRestarts": 100}] * 9 + [{"maxRestarts": 2, "restartWindow": "2m"}]),
         "schedulingTimeout": random.choice(["30s", "60s", "5m"]),
     }
     if random.random() < 0.15:

@@ -100,9 +100,9 @@ class Scene:
         self.world.api.delete("pods", worker.name, NAMESPACE, uid=worker.uid, grace=0 if force else None)
 
     def nodes_of(self, job: int) -> list[str]:
-        """Names of the nodes that a job's workers run on."""
-        name = self.settings(job).name
-        return list(dict.fromkeys(worker.node for worker in self.running() if worker.job == name))
+        """Names of the nodes that a job's members run on."""
+        seated = {member.worker for member in self.draft(job).plan.members}
+        return list(dict.fromkeys(worker.node for worker in self.running() if worker.name in seated))
 
     def training(self, job: int) -> Training:
         """Raises Missed where no worker of the job has run yet."""

@@ -102,7 +102,7 @@ class ProbesFailAlike(WorkerFault):
 
 @dataclass(frozen=True)
 class RackLosesPower(Fault):
-    """The nodes of several workers of a job at once. They come back one after the other, so many seconds apart."""
+    """The nodes of several members of a job at once. They come back one after the other, so many seconds apart."""
 
     nodes: int = 3
     apart: float = 20.0

@@ -117,9 +117,8 @@ class MassesAreLeftAlone(_Approvals):
     def approved(self, change: Change) -> Iterator[str]:
         node = _name(change)
         fell, blamed = self._fell.get(node, NEVER), self._blamed.get(node, NEVER)
-        probed = self.record.last_failed_probe.get(change.object["spec"].get("nodeUID", ""), NEVER)
         shown = self.world.prometheus.last_error.get(node, NEVER)
-        if is_ready(self.record.nodes.get(node, NOT_READY)) or max(probed, shown) >= fell:
+        if is_ready(self.record.nodes.get(node, NOT_READY)) or shown >= fell:
             return
         others = [
             name

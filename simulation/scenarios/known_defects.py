@@ -196,7 +196,8 @@ SCENARIOS: dict[str, Scenario] = {
     "outage-spends-restarts": _scenario(
         "storage is away after a crash: rounds that end before their first step spend the restarts, and the job fails",
         _at(CALM, surroundings.OutageAtStart(away=Away.STORAGE, loss=Loss.RANK), 60.0),
-        remediation={"maxRestarts": 2},
+        remediation={"maxRestarts": 2, "restartWindow": "90s"},
+        patience=200.0,
     ),
     "probes-fail-alike": _scenario(
         "probe pods fail on all nodes, so a node is quarantined by the word of the job's own pods",
@@ -204,7 +205,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "exporter-is-back": _scenario(
         "the exporter of GPU series is away when a job begins, and what it comes back with is taken for new errors",
-        _at(0.0, control_plane.ExporterIsAway(everywhere=True), 60.0),
+        _at(0.0, control_plane.ExporterIsAway(node=3), 150.0),
         old_errors=8,
     ),
     "rack-loses-power": _scenario(

@@ -88,7 +88,7 @@ def _nobody_has_trained(patch: Patch) -> None:
 @undoes("outage-at-start")
 @undoes("outage-spends-restarts")
 def _(patch: Patch) -> None:
-    patch.setattr(crash, "_backs_off", lambda *_: False)
+    patch.setattr(crash, "_is_patient", lambda *_: False)
 
 
 @undoes("outage-at-import")
