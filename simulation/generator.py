@@ -228,6 +228,7 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
         1,
         lambda r: control.Conflicts(plural=r.choice(["trainingjobstates", "leases"]), number=r.choice([1, 5, 20])),
     ),
+    control.EtcdIsRestored: (1, lambda _: control.EtcdIsRestored()),
     control.WebhookIsSlow: (1, lambda r: control.WebhookIsSlow(by=r.choice([3.0, 20.0]))),
     control.PodsAreDenied: (1, lambda r: control.PodsAreDenied(status=r.choice([403, 500]))),
     control.QuotaIsFull: (2, lambda r: control.QuotaIsFull(room=r.choice([0, 0, 1]))),

@@ -136,6 +136,21 @@ class Conflicts(Fault):
 
 
 @dataclass(frozen=True)
+class EtcdIsRestored(Fault):
+    """From a backup that is taken now: when it is over, the API server knows nothing of what has happened since."""
+
+    def strike(self, scene: Scene) -> Heal:
+        api = scene.world.api
+        backup = api.backup()
+
+        def heal() -> None:
+            scene.tell(f"etcd is restored from its backup: version {api.version} is followed by {backup.version}")
+            api.restore(backup)
+
+        return heal
+
+
+@dataclass(frozen=True)
 class WebhookIsSlow(JobFault):
     """Creations of a job's pods take so much longer."""
 

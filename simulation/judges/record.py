@@ -21,6 +21,7 @@ from pacekeeper_operator.api import (
 )
 from pacekeeper_operator.ledger import read_runs
 
+from ..kubernetes.api_server import RESTORED
 from ..kubernetes.containers import SHARED
 
 if TYPE_CHECKING:
@@ -152,10 +153,14 @@ class Record:
         self.opted_out: dict[str, float] = {}
         """Node → since when it bears the label."""
         self.paused_since = math.inf
+        self.restored_at = NEVER
+        """When everything last went back to a backup."""
         self.pods: dict[tuple[str, str], Object] = {}
 
     def hear(self, change: Change) -> None:
         kind = change.plural
+        if change.who == RESTORED:
+            self.restored_at = change.at
         if kind == "trainingjobstates":
             self._state(change)
         elif kind == "trainingjobs":

@@ -110,6 +110,7 @@ class LaunchersKeepToTheirRestarts(_OfSteps):
 class WhoTrainsWellStays(Rule):
     words = "a worker whose ranks train well is not given up for lost"
     kinds = ("trainingjobstates",)
+    by_history = True
 
     def heard(self, change: Change) -> Iterator[str]:
         job = self.record.job_of(change.object)

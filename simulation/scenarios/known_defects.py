@@ -269,6 +269,12 @@ SCENARIOS: dict[str, Scenario] = {
         replicas=3,
         spares=0,
     ),
+    # Backups.
+    "etcd-is-restored": _scenario(
+        "etcd is restored from a backup of before a node was lost: the operator goes by what is no more",
+        _at(CALM, control_plane.EtcdIsRestored(), 60.0),
+        _at(CALM + 5.0, machines.PodDeleted(force=True, index=1)),
+    ),
     # People.
     "created-anew": _scenario(
         "a job that is created anew after a forced removal inherits the end of the one before",

@@ -31,7 +31,7 @@ from pacekeeper_operator.decide import (
 )
 from pacekeeper_operator.decide.remedies.applied import Applied
 from pacekeeper_operator.handlers import trainingjobs
-from pacekeeper_operator.observe import gather, memory, neighbourhood, prometheus
+from pacekeeper_operator.observe import gather, memory, neighbourhood, prometheus, store
 from pacekeeper_operator.services import bookkeeping, errands, incidents, leadership, operator, reconcile, sidecars
 from simulation.judges import Violation
 from simulation.run import run
@@ -276,6 +276,11 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     first = bookkeeping.first
     patch.setattr(bookkeeping, "first", lambda job, pods, now, _: first(job, pods, now))
+
+
+@undoes("etcd-is-restored")
+def _(patch: Patch) -> None:
+    patch.setattr(store.Shelf, "go_back", lambda _: None)
 
 
 @undoes("bookkeeping-deleted")
