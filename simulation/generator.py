@@ -252,7 +252,7 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     operators.OperatorClockIsOff: (
         2,
         lambda r: operators.OperatorClockIsOff(
-            **_which(r), hours=r.choice([-720.0, -26.0, -1.0, -0.05, 0.05, 1.0, 26.0, 960.0])
+            **_which(r), hours=r.choice([-300.0, -26.0, -1.0, -0.05, 0.05, 1.0, 26.0, 960.0])
         ),
     ),
     operators.OperatorScaled: (1, lambda r: operators.OperatorScaled(replicas=r.choice([2, 3]))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, Witness, parse_time
 from pacekeeper_operator.decide.node_census import AT_ONCE_SECONDS
@@ -26,7 +26,7 @@ NOTICED_SECONDS = 10.0
 class _Approvals(Rule):
     """Judges an operator's decision to quarantine a node."""
 
-    kinds = ("nodequarantines",)
+    kinds: ClassVar[tuple[str, ...]] = ("nodequarantines",)
 
     def heard(self, change: Change) -> Iterator[str]:
         before = change.before

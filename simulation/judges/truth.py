@@ -111,7 +111,8 @@ class JobsEndTruly(Rule):
             return spent and not self._is_kept_from_starting(job, books)
         if reason == Reason.DEADLINE_EXCEEDED:
             limit = spec.get("runPolicy", {}).get("activeDeadlineSeconds", math.inf)
-            return self.world.wall() >= parse_time(job.body["metadata"]["creationTimestamp"]) + limit
+            made = parse_time(job.body["metadata"]["creationTimestamp"])
+            return bool(self.world.wall() >= made + limit)
         if reason == Reason.SCRIPT_FAILED:  # on one worker alone it may as well be the worker
             failing = 0 if training is None else len(training.mistakes_on if books.trained else training.failed_on)
             if training is not None and not books.trained and training.outage_at > NEVER:
@@ -120,7 +121,7 @@ class JobsEndTruly(Rule):
         if reason == Reason.NO_PROGRESS:
             limit = spec.get("remediation", {}).get("maxRoundsWithoutProgress", ROUNDS_WITHOUT_PROGRESS)
             ends = [run.progress.step for run in training.runs if run.ordinals] if training is not None else []
-            return ends.count(max(ends, default=0)) >= limit
+            return bool(ends.count(max(ends, default=0)) >= limit)
         if reason == Reason.IMAGE_PULL_FAILED:
             return any(_lacks_images(pod) for pod in self.record.pods.values() if self.record.job_of(pod) is job)
         return False

@@ -198,7 +198,7 @@ class ApiServer:
         self._restart()
         for plural, objects in self._objects.items():
             gone = {place: body for place, body in before[plural].items() if place not in objects}
-            changes = [("DELETED", body, body) for body in gone.values()]
+            changes: list[tuple[str, Object, Object | None]] = [("DELETED", body, body) for body in gone.values()]
             for place, body in objects.items():
                 old = before[plural].get(place)
                 if old is not None and old["metadata"]["uid"] != body["metadata"]["uid"]:

@@ -358,6 +358,12 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM + 30.0, operators.OperatorClockIsOff(hours=26.0), 100.0),
         runPolicy={"ttlSecondsAfterFinished": 3600},
     ),
+    "clock-behind-at-an-end": _scenario(
+        "a job finishes while the operator's clock is a day behind: it is deleted when the clock is set",
+        _at(CALM, operators.OperatorClockIsOff(hours=-26.0), 60.0),
+        _at(CALM + 5.0, people.JobFinishes(steps=5)),
+        runPolicy={"ttlSecondsAfterFinished": 3600},
+    ),
     "woken-without-the-lease": _scenario(
         "a job's loop that is woken while the Lease is not held turns without a pause",
         _at(CALM, operators.OperatorFrozen(), 60.0),
