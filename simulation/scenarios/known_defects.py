@@ -275,6 +275,11 @@ SCENARIOS: dict[str, Scenario] = {
         _at(CALM, control_plane.EtcdIsRestored(), 60.0),
         _at(CALM + 5.0, machines.PodDeleted(force=True, index=1)),
     ),
+    "job-of-after-a-backup": _scenario(
+        "etcd is restored from a backup of before a job was made: the operator makes it pods again and again",
+        _at(CALM, control_plane.EtcdIsRestored(), 60.0),
+        jobs=(JobSettings("old", replicas=1, spares=0), JobSettings("new", replicas=1, spares=0, begins=50.0)),
+    ),
     # People.
     "created-anew": _scenario(
         "a job that is created anew after a forced removal inherits the end of the one before",
