@@ -112,7 +112,8 @@ def _strokes(random: Random, jobs: int) -> tuple[Stroke, ...]:
             what = replace(what, job=random.randrange(jobs))  # type: ignore[call-arg]  # it has one
         if hasattr(what, "role"):
             what = replace(what, **victim)
-        strokes.append(Stroke(_moment(random, at, place), what, _seconds(random) if what.lasts() else 0.0))
+        seconds = round(what.at_least + _seconds(random), 1) if what.lasts() else 0.0
+        strokes.append(Stroke(_moment(random, at, place), what, seconds))
         at = round(at + random.choice([random.uniform(0, 1), random.uniform(0, 10), random.uniform(5, 60)]), 2)
     return tuple(strokes)
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from ..kubernetes.faults import Denial, Fate, OneShot, SlowWebhook
+from ..prometheus import BEFORE_SECONDS
 from ..world import NAMESPACE
 from .fault import Cost, Fault, Heal, JobFault
 
@@ -241,6 +242,7 @@ class PrometheusFails(Fault):
 class ExporterIsAway(Fault):
     """There are no series of the GPUs of one node, by its place, or with `everywhere` of all nodes."""
 
+    at_least = BEFORE_SECONDS
     node: int = 0
     everywhere: bool = False
 
