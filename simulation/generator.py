@@ -11,7 +11,7 @@ from typing import Any
 from pacekeeper_operator.api import Cause, JobPhase, Mode
 
 from .faults import control_plane as control
-from .faults import machines, operators, people, ranks
+from .faults import machines, operators, people, ranks, surroundings
 from .faults.fault import Fault, Role, Which
 from .faults.moments import (
     AfterFault,
@@ -59,6 +59,7 @@ def generate(seed: int) -> Schedule:
         nodes=workers + random.randint(1, 6),
         slots=random.choice([1, 2]),
         operators=random.choice([1, 2, 2]),
+        old_errors=random.choice([0, 0, 1, 3]),
         operator=OPERATOR | ({"quarantine_mode": Mode.RECOMMEND} if asks_first else {}),
     )
     schedule = Schedule(seed, Aim.SAFETY, world, jobs, _strokes(random, len(jobs)))
@@ -87,12 +88,12 @@ def _jobs(random: Random) -> tuple[JobSettings, ...]:
 def _spec(random: Random) -> dict[str, Any]:
     """Mostly what lets a job live through everything."""
     spec: dict[str, Any] = {
-        "remediation": {"maxRestarts": random.choice([100] * 9 + [2])},
+        "remediation": random.choice([{"maxRestarts": 100}] * 9 + [{"maxRestarts": 2, "restartWindow": "2m"}]),
         "schedulingTimeout": random.choice(["30s", "60s", "5m"]),
     }
     if random.random() < 0.15:
         spec["syncMode"] = random.choice(["Sync", "EDiT", "AsyncEDiT"])
-    if random.random() < 0.1:
+    if random.random() < 0.2:
         spec["runPolicy"] = random.choice([{"ttlSecondsAfterFinished": 60}, {"activeDeadlineSeconds": 240}])
     return spec
 
@@ -111,7 +112,8 @@ def _strokes(random: Random, jobs: int) -> tuple[Stroke, ...]:
             what = replace(what, job=random.randrange(jobs))  # type: ignore[call-arg]  # it has one
         if hasattr(what, "role"):
             what = replace(what, **victim)
-        strokes.append(Stroke(_moment(random, at, place), what, _seconds(random) if what.lasts() else 0.0))
+        seconds = round(what.at_least + _seconds(random), 1) if what.lasts() else 0.0
+        strokes.append(Stroke(_moment(random, at, place), what, seconds))
         at = round(at + random.choice([random.uniform(0, 1), random.uniform(0, 10), random.uniform(5, 60)]), 2)
     return tuple(strokes)
 
@@ -159,7 +161,7 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     ranks.LossIsBad: (1, lambda r: ranks.LossIsBad(**_role(r))),
     ranks.GpuFails: (2, lambda r: ranks.GpuFails(**_role(r), xid=r.choice([13, 31, 48, 79, 94, 95]))),
     ranks.GpuWarns: (2, lambda r: ranks.GpuWarns(**_role(r))),
-    ranks.ScriptFails: (1, lambda r: ranks.ScriptFails(**_role(r))),
+    ranks.ScriptFails: (1, lambda r: ranks.ScriptFails(**_role(r), mistake=r.random() < 0.3)),
     ranks.PlanIsRefused: (1, lambda r: ranks.PlanIsRefused(**_role(r))),
     ranks.CheckpointsFail: (1, lambda _: ranks.CheckpointsFail()),
     ranks.CheckpointIsTorn: (1, lambda _: ranks.CheckpointIsTorn()),
@@ -227,10 +229,15 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
         1,
         lambda r: control.Conflicts(plural=r.choice(["trainingjobstates", "leases"]), number=r.choice([1, 5, 20])),
     ),
+    control.EtcdIsRestored: (1, lambda _: control.EtcdIsRestored()),
     control.WebhookIsSlow: (1, lambda r: control.WebhookIsSlow(by=r.choice([3.0, 20.0]))),
     control.PodsAreDenied: (1, lambda r: control.PodsAreDenied(status=r.choice([403, 500]))),
     control.QuotaIsFull: (2, lambda r: control.QuotaIsFull(room=r.choice([0, 0, 1]))),
     control.PrometheusFails: (2, lambda r: control.PrometheusFails(how=r.choice(list(control.Silence)))),
+    control.ExporterIsAway: (
+        2,
+        lambda r: control.ExporterIsAway(node=r.randrange(3), everywhere=r.random() < 0.5),
+    ),
     control.PrometheusLies: (2, lambda r: control.PrometheusLies(lie=r.choice(list(control.Lie)))),
     operators.OperatorKilled: (6, lambda r: operators.OperatorKilled(**_which(r))),
     operators.OperatorFrozen: (3, lambda r: operators.OperatorFrozen(**_which(r))),
@@ -242,6 +249,12 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     operators.OperatorIsCutOff: (
         3,
         lambda r: operators.OperatorIsCutOff(**_which(r), beyond=r.choice(list(operators.Beyond))),
+    ),
+    operators.OperatorClockIsOff: (
+        2,
+        lambda r: operators.OperatorClockIsOff(
+            **_which(r), hours=r.choice([-300.0, -26.0, -1.0, -0.05, 0.05, 1.0, 26.0, 960.0])
+        ),
     ),
     operators.OperatorScaled: (1, lambda r: operators.OperatorScaled(replicas=r.choice([2, 3]))),
     operators.LeaseDeleted: (1, lambda _: operators.LeaseDeleted()),
@@ -260,6 +273,25 @@ MENU: dict[type[Fault], tuple[int, Make]] = {
     people.QuarantineApproved: (1, lambda r: people.QuarantineApproved(index=r.randrange(2))),
     people.QuarantineDeleted: (1, lambda r: people.QuarantineDeleted(index=r.randrange(2))),
     people.RemediesPaused: (1, lambda _: people.RemediesPaused()),
+    surroundings.OutageAtStart: (
+        4,
+        lambda r: surroundings.OutageAtStart(
+            **_role(r),
+            away=r.choice(list(surroundings.Away)),
+            at_import=r.random() < 0.3,
+            loss=r.choice(list(surroundings.Loss)),
+        ),
+    ),
+    surroundings.ProbesFailAlike: (
+        2,
+        lambda r: surroundings.ProbesFailAlike(
+            **_role(r), check=r.choice(list(surroundings.Check)), xid=r.choice([0, 48, 79])
+        ),
+    ),
+    surroundings.RackLosesPower: (
+        2,
+        lambda r: surroundings.RackLosesPower(nodes=r.choice([2, 3, 3, 5]), apart=r.choice([0.0, 15.0, 40.0])),
+    ),
 }
 
 SURVIVABLE: tuple[Make, ...] = (
@@ -278,6 +310,8 @@ SURVIVABLE: tuple[Make, ...] = (
     lambda r: ranks.FiguresLie(lie=r.choice(list(ranks.Lie))),
     lambda r: control.PrometheusFails(how=r.choice(list(control.Silence))),
     lambda r: control.PrometheusLies(lie=r.choice(list(control.Lie))),
+    lambda r: control.ExporterIsAway(node=r.randrange(3), everywhere=r.random() < 0.5),
+    lambda r: surroundings.ProbesFailAlike(**_role(r)),
     lambda _: control.ApiFails(rate=0.1),
     lambda _: control.AnswersAreLost(rate=0.05),
     lambda _: control.WatchesLag(by=5.0),

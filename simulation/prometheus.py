@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ SCRAPES = 5.0
 LOOKBACK = 300.0
 """So many seconds a series without news is answered with."""
 BEFORE_SECONDS = 60.0 * BEFORE_MINUTES
-XID_METRIC = "DCGM_FI_DEV_XID_ERRORS"
+XID_METRIC, MEMORY_METRIC = "DCGM_FI_DEV_XID_ERRORS", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
+_OLD = {XID_METRIC: 79.0, MEMORY_METRIC: 2.0}
+"""Values of old errors."""
 EXPORTER = "gpu-operator"
 Job = tuple[str, str]
 Row = dict[str, Any]
@@ -48,10 +51,25 @@ class Prometheus:
         """Whether the scrape says on which node an exporter of GPU figures is."""
         self._world = world
         self._targets: dict[str, tuple[Job, list[Series]]] = {}  # by pod uid
-        self._xids: dict[tuple[str, str], int] = {}  # by node and GPU
-        self._xids_before: dict[tuple[str, str], tuple[float, int]] = {}  # until when, in virtual seconds; and which
+        self.last_error: dict[str, float] = {}
+        """Node → when a series last showed a new error or a sign of its GPUs, true or not (virtual seconds)."""
+        self._errors: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+        """(metric, node, GPU) → since when it has which value; 0 before."""
+        self._absences: dict[str, list[float]] = {}
+        """Node → moments at which its exporter goes away and comes back, in turns."""
         self._pending_rows: dict[tuple[str, str], None] = {}
         world.after(SCRAPES, self._scrape_all)
+
+    def add_exporter(self, node: str, *, old_error: str = "") -> None:
+        """On a node whose first GPU has had an error long before the run; `old_error`: the metric, "": it has not."""
+        if old_error:
+            self._errors[old_error, node, "0"] = [(-math.inf, _OLD[old_error])]
+
+    def show_exporter(self, node: str, there: bool) -> None:
+        """Whether there are series of this node's GPUs."""
+        moments = self._absences.setdefault(node, [])
+        if there == bool(len(moments) % 2):
+            moments.append(self._world.now())
 
     def show_pending_rows(self, node: str, gpu: str, pending: bool) -> None:
         """Whether rows of a GPU's memory wait to be remapped."""
@@ -61,8 +79,8 @@ class Prometheus:
 
     def count_xid(self, node: str, gpu: str, xid: int) -> None:
         """The newest one of a GPU, as DCGM tells it."""
-        self._xids_before[node, gpu] = self._world.now(), self._xids.get((node, gpu), 0)
-        self._xids[node, gpu] = xid
+        self._errors.setdefault((XID_METRIC, node, gpu), []).append((self._world.now(), float(xid)))
+        self.last_error[node] = self._world.now()
 
     def rows(self, query: str) -> list[Row]:
         """The answer's `result`. Raises ConnectionRefusedError, or TimeoutError where none would come."""
@@ -85,7 +103,9 @@ class Prometheus:
         return rows
 
     def _sign_rows(self) -> Iterator[Row]:
-        for node, gpu in self._pending_rows:
+        now = self._world.now()
+        for node, gpu in [key for key in self._pending_rows if self._is_there(key[0], now)]:
+            self.last_error[node] = now
             yield self._row(self._of_gpu(node, gpu, str(Sign.ROWS_PENDING)), 1)
 
     def _row(self, labels: dict[str, str], value: float) -> Row:
@@ -101,18 +121,30 @@ class Prometheus:
         return found
 
     def _gpu_rows(self) -> Iterator[Row]:
-        nodes = list(self._world.nodes)
-        xids = dict(self._xids)
-        if self.lie == "gpu":
-            xids[nodes[0], "0"] = 79
-        elif self.lie == "unknown-node":
-            xids["node-that-is-not", "0"] = 79
-        for (node, gpu), xid in xids.items():
-            yield self._row({"__name__": XID_METRIC, **self._of_gpu(node, gpu, "gpu")}, xid)
-            changed, earlier = self._xids_before.get((node, gpu), (math.inf, 0))
-            before = xid if self._world.now() - changed > BEFORE_SECONDS else earlier
-            yield self._row({"__name__": XID_METRIC, **self._of_gpu(node, gpu, "gpu_before")}, before)
-        yield self._row({"figure": "named" if self.names_nodes else "unnamed"}, len(nodes))
+        now = self._world.now()
+        there = [node for node in self._world.nodes if self._is_there(node, now)]
+        rows = {key: (self._value(*key, now), self._value(*key, now - BEFORE_SECONDS)) for key in self._errors}
+        liar = {"gpu": next(iter(there), ""), "unknown-node": "node-that-is-not"}.get(self.lie, "")
+        if liar:
+            rows[XID_METRIC, liar, "0"] = (79.0, 0.0)
+            self.last_error[liar] = now
+        for (metric, node, gpu), (value, before) in rows.items():
+            if value:
+                yield self._row({"__name__": metric, **self._of_gpu(node, gpu, "gpu")}, value)
+            if value and before is not None:
+                yield self._row({"__name__": metric, **self._of_gpu(node, gpu, "gpu_before")}, before)
+        if there:
+            yield self._row({"figure": "named" if self.names_nodes else "unnamed"}, len(there))
+
+    def _is_there(self, node: str, at: float) -> bool:
+        """Whether the node's exporter was scraped at that moment (virtual seconds)."""
+        return bisect_right(self._absences.get(node, []), at) % 2 == 0
+
+    def _value(self, metric: str, node: str, gpu: str, at: float) -> float | None:
+        """Of a series at that moment (virtual seconds); None: there was none."""
+        if not self._is_there(node, at):
+            return None
+        return next((value for since, value in reversed(self._errors[metric, node, gpu]) if since <= at), 0.0)
 
     def _of_gpu(self, node: str, gpu: str, figure: str) -> dict[str, str]:
         """Labels of a series about it."""
@@ -125,7 +157,9 @@ class Prometheus:
             return
         now, reaches = self._world.now(), self._world.network.reaches
         # A machine that boots has an exporter that knows of nothing.
-        self._xids = {key: xid for key, xid in self._xids.items() if reaches(key[0], key[0])}
+        for (_, node, _), changes in self._errors.items():
+            if changes[-1][1] and not reaches(node, node):
+                changes.append((now, 0.0))
         self._pending_rows = {key: None for key in self._pending_rows if reaches(key[0], key[0])}
         self._targets = {
             uid: ((worker.namespace, worker.job), list(_scrape(worker, now)))

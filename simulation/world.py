@@ -22,7 +22,7 @@ from .loop import VirtualLoop, current_process, nobodys
 from .network import API, Network
 from .operators.endpoint import Endpoint
 from .operators.pod import Deployment
-from .prometheus import Prometheus
+from .prometheus import MEMORY_METRIC, XID_METRIC, Prometheus
 from .story import Story
 from .workers.training import Trainings
 from .workers.worker import Worker
@@ -44,6 +44,8 @@ class WorldSettings:
     """Workers that a node has room for."""
     operators: int = 1
     """Replicas."""
+    old_errors: int = 0
+    """Nodes whose GPUs have had errors long before the run."""
     operator: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `pacekeeper_operator.settings.Settings`."""
 
@@ -81,7 +83,10 @@ class World:
 
     def add_node(self) -> None:
         """Another machine."""
-        self.fleet.add(f"node-{len(self.nodes)}", {"cpu": str(self.settings.slots), "memory": MEMORY})
+        number = len(self.nodes)
+        old = (MEMORY_METRIC, XID_METRIC)[number % 2] if number < self.settings.old_errors else ""
+        self.prometheus.add_exporter(f"node-{number}", old_error=old)
+        self.fleet.add(f"node-{number}", {"cpu": str(self.settings.slots), "memory": MEMORY})
 
     def launch(self, pod: Object, node: str, address: str, exited: Exited) -> Worker:
         """The processes of a job's worker, not yet started."""

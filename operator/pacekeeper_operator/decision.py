@@ -38,7 +38,7 @@ class ReplaceWorker:
     reason: str
     dead: bool  # it does not train any more; otherwise it stays until the others have a checkpoint
     force: bool = False  # its node is lost: nobody there will confirm the deletion
-    disruption: bool = False  # somebody wanted it: burns no budget
+    disruption: bool = False  # somebody wanted it, or none is left: burns no budget
     never_ready: bool = False  # its trainer ended before it was ready
     refused: bool = False  # its kubelet has not even begun it
     patient: bool = False  # nothing is broken so far: the checkpoint is waited for, however long it takes

@@ -65,6 +65,7 @@ class Life:
     failed_reason: str = ""
     failed_message: str = ""
     stopped_at: float = 0.0  # when the ranks were told to leave (suspend, finish)
+    misdated: bool = False  # the clock was wrong after the job had ended: `stopped_at` is set again once it is right
     apart: bool = False  # on its claim it has a folder of its own; False: an operator without these began it
 
     @cached_property

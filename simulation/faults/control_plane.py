@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from ..kubernetes.faults import Denial, Fate, OneShot, SlowWebhook
+from ..prometheus import BEFORE_SECONDS
 from ..world import NAMESPACE
 from .fault import Cost, Fault, Heal, JobFault
 
@@ -136,6 +137,21 @@ class Conflicts(Fault):
 
 
 @dataclass(frozen=True)
+class EtcdIsRestored(Fault):
+    """From a backup that is taken now: when it is over, the API server knows nothing of what has happened since."""
+
+    def strike(self, scene: Scene) -> Heal:
+        api = scene.world.api
+        backup = api.backup()
+
+        def heal() -> None:
+            scene.tell(f"etcd is restored from its backup: version {api.version} is followed by {backup.version}")
+            api.restore(backup)
+
+        return heal
+
+
+@dataclass(frozen=True)
 class WebhookIsSlow(JobFault):
     """Creations of a job's pods take so much longer."""
 
@@ -220,6 +236,28 @@ class PrometheusFails(Fault):
         scene.tell(f"Prometheus is {self.how}")
         prometheus.silence = self.how
         return lambda: setattr(prometheus, "silence", "")
+
+
+@dataclass(frozen=True)
+class ExporterIsAway(Fault):
+    """There are no series of the GPUs of one node, by its place, or with `everywhere` of all nodes."""
+
+    at_least = BEFORE_SECONDS
+    node: int = 0
+    everywhere: bool = False
+
+    def strike(self, scene: Scene) -> Heal:
+        names = list(scene.world.nodes)
+        chosen = names if self.everywhere else [names[self.node % len(names)]]
+        scene.tell(f"there are no GPU series of {', '.join(chosen)}")
+        for name in chosen:
+            scene.world.prometheus.show_exporter(name, there=False)
+
+        def heal() -> None:
+            for name in chosen:
+                scene.world.prometheus.show_exporter(name, there=True)
+
+        return heal
 
 
 @dataclass(frozen=True)

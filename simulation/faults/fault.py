@@ -34,6 +34,8 @@ class Fault:
 
     __abstract__: ClassVar = True
     costs: ClassVar[tuple[Cost, ...]] = ()
+    at_least: ClassVar[float] = 0.0
+    """Seconds that it lasts: a shorter one shows nothing."""
 
     def strike(self, scene: Scene) -> Heal | None:
         """What heals it; None: there is nothing to be healed. Raises Missed where there is nobody to strike."""

@@ -266,8 +266,7 @@ class PodDeleted(WorkerFault):
 
     def strike(self, scene: Scene) -> None:
         worker = self.worker(scene)
-        scene.tell(f"pod {worker.name} is deleted" + (" by force" if self.force else ""))
-        scene.world.api.delete("pods", worker.name, NAMESPACE, uid=worker.uid, grace=0 if self.force else None)
+        scene.delete_pod(worker, force=self.force)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,23 @@ class OperatorIsCutOff(OperatorFault):
 
 
 @dataclass(frozen=True)
+class OperatorClockIsOff(OperatorFault):
+    """Of one pod's node: it jumps, and later back."""
+
+    hours: float = 24.0
+
+    def strike(self, scene: Scene) -> Heal:
+        name, clocks = self.pod(scene).name, scene.world.clocks
+        scene.tell(f"the clock of {name} is off by {self.hours:g} h")
+        clocks[name] = self.hours * 3600.0
+
+        def heal() -> None:
+            clocks.pop(name, None)
+
+        return heal
+
+
+@dataclass(frozen=True)
 class OperatorScaled(Fault):
     """To so many replicas, and back."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from ..workers.rank import BAD_VALUE, MISTAKE
 from .fault import Cost, Fault, Heal, Missed, NodeFault, Role, WorkerFault
 
 if TYPE_CHECKING:
@@ -112,11 +113,14 @@ class GpuWarns(WorkerFault):
 
 @dataclass(frozen=True)
 class ScriptFails(WorkerFault):
-    """In each round, before its first step."""
+    """In each round, before its first step; with `mistake` of an error in its text."""
+
+    mistake: bool = False
 
     def strike(self, scene: Scene) -> Heal:
         worker = self.worker(scene)
         worker.script_fails = True
+        worker.script_error = MISTAKE if self.mistake else BAD_VALUE
         return lambda: setattr(worker, "script_fails", False)
 
 

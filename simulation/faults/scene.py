@@ -94,6 +94,16 @@ class Scene:
             raise Missed(f"job {settings.name} has no {role}")
         return found[index % len(found)]
 
+    def delete_pod(self, worker: Worker, *, force: bool = False) -> None:
+        """By somebody; `force`: without a grace period."""
+        self.tell(f"pod {worker.name} is deleted" + (" by force" if force else ""))
+        self.world.api.delete("pods", worker.name, NAMESPACE, uid=worker.uid, grace=0 if force else None)
+
+    def nodes_of(self, job: int) -> list[str]:
+        """Names of the nodes that a job's members run on."""
+        seated = {member.worker for member in self.draft(job).plan.members}
+        return list(dict.fromkeys(worker.node for worker in self.running() if worker.name in seated))
+
     def training(self, job: int) -> Training:
         """Raises Missed where no worker of the job has run yet."""
         found = self.world.trainings.of_job(self.job(job)["metadata"]["uid"])

@@ -25,6 +25,7 @@ class _OfWrites(Rule):
     """Judges what an operator has written upon what one had written before."""
 
     kinds: ClassVar[tuple[str, ...]] = (STATES,)
+    by_history = True
 
     def heard(self, change: Change) -> Iterator[str]:
         job = self.record.job_of(change.object)
@@ -141,6 +142,7 @@ class OutcomesStay(_OfWrites):
 class TheEndIsFinal(Rule):
     words = "a job that is Complete or Failed stays so"
     kinds = ("trainingjobs",)
+    by_history = True
 
     def heard(self, change: Change) -> Iterator[str]:
         if change.type != "MODIFIED" or change.before is None or not by_operator(change):

@@ -205,7 +205,11 @@ def _quarantine(world: World, record: Record, name: str, quarantine: Object) -> 
     if node is None:
         yield f"NodeQuarantine {name} has outlived its node"
     elif (
-        since is not None and is_ready(node) and not world.nodes[name].sick and world.nodes[name].images is Images.COME
+        since is not None
+        and is_ready(node)
+        and not world.nodes[name].sick
+        and not world.nodes[name].shared_check
+        and world.nodes[name].images is Images.COME
     ):
         lasts = parse_duration(quarantine["spec"].get("expiresAfter", "1h"))
         if world.wall() > parse_time(since) + lasts + EXPIRY_SECONDS:

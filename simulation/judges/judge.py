@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from . import behaviour, bookkeeping, end, nodes, promises, training, truth
 from .record import Record
-from .rules import Rule
+from .rules import UNDER_WAY_SECONDS, Rule
 
 if TYPE_CHECKING:
     from ..kubernetes.api_server import Change
@@ -71,7 +71,10 @@ class Judge:
 
     def _hear(self, change: Change) -> None:
         self._record.hear(change)
+        restored = change.at - self._record.restored_at <= UNDER_WAY_SECONDS
         for rule in self._listeners.get(change.plural, ()):
+            if restored and rule.by_history:
+                continue
             for words in rule.heard(change):
                 self._complain(rule, words)
 

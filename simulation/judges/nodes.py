@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pacekeeper_operator.api import FIELD_MANAGER_CORDON, TAINT_QUARANTINE, Witness, parse_time
 from pacekeeper_operator.decide.node_census import AT_ONCE_SECONDS
 from pacekeeper_operator.decide.node_suspicion import SUSPICION_SECONDS, allowed_nodes
 from pacekeeper_operator.settings import Settings
 
-from .record import NEVER, by_operator, cordoned_by, is_cordoned, is_tainted
+from .record import NEVER, Record, by_operator, cordoned_by, is_cordoned, is_ready, is_tainted
 from .rules import UNDER_WAY_SECONDS, Rule
 
 if TYPE_CHECKING:
     from ..kubernetes.api_server import Change
+    from ..world import World
 
 Object = Mapping[str, Any]
+NOT_READY: Object = {}
 NOTICED_SECONDS = 10.0
 """So late an operator may notice a label or a pause."""
 
@@ -24,7 +26,7 @@ NOTICED_SECONDS = 10.0
 class _Approvals(Rule):
     """Judges an operator's decision to quarantine a node."""
 
-    kinds = ("nodequarantines",)
+    kinds: ClassVar[tuple[str, ...]] = ("nodequarantines",)
 
     def heard(self, change: Change) -> Iterator[str]:
         before = change.before
@@ -47,12 +49,13 @@ class NodesHaveWitnesses(_Approvals):
     def approved(self, change: Change) -> Iterator[str]:
         node, spec = _name(change), change.object["spec"]
         long_ago = change.at - SUSPICION_SECONDS - UNDER_WAY_SECONDS
-        if any(sign.get("witness") == Witness.GPU_SERIES for sign in spec.get("signs", ())):
+        shown = self.world.prometheus.last_error.get(node, NEVER)
+        if shown >= long_ago and any(sign.get("witness") == Witness.GPU_SERIES for sign in spec.get("signs", ())):
             return
         unready = self.record.last_unready.get(node, NEVER)
         failed = self.record.last_failed_probe.get(spec.get("nodeUID", ""), NEVER)
         if max(unready, failed) < long_ago:
-            yield f"{node}: it was Ready, and no probe on it has failed"
+            yield f"{node}: it was Ready, no probe on it has failed of its own, and its GPUs have shown nothing new"
 
 
 class QuarantinesWithinBudget(_Approvals):
@@ -80,6 +83,52 @@ class TheBreakerHolds(_Approvals):
         ]
         if len(once) >= self.settings.breaker_nodes:
             yield f"{_name(change)}, while {', '.join(once)} are blamed at once"
+
+
+class MassesAreLeftAlone(_Approvals):
+    """One that is back first, and well, shows nothing of those that still boot."""
+
+    words = "no node is quarantined because it takes longest to come back, of many that went at once"
+    kinds = ("nodequarantines", "nodes")
+
+    def __init__(self, world: World, record: Record) -> None:
+        super().__init__(world, record)
+        self._fell: dict[str, float] = {}
+        """Node → when it was last Ready no longer."""
+        self._blamed: dict[str, float] = {}
+        """Node → when it was first blamed since."""
+
+    def heard(self, change: Change) -> Iterator[str]:
+        name = _name(change)
+        if change.plural == "nodes":
+            was = change.before is not None and is_ready(change.before)
+            if change.type == "DELETED":
+                self._fell.pop(name, None)
+            elif was and not is_ready(change.object):
+                self._fell[name] = change.at
+                self._blamed.pop(name, None)
+            return
+        if change.type == "DELETED":
+            self._blamed.pop(name, None)
+        elif _is_strong(change.object):
+            self._blamed.setdefault(name, change.at)
+        yield from super().heard(change)
+
+    def approved(self, change: Change) -> Iterator[str]:
+        node = _name(change)
+        fell, blamed = self._fell.get(node, NEVER), self._blamed.get(node, NEVER)
+        shown = self.world.prometheus.last_error.get(node, NEVER)
+        if is_ready(self.record.nodes.get(node, NOT_READY)) or shown >= fell:
+            return
+        others = [
+            name
+            for name, at in self._blamed.items()
+            if name != node
+            and abs(at - blamed) <= AT_ONCE_SECONDS
+            and abs(self._fell.get(name, NEVER) - fell) <= AT_ONCE_SECONDS
+        ]
+        if len(others) + 1 >= self.settings.breaker_nodes:
+            yield f"{node}, which went with {', '.join(others)}"
 
 
 class NothingIsApprovedWhilePaused(_Approvals):
@@ -172,18 +221,24 @@ def _last_sign(quarantine: Object) -> float:
     return max((parse_time(sign["at"]) for sign in quarantine["spec"].get("signs", ())), default=NEVER)
 
 
+def _is_strong(quarantine: Object) -> bool:
+    """By one strong sign, or by two namespaces."""
+    signs = quarantine["spec"].get("signs", ())
+    return len(signs) > 1 or any(not sign.get("weak") for sign in signs)
+
+
 def _is_blamed(quarantine: Object) -> bool:
-    """By one strong sign, or by two namespaces; and no probe has cleared it."""
-    signs, probes = quarantine["spec"]["signs"], quarantine.get("status", {}).get("probes", ())
-    strong = len(signs) > 1 or any(not sign.get("weak") for sign in signs)
+    """And no probe has cleared it."""
+    probes = quarantine.get("status", {}).get("probes", ())
     over = quarantine.get("status", {}).get("phase") == "Released" or "deletionTimestamp" in quarantine["metadata"]
-    return strong and not over and not any(probe.get("passed") for probe in probes)
+    return _is_strong(quarantine) and not over and not any(probe.get("passed") for probe in probes)
 
 
 RULES: tuple[type[Rule], ...] = (
     NodesHaveWitnesses,
     QuarantinesWithinBudget,
     TheBreakerHolds,
+    MassesAreLeftAlone,
     NothingIsApprovedWhilePaused,
     MarksFollowQuarantines,
     OptedOutNodesAreLeftAlone,

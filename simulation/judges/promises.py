@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class PodsArePromised(Rule):
     words = "a pod is created only if the bookkeeping has its name"
     kinds = ("pods",)
+    by_history = True
 
     def heard(self, change: Change) -> Iterator[str]:
         metadata = change.object["metadata"]
@@ -32,6 +33,7 @@ class PodsArePromised(Rule):
 class PodsAreGivenUpFirst(Rule):
     words = "a pod is deleted only if the bookkeeping gives its worker up"
     kinds = ("pods",)
+    by_history = True
 
     def heard(self, change: Change) -> Iterator[str]:
         before = change.before or change.object
@@ -53,6 +55,7 @@ class PodsAreGivenUpFirst(Rule):
 class IncidentsAreWrittenFirst(Rule):
     words = "an Incident tells what the bookkeeping says"
     kinds = ("incidents",)
+    by_history = True
 
     def heard(self, change: Change) -> Iterator[str]:
         if change.type == "DELETED" or not by_operator(change):
@@ -71,6 +74,7 @@ class IncidentsAreWrittenFirst(Rule):
 class QuarantinesAreAskedFor(Rule):
     words = "a NodeQuarantine is created only if a job's bookkeeping asks for it"
     kinds = ("nodequarantines",)
+    by_history = True
 
     def heard(self, change: Change) -> Iterator[str]:
         if change.type != "ADDED" or not by_operator(change):

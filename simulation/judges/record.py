@@ -21,6 +21,9 @@ from pacekeeper_operator.api import (
 )
 from pacekeeper_operator.ledger import read_runs
 
+from ..kubernetes.api_server import RESTORED
+from ..kubernetes.containers import SHARED
+
 if TYPE_CHECKING:
     from ..kubernetes.api_server import Change
 
@@ -59,6 +62,8 @@ class Books:
     """Of all restarts that counted."""
     finished: tuple[str, ...]
     over: bool
+    trained: bool
+    """Some round has completed a step, as far as operators have heard."""
     incidents: Mapping[str, Object]
     asked: tuple[tuple[str, str], ...]
     """(node, incident) of quarantines that are wanted."""
@@ -89,6 +94,7 @@ class Books:
             total=state["budget"]["total"],
             finished=tuple(life["finished"]),
             over=bool(life["completedAt"] or life["failedReason"]),
+            trained=bool(life.get("trainingSince")),
             incidents={incident["name"]: incident for incident in incidents["current"]},
             asked=tuple((wanted["node"], wanted["incident"]) for wanted in incidents["quarantines"]),
         )
@@ -143,14 +149,18 @@ class Record:
         self.last_unready: dict[str, float] = {}
         """Node → when it was last seen not to be Ready."""
         self.last_failed_probe: dict[str, float] = {}
-        """UID of a node → when a probe pod on it last came to nothing."""
+        """UID of a node → when a probe pod on it last came to nothing, but for what all nodes fail."""
         self.opted_out: dict[str, float] = {}
         """Node → since when it bears the label."""
         self.paused_since = math.inf
+        self.restored_at = NEVER
+        """When everything last went back to a backup."""
         self.pods: dict[tuple[str, str], Object] = {}
 
     def hear(self, change: Change) -> None:
         kind = change.plural
+        if change.who == RESTORED:
+            self.restored_at = change.at
         if kind == "trainingjobstates":
             self._state(change)
         elif kind == "trainingjobs":
@@ -227,7 +237,8 @@ class Record:
         node = metadata.get("labels", {}).get(LABEL_PROBE)
         if node is not None:
             phase = body.get("status", {}).get("phase")
-            if phase == "Failed" or (change.type == "DELETED" and phase != "Succeeded"):
+            failed = phase == "Failed" or (change.type == "DELETED" and phase != "Succeeded")
+            if failed and not _fails_like_all(body):
                 self.last_failed_probe[node] = change.at
 
     def _node(self, change: Change) -> None:
@@ -261,6 +272,11 @@ class Record:
             self.quarantines.pop(name, None)
         else:
             self.quarantines[name] = body
+
+
+def _fails_like_all(probe: Object) -> bool:
+    states = [its["state"].get("terminated", {}) for its in probe.get("status", {}).get("containerStatuses", ())]
+    return any(SHARED in state.get("message", "") for state in states)
 
 
 def by_operator(change: Change) -> bool:

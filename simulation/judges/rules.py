@@ -21,6 +21,9 @@ class Rule:
 
     words: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]] = ()
+    by_history: ClassVar[bool] = False
+    """Whether it holds what is written against what was before: when an etcd has been restored, nobody knows that, and
+    operators take a moment to notice."""
 
     def __init__(self, world: World, record: Record) -> None:
         self.world = world

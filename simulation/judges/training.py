@@ -70,7 +70,8 @@ class OneRoundAtATime(_OfSteps):
             self._newest[run.training.uid] = run
         elif run.ordinals == 0:
             self._newest[run.training.uid] = run
-            if (run.round, run.membership) <= (newest.round, newest.membership):
+            known = newest.began_at > self.record.restored_at  # of rounds after a backup nobody knows that is left
+            if known and (run.round, run.membership) <= (newest.round, newest.membership):
                 yield (
                     f"{self.name(run)}: round {run.round} of membership {run.membership} begins after round "
                     f"{newest.round} of membership {newest.membership}"
@@ -110,6 +111,7 @@ class LaunchersKeepToTheirRestarts(_OfSteps):
 class WhoTrainsWellStays(Rule):
     words = "a worker whose ranks train well is not given up for lost"
     kinds = ("trainingjobstates",)
+    by_history = True
 
     def heard(self, change: Change) -> Iterator[str]:
         job = self.record.job_of(change.object)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pacekeeper_operator.api import Condition, JobPhase, Reason, parse_duration
+from pacekeeper_operator.api import Condition, JobPhase, Reason, parse_duration, parse_time
+from pacekeeper_operator.settings import Settings
 
 from ..network import API
-from .record import Books, JobRecord, Object, Record
+from .record import NEVER, Books, JobRecord, Object, Record, by_operator
 from .rules import Rule
 
 if TYPE_CHECKING:
@@ -21,6 +23,10 @@ KNOWN_SECONDS = 90.0
 STANDS_SECONDS = 180.0
 """The same of ranks that take no step: launchers give them a while to take one."""
 STANDS = "it is said to be Running, and takes no step"
+LATELY_SECONDS = 30.0
+"""So long a job may be over before its status says so: by then it is written, and an operator that is away is back."""
+ROUNDS_WITHOUT_PROGRESS = 3
+"""By default (spec.remediation.maxRoundsWithoutProgress)."""
 LOOKS = 9
 """So many looks back the step in a status may lie: 45 s."""
 
@@ -97,20 +103,64 @@ class JobsEndTruly(Rule):
 
     def _is_true(self, job: JobRecord, books: Books, reason: str) -> bool:
         assert job.body is not None
-        spec = job.body["spec"]
+        spec, training = job.body["spec"], self.world.trainings.of_job(job.uid)
         if reason == Reason.RESTART_BUDGET_SPENT:
             window = parse_duration(spec.get("remediation", {}).get("restartWindow", "1h"))
             last = max(books.restarts, default=0.0)
-            return sum(at > last - window for at in books.restarts) >= job.allowed_restarts[0]
+            spent = sum(at > last - window for at in books.restarts) >= job.allowed_restarts[0]
+            return spent and not self._is_kept_from_starting(job, books)
         if reason == Reason.DEADLINE_EXCEEDED:
-            return "activeDeadlineSeconds" in spec.get("runPolicy", {})
+            limit = spec.get("runPolicy", {}).get("activeDeadlineSeconds", math.inf)
+            made = parse_time(job.body["metadata"]["creationTimestamp"])
+            return bool(self.world.wall() >= made + limit)
         if reason == Reason.SCRIPT_FAILED:  # on one worker alone it may as well be the worker
-            training = self.world.trainings.of_job(job.uid)
-            failing = 0 if training is None else len(training.failed_on)
+            failing = 0 if training is None else len(training.mistakes_on if books.trained else training.failed_on)
+            if training is not None and not books.trained and training.outage_at > NEVER:
+                return True  # nothing tells what all lack from a mistake where the script has never worked
             return failing > 1 or (failing > 0 and not spec.get("spares"))
+        if reason == Reason.NO_PROGRESS:
+            limit = spec.get("remediation", {}).get("maxRoundsWithoutProgress", ROUNDS_WITHOUT_PROGRESS)
+            ends = [run.progress.step for run in training.runs if run.ordinals] if training is not None else []
+            return bool(ends.count(max(ends, default=0)) >= limit)
         if reason == Reason.IMAGE_PULL_FAILED:
             return any(_lacks_images(pod) for pod in self.record.pods.values() if self.record.job_of(pod) is job)
         return False
+
+    def _is_kept_from_starting(self, job: JobRecord, books: Books) -> bool:
+        """It has trained, and its rounds end before their first step by what all lack. Those that met before are too
+        few to have spent its restarts."""
+        training = self.world.trainings.of_job(job.uid)
+        if training is None or not books.trained or not training.runs:
+            return False
+        return training.outage_at > training.runs[-1].stepped_at and len(training.runs) <= job.allowed_restarts[0]
+
+
+class NothingGoesBeforeItsTime(Rule):
+    words = "no clock but the API server's ends what has time left"
+    kinds = ("trainingjobs", "incidents")
+
+    def __init__(self, world: World, record: Record) -> None:
+        super().__init__(world, record)
+        self._ended: dict[str, float] = {}
+        """By uid of a job: since when it is said to be over (virtual seconds)."""
+
+    def heard(self, change: Change) -> Iterator[str]:
+        name = change.object["metadata"]["name"]
+        if change.plural == "incidents":
+            if change.type == "DELETED" and by_operator(change):
+                yield f"Incident {name} is deleted, and its retention is {Settings().incident_retention / 86400:g} days"
+            return
+        uid = change.object["metadata"]["uid"]
+        if change.object.get("status", {}).get("phase") in (JobPhase.COMPLETE, JobPhase.FAILED):
+            self._ended.setdefault(uid, change.at)
+        ttl = change.object["spec"].get("runPolicy", {}).get("ttlSecondsAfterFinished")
+        was = change.before is not None and "deletionTimestamp" in change.before["metadata"]
+        deleted = change.type == "DELETED" or "deletionTimestamp" in change.object["metadata"]
+        if not by_operator(change) or was or not deleted:
+            return
+        waited = change.at - self._ended.get(uid, change.at)
+        if ttl is None or waited < ttl - LATELY_SECONDS:
+            yield f"{name} is deleted {waited:.0f} s after its end, and has {ttl} s"
 
 
 def _lacks_images(pod: Object) -> bool:
@@ -132,4 +182,4 @@ def is_calm(world: World) -> bool:
     return all(reaches(leader.name, worker.node) for worker in world.workers.values() if not worker.gone)
 
 
-RULES: tuple[type[Rule], ...] = (StatusIsTrue, JobsEndTruly)
+RULES: tuple[type[Rule], ...] = (StatusIsTrue, JobsEndTruly, NothingGoesBeforeItsTime)

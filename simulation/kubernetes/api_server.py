@@ -40,6 +40,8 @@ _SYSTEM = (
 )
 """Of an object's metadata: what nobody but the API server writes."""
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
+RESTORED = "etcd"
+"""Who changes objects when everything goes back to a backup."""
 
 
 class Surroundings(Protocol):
@@ -66,6 +68,14 @@ class Change:
     at: float  # virtual seconds
     verb: str  # create, update, patch, apply, delete
     version: int
+
+
+@dataclass(frozen=True)
+class Backup:
+    """What an etcd can be restored from."""
+
+    version: int
+    objects: dict[str, dict[Key, Object]]
 
 
 class ApiServer:
@@ -176,6 +186,30 @@ class ApiServer:
             self._forget(plural)
         for watch in [w for w in self.watches if place in ("", w.place) and plural in ("", w.kind.plural)]:
             watch.end(gone=gone)
+
+    def backup(self) -> Backup:
+        """Of everything, as it is now."""
+        return Backup(self.version, {plural: dict(objects) for plural, objects in self._objects.items()})
+
+    def restore(self, backup: Backup) -> None:
+        """Everything is as it was then, and versions are counted from there. Its process starts anew."""
+        before, self._objects = self._objects, {plural: dict(objects) for plural, objects in backup.objects.items()}
+        self.version = backup.version
+        self._restart()
+        for plural, objects in self._objects.items():
+            gone = {place: body for place, body in before[plural].items() if place not in objects}
+            changes: list[tuple[str, Object, Object | None]] = [("DELETED", body, body) for body in gone.values()]
+            for place, body in objects.items():
+                old = before[plural].get(place)
+                if old is not None and old["metadata"]["uid"] != body["metadata"]["uid"]:
+                    changes.append(("DELETED", old, old))
+                    old = None
+                if old is not body:
+                    changes.append(("ADDED" if old is None else "MODIFIED", body, old))
+            for type_, body, old in changes:
+                change = Change(type_, plural, body, old, RESTORED, self._now(), "restore", self.version)
+                for call in self._subscribers:
+                    call(change)
 
     def later(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
         """Between so many and so many seconds from now, or as long after that as the server is away: how its own

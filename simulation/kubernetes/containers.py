@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Protocol
+
+from pacekeeper_operator.probe import NETWORK
 
 from ..loop import Process
 from ..network import API
@@ -18,6 +21,8 @@ _PROBE_TIMEOUT = 20.0
 """Seconds, as of `pacekeeper_operator.probe`."""
 _FIGURES = '{"core_seconds":0.002,"memory_bytes_per_second":30000000000}'
 """Of every node: what is slow here is slow in the ranks only."""
+SHARED = "as on every node"
+"""Part of the words of a probe pod that fails what all nodes fail."""
 
 
 class Exited(Protocol):
@@ -65,6 +70,9 @@ class Probe:
             self._world.after(_PROBE_TIMEOUT, self._finish, 1, "Error", words)
         elif self._node.sick:
             self._finish(1, "Error", self._node.sick)
+        elif check := self._node.shared_check:
+            words = json.dumps({"unfit": f"{check}: timed out, {SHARED}", "check": check, "gpus": 0})
+            self._world.after(_PROBE_TIMEOUT if check == NETWORK else 0.0, self._finish, 1, "Error", words)
         else:
             self._finish(0, "Completed", _FIGURES)
 

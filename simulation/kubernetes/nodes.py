@@ -36,6 +36,8 @@ class Node:
         """How much longer its ranks take to compute."""
         self.sick = ""
         """Why it cannot be used, in a probe's words."""
+        self.shared_check = ""
+        """Check of a probe that this node fails like all others, by no fault of its own."""
         self.refuses = ""
         """Reason with which its kubelet refuses each new pod: UnexpectedAdmissionError, …"""
         self.images = Images.COME
@@ -181,15 +183,23 @@ class Fleet:
     def __init__(self, world: Surroundings) -> None:
         self.nodes: dict[str, Node] = {}
         self._world = world
+        self._shared_check = ""
         world.api.subscribe(self._heard)
 
     def add(self, name: str, resources: Mapping[str, str], labels: Mapping[str, str] | None = None) -> Node:
         """A machine that runs."""
         node = Node(self._world, name, len(self.nodes), resources, labels or {})
+        node.shared_check = self._shared_check
         self.nodes[name] = node
         self._world.network.addresses[node.address] = name
         node.kubelet.start()
         return node
+
+    def fail_probes(self, check: str) -> None:
+        """From now on probe pods fail this check on all nodes, those to come included; "": they fail none."""
+        self._shared_check = check
+        for node in self.nodes.values():
+            node.shared_check = check
 
     def listens(self, address: str, port: int) -> bool:
         """Whether something takes connections there, on a machine that is up."""

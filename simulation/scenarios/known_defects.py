@@ -9,9 +9,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..faults import control_plane, machines, operators, people, ranks
+from ..faults import control_plane, machines, operators, people, ranks, surroundings
 from ..faults.fault import Fault, Role
 from ..faults.moments import AfterFault, At, IncidentOpens, Moment, RankExits, WorkerExits
+from ..faults.surroundings import Away, Loss
 from ..generator import OPERATOR
 from ..kubernetes.faults import Fate
 from ..kubernetes.kubelet import Images
@@ -46,10 +47,11 @@ def _scenario(
     slots: int = 1,
     replicas: int = 2,
     spares: int = 1,
+    old_errors: int = 0,
     **spec: Any,
 ) -> Scenario:
     spec = {"remediation": {"maxRestarts": 100}, "schedulingTimeout": "60s", **spec}
-    world = WorldSettings(nodes=nodes, slots=slots, operator=OPERATOR)
+    world = WorldSettings(nodes=nodes, slots=slots, old_errors=old_errors, operator=OPERATOR)
     job = JobSettings(replicas=replicas, spares=spares, spec=spec)
     return Scenario(words, Schedule(seed, aim, world, jobs or (job,), strokes), patience, restarts)
 
@@ -177,6 +179,41 @@ SCENARIOS: dict[str, Scenario] = {
         spares=0,
         patience=120.0,
     ),
+    # What all share.
+    "outage-at-start": _scenario(
+        "a node is lost while names cannot be resolved: rounds end by the same error, and the job fails for good",
+        _at(CALM, surroundings.OutageAtStart(index=1), 60.0),
+    ),
+    "outage-at-import": _scenario(
+        "a worker's successors end while storage is away, before they are ready: the job fails after two of them",
+        _at(
+            CALM,
+            surroundings.OutageAtStart(index=1, away=Away.STORAGE, at_import=True, loss=Loss.WORKER),
+            60.0,
+        ),
+        spares=0,
+    ),
+    "outage-spends-restarts": _scenario(
+        "storage is away after a crash: rounds that end before their first step spend the restarts, and the job fails",
+        _at(CALM, surroundings.OutageAtStart(away=Away.STORAGE, loss=Loss.RANK), 60.0),
+        remediation={"maxRestarts": 2, "restartWindow": "90s"},
+        patience=200.0,
+    ),
+    "probes-fail-alike": _scenario(
+        "probe pods fail on all nodes, so a node is quarantined by the word of the job's own pods",
+        _at(CALM, surroundings.ProbesFailAlike(index=1), 90.0),
+    ),
+    "exporter-is-back": _scenario(
+        "the exporter of GPU series is away when a job begins, and what it comes back with is taken for new errors",
+        _at(0.0, control_plane.ExporterIsAway(node=3), 150.0),
+        old_errors=8,
+    ),
+    "rack-loses-power": _scenario(
+        "three nodes lose power at once: the first one that is back is well, and the others, which boot, are tainted",
+        _at(CALM, surroundings.RackLosesPower(nodes=3, apart=50.0), 60.0),
+        replicas=3,
+        spares=2,
+    ),
     # Ranks.
     "hang-after-joining": _scenario(
         "a hang in the first steps after a spare has joined is found half an hour later",
@@ -231,6 +268,17 @@ SCENARIOS: dict[str, Scenario] = {
         nodes=4,
         replicas=3,
         spares=0,
+    ),
+    # Backups.
+    "etcd-is-restored": _scenario(
+        "etcd is restored from a backup of before a node was lost: the operator goes by what is no more",
+        _at(CALM, control_plane.EtcdIsRestored(), 60.0),
+        _at(CALM + 5.0, machines.PodDeleted(force=True, index=1)),
+    ),
+    "job-of-after-a-backup": _scenario(
+        "etcd is restored from a backup of before a job was made: the operator makes it pods again and again",
+        _at(CALM, control_plane.EtcdIsRestored(), 60.0),
+        jobs=(JobSettings("old", replicas=1, spares=0), JobSettings("new", replicas=1, spares=0, begins=50.0)),
     ),
     # People.
     "created-anew": _scenario(
@@ -303,6 +351,23 @@ SCENARIOS: dict[str, Scenario] = {
     "clock-set-back": _scenario(
         "the operator's clock is set back by three hours, and for so long no figure of a status is written",
         _at(CALM, machines.ClockIsOff(hours=3.0, operators=True), 20.0),
+    ),
+    "clock-ahead": _scenario(
+        "the operator's clock is a day ahead: a job fails by its deadline, which is an hour away",
+        _at(CALM, operators.OperatorClockIsOff(hours=26.0), 100.0),
+        runPolicy={"activeDeadlineSeconds": 3600},
+    ),
+    "clock-ahead-of-an-end": _scenario(
+        "the operator's clock is a day ahead, and a job that has finished is deleted an hour before its time",
+        _at(CALM, people.JobFinishes(steps=5)),
+        _at(CALM + 30.0, operators.OperatorClockIsOff(hours=26.0), 100.0),
+        runPolicy={"ttlSecondsAfterFinished": 3600},
+    ),
+    "clock-behind-at-an-end": _scenario(
+        "a job finishes while the operator's clock is a day behind: it is deleted when the clock is set",
+        _at(CALM, operators.OperatorClockIsOff(hours=-26.0), 60.0),
+        _at(CALM + 5.0, people.JobFinishes(steps=5)),
+        runPolicy={"ttlSecondsAfterFinished": 3600},
     ),
     "woken-without-the-lease": _scenario(
         "a job's loop that is woken while the Lease is not held turns without a pause",

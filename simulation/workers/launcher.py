@@ -33,7 +33,7 @@ from pacekeeper_analysis.reports import FINISHED_MESSAGE, Fault, GpuHealth, Laun
 
 from ..loop import Process
 from .meeting import Guest, Host
-from .rank import LEFT, SIGKILL, Rank, Stand
+from .rank import LEFT, MISTAKE, SIGKILL, Rank, Stand
 
 if TYPE_CHECKING:
     from ..world import World
@@ -98,6 +98,11 @@ class Launcher(Process):
         self.after(self._random.uniform(*_IMPORTS), self._begin)
 
     def _begin(self) -> None:
+        trainings = self._world.trainings
+        if trainings.outage and trainings.outage_at_import:
+            self._worker.training.outage_at = self._world.now()
+            self._worker.trainer_ends(1, trainings.outage)
+            return
         incarnation = f"{int(1000 * self._world.wall(self._worker.node)):x}"
         self.settings = replace(self.settings, incarnation=incarnation, phase_deadline=_PHASE_DEADLINE)
         meeting_port = self._random.randint(32768, 60999)
@@ -274,9 +279,14 @@ class Launcher(Process):
         host = world.trainings.hosts.get(plan.store)
         if rank.still:
             world.after(_COMES_AGAIN, self._come, rank, command, until)
+        elif world.trainings.outage:
+            self._worker.training.outage_at = world.now()
+            rank.end(1, world.trainings.outage)
         elif self._worker.script_fails or plan.world_size % self._worker.training.replica_ranks:
             self._worker.training.failed_on[self._worker.name] = None
-            rank.end(1, "ValueError: the script has a mistake")
+            if self._worker.script_error == MISTAKE:
+                self._worker.training.mistakes_on[self._worker.name] = None
+            rank.end(1, self._worker.script_error)
         elif host is not None and not host.process.paused and world.network.reaches(self._worker.node, host.node):
             world.trainings.run_at(plan.store.rpartition(":")[0], command.port, rank).join(rank)
         elif world.now() > until:

@@ -25,6 +25,9 @@ SIGKILL = -9
 LEFT = 143
 """Exit codes."""
 LOST_PEER = "RuntimeError: Connection closed by peer"
+BAD_VALUE = "ValueError: the script has a mistake"
+MISTAKE = "NameError: name 'model' is not defined"
+"""Errors of a script. The second one is its text's own, whatever is away."""
 _UNSET = dict.fromkeys(STATE.names or (), 0)
 """Every field of a state, in the order of the record."""
 _GROUP = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,10 @@ class Training:
         self.communication_seconds = random.uniform(0.02, 0.06)
         self.failed_on: dict[str, None] = {}
         """Workers on which its script has failed before a first step, or seems to have."""
+        self.mistakes_on: dict[str, None] = {}
+        """Those of them on which it was an error in the script's text."""
+        self.outage_at = -math.inf
+        """When a rank or a worker last ended at its start because of an outage (virtual seconds)."""
         self.runs: list[Run] = []
         """All rounds whose ranks have met, in that order."""
         self.volume = Volume(int(environment.get("PACEKEEPER_CHECKPOINT_KEEP") or 3))
@@ -58,6 +63,10 @@ class Trainings:
         """Called when a worker's trainer has ended."""
         self.on_step: list[Callable[[Run], None]] = []
         """Called when ranks have come to an ordinal after at least a step, and when they have restored their state."""
+        self.outage = ""
+        """Error of each rank that starts: what all need of their surroundings is away. "": nothing is."""
+        self.outage_at_import = False
+        """Whether workers end of it before their ranks start."""
         self.hosts: dict[str, Host] = {}
         """Launchers that serve a meeting, by address:port."""
         self._world = world

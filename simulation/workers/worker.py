@@ -11,7 +11,7 @@ from pacekeeper_operator.api import LABEL_JOB, TRAINER
 
 from .folder import Folder
 from .launcher import Launcher
-from .rank import LEFT, SIGKILL, Rank, Stand
+from .rank import BAD_VALUE, LEFT, SIGKILL, Rank, Stand
 from .sidecar import Sidecar
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class Worker:
         """Its trainer's container has."""
         self.script_fails = False
         """Each rank that starts here fails before its first step."""
+        self.script_error = BAD_VALUE
+        """Of what."""
         self.figures_lie = ""
         """What is wrong in what its sidecar tells of ranks: "huge", or "foreign"; "": nothing."""
         self.refuses = False
@@ -222,6 +224,12 @@ class Worker:
     def bad_loss(self, bad: bool) -> None:
         """From its next step on, or no longer."""
         self.loss_is_bad = bad
+
+    def claim_gpu_error(self, xid: int, local: int = 0) -> None:
+        """The launcher reports what no GPU has had."""
+        gpu = f"GPU-{self.uid[:8]}-{local}"
+        self._world.story.tell(self.name, f"reports XID {xid} on {gpu}, which it has not had")
+        self.launcher.gpu_error(GpuEvent(gpu, xid, f"XID {xid} on {gpu}"))
 
     def gpu_error(self, xid: int, local: int = 0) -> None:
         """NVML tells the launcher, and the rank crashes."""

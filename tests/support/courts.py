@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 from pacekeeper_analysis.plan import Member
@@ -31,6 +32,7 @@ class Empty:
         self.story = Story(self.now)
         self.network = Network(self.loop, self.random("network"))
         self.settings = WorldSettings()
+        self.prometheus = SimpleNamespace(last_error={})
         self.api = ApiServer(self)
 
     def now(self) -> float:

@@ -55,14 +55,16 @@ def _judge(observation: Observation, policy: Policy, fault: Fault, of_round: Seq
     chosen = choice.chosen
     moves = chosen is not None and chosen.option is move
     waits = not why_not_move and _spare_comes(observation, policy)
-    backs_off = not moves and _backs_off(observation, policy, fault, blame)
-    end = _hopeless(observation, policy, fault, blame, repetition, moves or waits, backs_off)
+    patient = _is_patient(observation, policy, fault, blame)
+    end = _hopeless(observation, policy, fault, blame, repetition, moves or waits, patient)
     actions: tuple[Action, ...] = (CountRestart(),)
     if end is not None:
         actions = (end,)
     elif moves:
-        actions = (ReplaceWorker(fault.worker, blame.why_move, dead=True),)
-    elif backs_off:
+        # A spare that may do better costs no restart where none is left: its rounds wait for one again.
+        free = patient and observation.budget_is_spent(policy)
+        actions = (ReplaceWorker(fault.worker, blame.why_move, dead=True, disruption=free),)
+    elif patient:
         actions = (BackOff(),)
     remedy = None if end is not None or chosen is None else Remedy(chosen.option.remedy)
     return Decision(
@@ -155,9 +157,9 @@ def _spare_comes(observation: Observation, policy: Policy) -> bool:
     return (to_be_made or coming) and not policy.refusal(Remedy.REPLACE_WORKER)
 
 
-def _backs_off(observation: Observation, policy: Policy, fault: Fault, blame: _Blame) -> bool:
-    """Return whether the next round waits: the job has trained, and its rounds now end before their first step by what
-    the environment may have caused."""
+def _is_patient(observation: Observation, policy: Policy, fault: Fault, blame: _Blame) -> bool:
+    """Return whether the job lives on, and its next round waits unless a worker moves: it has trained, and its rounds
+    now end before their first step by what the environment may have caused."""
     if fault.completed_step or not observation.has_trained or not policy.max_restarts:
         return False
     is_scripts_own = blame.repeats and _type_of(error_of(fault)) in OWN_ERRORS
@@ -188,18 +190,18 @@ def _hopeless(
     blame: _Blame,
     repetition: Repetition,
     elsewhere: bool,
-    backs_off: bool,
+    patient: bool,
 ) -> FailJob | None:
     """The script says so, the same end twice before a step or too often at the same one, or no restarts left.
 
-    elsewhere: there is another worker that is worth a try. backs_off: the next round waits, instead of failing the job.
+    elsewhere: there is another worker that is worth a try. patient: the job does not fail of this round.
     """
     if fault.exit_code in policy.exit_codes.do_not_retry:
         return FailJob(
             Reason.SCRIPT_FAILED,
             f"rank {fault.rank} {_ending(fault)}, which spec.remediation.exitCodes.doNotRetry names:\n{fault.error}",
         )
-    if backs_off:
+    if patient:
         return None
     if repetition.reaches(policy.rounds_without_progress) and not elsewhere:
         return FailJob(

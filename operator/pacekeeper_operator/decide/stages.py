@@ -32,10 +32,21 @@ def step(observation: Observation, _policy: Policy) -> Draft:
     """What the passing of time and the user's wishes make of the job."""
     draft = observation.draft
     if draft.state.life.over:
-        return draft
+        return _date_end(observation)
     for stage in (_suspend, _resume, _begin, _finish, _out_of_time, _cannot_start):
         draft = stage(observation.with_draft(draft))
     return draft
+
+
+def _date_end(observation: Observation) -> Draft:
+    """Date the end of a job again where the clock was wrong. A clock that was a day behind would else have the job
+    deleted (`ttlSecondsAfterFinished`) as soon as it is set."""
+    draft, life = observation.draft, observation.state.life
+    if observation.job.spec.run_policy.ttl_seconds_after_finished is None:
+        return draft
+    if not observation.clock_agrees:
+        return draft if life.misdated else draft.with_life(misdated=True)
+    return draft.with_life(stopped_at=observation.now, misdated=False) if life.misdated else draft
 
 
 def _suspend(observation: Observation) -> Draft:

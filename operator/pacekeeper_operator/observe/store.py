@@ -4,7 +4,8 @@ A watch may be late, end, or lose a deletion; a list may fail, or be older than 
 is newer counts, by resourceVersion. Until a kind has been listed once, nothing is known of it, and nobody decides.
 
 An etcd that was restored from a backup counts from a lower resourceVersion on. A list that is older than what was known
-when it was asked for shows that, and then counts for all.
+when it was asked for shows that, and then counts for all. So does one object that is older: where much is written, the
+versions of lists have soon passed those that were known.
 """
 
 from __future__ import annotations
@@ -98,6 +99,23 @@ class Shelf(Generic[View]):
         """The API server's own answer, which may be ahead of the watch."""
         self._put(body)
 
+    async def ask(self, cluster: Cluster, key: Key) -> Mapping[str, Any] | None:
+        """What the API server says of an object now; None: it is not there. Raises what the cluster does."""
+        known = self._entries.get(key)
+        body = await cluster.find(self.kind, key[1], key[0])
+        if body is None:
+            self.drop(key)
+            return None
+        if known is not None and version_of(body) < known.version:
+            self.notice_restore()
+        self.take(body)
+        return body
+
+    def contradicts(self, body: Mapping[str, Any], newest: int) -> bool:
+        """Whether this object of a list was known in a later version when the list was asked for, up to `newest`."""
+        known = self._entries.get(key_of(body))
+        return known is not None and version_of(body) < known.version <= newest
+
     def drop(self, key: Key) -> None:
         """It was asked for, and is not there."""
         entry = self._entries.get(key)
@@ -124,6 +142,11 @@ class Shelf(Generic[View]):
         self._gone.clear()
         self.newest = 0
         self.went_back()
+
+    def notice_restore(self) -> None:
+        """Something was known in a later version than the API server's own."""
+        log.warning("%s have gone back to a backup: all is read anew", self.kind.plural)
+        self.go_back()
 
     def take_all(self, bodies: Sequence[Mapping[str, Any]]) -> None:
         """A part of a list."""
@@ -213,10 +236,10 @@ async def read_place(cluster: Cluster, shelves: Sequence[Shelf[Any]], namespace:
     async with aclosing(cluster.pages(shelves[0].kind, namespace, labels=shelves[0].labels)) as pages:
         async for page in pages:
             there.update(map(key_of, page.items))
-            for shelf, newest in zip(shelves, known, strict=True) if not version else ():
-                if page.version < newest:
-                    log.warning("%s have gone back to a backup: all is read anew", shelf.kind.plural)
-                    shelf.go_back()
+            for shelf, newest in zip(shelves, known, strict=True):
+                older = not version and page.version < newest
+                if older or any(shelf.contradicts(body, newest) for body in page.items):
+                    shelf.notice_restore()
             version = page.version
             for shelf in shelves:
                 shelf.take_all(page.items)

@@ -77,6 +77,7 @@ async def begin(
     found = await cluster.find(CONFIG_MAPS, name, job.namespace)
     old = found if found is not None and _belongs_to(found, job) else None
     if memory.draft is not None:
+        await _is_the_job(cluster, job)  # else it has gone with its job, and nobody has told of that
         draft = memory.draft.with_plan()  # it was deleted under our hands
     elif old is not None:
         draft = legacy.adopted(old.get("data", {}), job.name, now)
@@ -109,9 +110,11 @@ def first(job: Job, pods: Sequence[PodView], now: float, round_told: int = 0) ->
 
 
 async def _is_the_job(cluster: Cluster, job: Job) -> None:
-    """Raises kopf.TemporaryError where the job of this name is another one by now: what is written may be its own."""
+    """Raises kopf.TemporaryError where the job is gone, or another one by now: what is written may be its own."""
     found = await cluster.find(JOBS, job.name, job.namespace)
-    if found is None or found["metadata"]["uid"] != job.uid:
+    if found is None:
+        raise kopf.TemporaryError(f"job {job.namespace}/{job.name} is gone")
+    if found["metadata"]["uid"] != job.uid:
         raise kopf.TemporaryError(f"job {job.namespace}/{job.name} is another one by now")
 
 

@@ -113,20 +113,12 @@ class Fleet:
         return self.nodes.get(("", name))
 
     async def quarantine_anew(self, name: str) -> Known | None:
-        body = await self.cluster.find(QUARANTINES, name)
-        if body is not None:
-            self.quarantines.take(body)
-            return self.quarantines.get(("", name)) or _known(body)
-        self.quarantines.drop(("", name))
-        return None
+        body = await self.quarantines.ask(self.cluster, ("", name))
+        return None if body is None else self.quarantines.get(("", name)) or _known(body)
 
     async def node_anew(self, name: str) -> Seen | None:
-        body = await self.cluster.find(NODES, name)
-        if body is not None:
-            self.nodes.take(body)
-            return self.nodes.get(("", name)) or self._see(body)
-        self.nodes.drop(("", name))
-        return None
+        body = await self.nodes.ask(self.cluster, ("", name))
+        return None if body is None else self.nodes.get(("", name)) or self._see(body)
 
     async def next_step(self, known: Known, seen: Seen | None, pod: ProbePod | None) -> QuarantineStep:
         """Raises InputError where the NodeQuarantine cannot be read, and what the cluster raises."""

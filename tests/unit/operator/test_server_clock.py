@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pacekeeper_operator.api import RunPolicySpec
-from pacekeeper_operator.decide import workforce
+from pacekeeper_operator.decide import stages, workforce
 from pacekeeper_operator.decide.think import effects
 from pacekeeper_operator.decide.workforce import OVERDUE_SECONDS
 from pacekeeper_operator.effects import DeleteJob
@@ -66,6 +66,18 @@ def test_a_job_that_has_ended_is_deleted_only_by_a_clock_that_agrees(agrees: boo
     over = world.with_draft(world.draft.with_life(completed_at=NOW - 100, stopped_at=NOW - 100))
     found = effects(replace(over, clock_agrees=agrees), policy(), {})
     assert any(isinstance(effect, DeleteJob) for effect in found) is agrees
+
+
+def test_an_end_that_a_wrong_clock_has_dated_is_dated_again_once_it_is_right() -> None:
+    """While the clock was a day behind: by that date, the time to live would be over as soon as it is set."""
+    behind = NOW - 86400.0
+    world = training(job=job(run_policy=RunPolicySpec(ttl_seconds_after_finished=3600)))
+    world = world.with_draft(world.draft.with_life(completed_at=behind, stopped_at=behind))
+    world = world.with_draft(stages.step(replace(world, now=behind + 5.0, clock_agrees=False), policy()))
+    assert stages.step(replace(world, now=behind + 10.0, clock_agrees=False), policy()) == world.draft
+    world = world.with_draft(stages.step(world, policy()))
+    assert world.state.life.stopped_at == NOW
+    assert stages.step(replace(world, now=NOW + 10.0), policy()) == world.draft
 
 
 @pytest.mark.parametrize("agrees", [True, False])

@@ -49,11 +49,27 @@ class TestBookkeeping:
         ((_, body),) = cluster.objects.items()
         body["metadata"]["uid"] = "of the first"
         successor = replace(world.job, uid="another")
-        with pytest.raises(kopf.TemporaryError, match="another one"):
+        with pytest.raises(kopf.TemporaryError, match="is gone"):
             await bookkeeping.load(cluster, successor, JobMemory())
         assert await cluster.find(STATES, "j", "ns"), "it may be a later job's"
         await cluster.create(JOBS, {"metadata": {"namespace": "ns", "name": "j", "uid": "another"}})
         assert await bookkeeping.load(cluster, successor, JobMemory()) is None
+
+    @pytest.mark.parametrize("there", [True, False])
+    async def test_a_plan_that_went_with_its_job_is_not_made_anew(self, cluster: FakeCluster, there: bool) -> None:
+        """After a backup of before the job was restored, say: nobody tells of a deletion then."""
+        world, memory = training(), JobMemory()
+        await bookkeeping.write(cluster, world.job, memory, world.draft)
+        cluster.objects.clear()
+        assert await bookkeeping.load(cluster, world.job, memory) is None
+        if there:
+            metadata = {"namespace": "ns", "name": "j", "uid": world.job.uid}
+            await cluster.create(JOBS, {"metadata": metadata})
+            await bookkeeping.begin(cluster, world.job, memory, (), NOW)
+        else:
+            with pytest.raises(kopf.TemporaryError, match="is gone"):
+                await bookkeeping.begin(cluster, world.job, memory, (), NOW)
+        assert (await cluster.find(STATES, "j", "ns") is not None) is there
 
     def test_a_plan_that_was_deleted_is_made_anew_above_all_that_workers_may_have_seen(self) -> None:
         world = training()

@@ -230,6 +230,37 @@ class TestRestored:
         assert known.shelf.get(("ns", "a")) == "o", "what happens from now on counts again"
         assert back == ["once"]
 
+    async def test_so_does_one_object_where_so_much_was_written_that_the_list_is_not_older(self, known: Known) -> None:
+        await known.there_are(pod("a", 90, "n"), version=100)
+        await known.read()
+        await known.there_are(pod("a", 40, "m"), version=120)
+        back: list[str] = []
+        known.shelf.went_back = lambda: back.append("once")
+        await known.read()
+        assert (known.shelf.get(("ns", "a")), back) == ("m", ["once"])
+
+    async def test_what_a_watch_tells_while_a_list_is_under_way_shows_no_backup(self) -> None:
+        known = Known()
+        known.cluster = cluster = InPages()
+        await known.there_are(pod("a", 90, "n"), pod("b", 91, "n"), version=100)
+        await known.read()
+        cluster.between = lambda: known.shelf.hear_of(Change(pod("b", 105, "later"), 105))
+        known.shelf.went_back = lambda: pytest.fail("nothing has gone back")
+        await known.read()
+        assert known.shelf.get(("ns", "b")) == "later"
+
+    async def test_an_object_that_is_asked_for_and_is_older_than_it_was_known_counts(self, known: Known) -> None:
+        await known.there_are(pod("a", 90, "n"), version=100)
+        await known.read()
+        back: list[str] = []
+        known.shelf.went_back = lambda: back.append("once")
+        await known.there_are(pod("a", 40, "m"), version=120)
+        assert await known.shelf.ask(known.cluster, ("ns", "a")) == pod("a", 40, "m")
+        assert (known.shelf.get(("ns", "a")), back) == ("m", ["once"])
+        await known.there_are(version=121)
+        assert await known.shelf.ask(known.cluster, ("ns", "a")) is None
+        assert ("ns", "a") not in known.shelf
+
     async def test_what_is_known_stays_until_a_list_has_come_to_its_end(self) -> None:
         known = Known()
         known.cluster = cluster = InPages()

@@ -252,6 +252,22 @@ def test_changes_are_told_at_once_with_what_was_before(world: Nowhere) -> None:
     assert told[1].version > told[0].version == int(told[0].object["metadata"]["resourceVersion"])
 
 
+def test_everything_goes_back_to_a_backup_and_the_worlds_own_machines_are_told(world: Nowhere) -> None:
+    api = world.api
+    stays, goes = (api.create("configmaps", in_team(config(name))) for name in ("stays", "goes"))
+    backup, told = api.backup(), list[tuple[str, str]]()
+    api.patch("configmaps", "stays", NAMESPACE, {"data": {"a": "new"}})
+    api.delete("configmaps", "goes", NAMESPACE)
+    api.create("configmaps", in_team(config("comes")))
+    api.subscribe(lambda change: told.append((change.type, change.object["metadata"]["name"])))
+    api.restore(backup)
+    assert sorted(told) == [("ADDED", "goes"), ("DELETED", "comes"), ("MODIFIED", "stays")]
+    assert api.get("configmaps", "stays", NAMESPACE) == stays
+    assert api.get("configmaps", "goes", NAMESPACE) == goes
+    assert api.version == backup.version
+    assert not api.history["configmaps"], "nobody may go on from what never was"
+
+
 def test_a_merge_that_changes_nothing_is_the_object_itself() -> None:
     value = {"a": {"b": 1, "c": [1, 2]}, "d": None}
     assert merged(value, {"a": {"b": 1, "c": [1, 2]}, "e": None}) is value

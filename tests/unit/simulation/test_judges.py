@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import kopf
 import pytest
@@ -24,6 +25,7 @@ from pacekeeper_operator.services.leadership import LEASE
 from pacekeeper_operator.state import Draft, Incident
 from simulation.judges import behaviour
 from simulation.kubernetes.connection import Request
+from simulation.kubernetes.containers import SHARED
 from simulation.world import EPOCH
 from tests.support import worlds
 from tests.support.courts import OPERATOR, Court
@@ -274,16 +276,46 @@ def test_a_quarantine_needs_a_witness(court: Court) -> None:
     assert court.complaints == ["no node is quarantined without a witness"]
 
 
-def test_a_probe_that_has_failed_is_a_witness(court: Court) -> None:
+@pytest.mark.parametrize(("words", "fine"), [("no space left", True), (f"network: {SHARED}", False)])
+def test_a_probe_that_has_failed_of_its_own_is_a_witness(court: Court, words: str, fine: bool) -> None:
     node = court.create_node()
     court.wait(2000.0)
     court.ask_for_quarantine()
     court.suspect()
     metadata = {"name": "probe", "namespace": "pacekeeper-system", "labels": {LABEL_PROBE: node["metadata"]["uid"]}}
     court.api.create("pods", {"metadata": metadata, "spec": {"containers": [{"name": "probe", "image": "i"}]}})
-    court.api.patch("pods", "probe", "pacekeeper-system", {"status": {"phase": "Failed"}}, subresource="status")
+    ended = {"name": "probe", "state": {"terminated": {"exitCode": 1, "message": words}}}
+    status = {"status": {"phase": "Failed", "containerStatuses": [ended]}}
+    court.api.patch("pods", "probe", "pacekeeper-system", status, subresource="status")
     court.approve()
-    assert court.complaints == []
+    assert court.complaints == ([] if fine else ["no node is quarantined without a witness"])
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_series_is_a_witness_where_it_has_shown_something_new(court: Court, shown: bool) -> None:
+    court.create_node()
+    court.wait(2000.0)
+    if shown:
+        cast(Any, court.world).prometheus.last_error["node-1"] = court.world.now()
+    court.ask_for_quarantine()
+    sign = {"namespace": "ns", "incident": "i", "reason": "XID 79", "at": format_time(court.world.wall())}
+    court.suspect(signs=[{**sign, "witness": "GpuSeries"}])
+    court.approve()
+    assert court.complaints == ([] if shown else ["no node is quarantined without a witness"])
+
+
+def test_who_takes_longest_to_come_back_is_left_alone(court: Court) -> None:
+    quarantined(court, "node-1", "node-2", "node-3")
+    for name in ("node-1", "node-2", "node-3"):
+        court.api.patch("nodequarantines", name, "", {"spec": {"reason": "it is lost"}}, manager=OPERATOR)
+    probes = [{"pod": "p", "started": format_time(EPOCH), "finished": format_time(EPOCH), "passed": True}]
+    for name in ("node-1", "node-2"):
+        court.set_ready(name, True)
+        status = {"status": {"probes": probes}}
+        court.api.patch("nodequarantines", name, "", status, subresource="status", manager=OPERATOR)
+    court.approve("node-3")
+    expected = "no node is quarantined because it takes longest to come back, of many that went at once"
+    assert court.complaints == [expected]
 
 
 def quarantined(court: Court, *names: str) -> None:

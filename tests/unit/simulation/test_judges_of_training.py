@@ -15,6 +15,7 @@ from pacekeeper_operator.state import Incident
 from simulation.faults.fault import Cost
 from simulation.judges import end, training, truth
 from simulation.judges.judge import Judge
+from simulation.judges.record import NEVER
 from simulation.kubernetes.kubelet import Images
 from simulation.workers.volume import Kept
 from simulation.world import EPOCH
@@ -45,7 +46,15 @@ class TrainingCourt(Court):
     def __init__(self) -> None:
         super().__init__()
         volume = SimpleNamespace(newest=None)
-        self.training = SimpleNamespace(uid=self.job.uid, runs=[], until=None, volume=volume, failed_on={})
+        self.training = SimpleNamespace(
+            uid=self.job.uid,
+            runs=[],
+            until=None,
+            volume=volume,
+            failed_on={},
+            mistakes_on={},
+            outage_at=NEVER,
+        )
         self.leader = SimpleNamespace(
             name=OPERATOR,
             operator=SimpleNamespace(leads=lambda: True),
@@ -290,6 +299,73 @@ def test_a_script_that_was_well_is_no_reason(court: TrainingCourt) -> None:
     assert court.complaints == ["a job is Complete or Failed for the reason that it tells"]
 
 
+UNTRUE = "a job is Complete or Failed for the reason that it tells"
+
+
+@pytest.mark.parametrize("errors", ["failed_on", "mistakes_on"])
+def test_a_job_that_has_trained_fails_of_its_scripts_own_errors_only(court: TrainingCourt, errors: str) -> None:
+    getattr(court.training, errors).update({"j-w0-0": None, "j-w1-0": None})
+    court.write(court.draft.with_life(training_since=EPOCH))
+    fail(court, "ScriptFailed")
+    assert court.complaints == ([UNTRUE] if errors == "failed_on" else [])
+
+
+@pytest.mark.parametrize("rounds", [10, 11])
+def test_rounds_that_an_outage_ends_spend_no_restarts(court: TrainingCourt, rounds: int) -> None:
+    for i in range(rounds):
+        court.training.runs.append(Run(court.training, round=i, ordinals=1, stepped_at=1.0))
+    court.training.outage_at = 2.0
+    court.write(court.draft.with_life(training_since=EPOCH))
+    for i in range(10):
+        court.write(court.draft.count_restart(1000.0 + i))
+    fail(court, "RestartBudgetSpent")
+    assert court.complaints == ([UNTRUE] if rounds == 10 else [])
+
+
+@pytest.mark.parametrize("steps", [(5, 5, 5), (5, 5, 6)])
+def test_no_progress_means_that_rounds_have_ended_at_one_step(court: TrainingCourt, steps: tuple[int, ...]) -> None:
+    for number, step in enumerate(steps):
+        run = Run(court.training, round=number, ordinals=1)
+        run.progress.step = step
+        court.training.runs.append(run)
+    fail(court, "NoProgress")
+    assert court.complaints == ([] if steps == (5, 5, 5) else [UNTRUE])
+
+
+def spec(court: TrainingCourt, **policy: int) -> None:
+    court.api.patch("trainingjobs", "j", "ns", {"spec": {"runPolicy": policy}}, manager="kubectl")
+
+
+@pytest.mark.parametrize("seconds", [50.0, 150.0])
+def test_a_deadline_counts_by_the_api_servers_clock(court: TrainingCourt, seconds: float) -> None:
+    spec(court, activeDeadlineSeconds=100)
+    court.wait(seconds)
+    fail(court, "DeadlineExceeded")
+    assert court.complaints == ([UNTRUE] if seconds < 100.0 else [])
+
+
+@pytest.mark.parametrize("seconds", [20.0, 150.0])
+def test_a_job_is_deleted_when_its_time_is_over(court: TrainingCourt, seconds: float) -> None:
+    spec(court, activeDeadlineSeconds=1, ttlSecondsAfterFinished=100)
+    court.wait(10.0)
+    fail(court, "DeadlineExceeded")
+    court.wait(seconds)
+    court.api.delete("trainingjobs", "j", "ns", manager=OPERATOR)
+    expected = "no clock but the API server's ends what has time left"
+    assert court.complaints == ([expected] if seconds < 100.0 else [])
+
+
+def test_no_operator_deletes_an_incident_of_today(court: TrainingCourt) -> None:
+    reference = {"name": "j", "namespace": "ns", "uid": court.job.uid}
+    content = {"jobRef": reference, "cause": "crash", "class": "Unknown", "round": 1, "message": "m"}
+    for name in ("i", "k"):
+        court.api.create("incidents", {"metadata": {"name": name, "namespace": "ns"}, "spec": content})
+    court.api.delete("incidents", "i", "ns", manager="kubectl")
+    assert court.complaints == []
+    court.api.delete("incidents", "k", "ns", manager=OPERATOR)
+    assert court.complaints == ["no clock but the API server's ends what has time left"]
+
+
 def test_a_deadline_that_there_is_not_is_no_reason(court: TrainingCourt) -> None:
     fail(court, "DeadlineExceeded")
     assert court.complaints == ["a job is Complete or Failed for the reason that it tells"]
@@ -422,7 +498,8 @@ def test_end_names_what_is_open(
 def test_a_quarantine_ends_in_time(court: TrainingCourt) -> None:
     settled(court)
     court.create_node()
-    node = cast(Any, court.world).nodes["node-1"] = SimpleNamespace(sick="", slow=1.0, images=Images.FAIL)
+    node = SimpleNamespace(sick="", shared_check="", slow=1.0, images=Images.FAIL)
+    cast(Any, court.world).nodes["node-1"] = node
     court.suspect(who="kubectl", approved=True, expiresAfter="60s")
     status = {"status": {"cordonedAt": format_time(court.world.wall())}}
     court.api.patch("nodequarantines", "node-1", "", status, subresource="status", manager=OPERATOR)

@@ -12,12 +12,14 @@ import pytest
 from pacekeeper_analysis.diagnose import windows
 from pacekeeper_analysis.reports import Fault
 from pacekeeper_operator import decision as decisions
-from pacekeeper_operator import observation, rounds, runtime
+from pacekeeper_operator import observation, rounds, runtime, server_clock
 from pacekeeper_operator.decide import (
     crash,
     frozen,
     membership,
     node_lost,
+    node_probes,
+    node_suspicion,
     remedies,
     stages,
     stale,
@@ -29,7 +31,7 @@ from pacekeeper_operator.decide import (
 )
 from pacekeeper_operator.decide.remedies.applied import Applied
 from pacekeeper_operator.handlers import trainingjobs
-from pacekeeper_operator.observe import gather, memory, neighbourhood
+from pacekeeper_operator.observe import gather, memory, neighbourhood, prometheus, store
 from pacekeeper_operator.services import bookkeeping, errands, incidents, leadership, operator, reconcile, sidecars
 from simulation.judges import Violation
 from simulation.run import run
@@ -81,6 +83,54 @@ def _(patch: Patch) -> None:
 
 def _nobody_has_trained(patch: Patch) -> None:
     patch.setattr(observation.Observation, "has_trained", False)
+
+
+@undoes("outage-at-start")
+@undoes("outage-spends-restarts")
+def _(patch: Patch) -> None:
+    patch.setattr(crash, "_is_patient", lambda *_: False)
+
+
+@undoes("outage-at-import")
+def _(patch: Patch) -> None:
+    _nobody_has_trained(patch)
+
+
+@undoes("probes-fail-alike")
+def _(patch: Patch) -> None:
+    patch.setattr(node_probes, "unshared", lambda pod: (pod.inconclusive, ""))
+
+
+@undoes("exporter-is-back")
+def _(patch: Patch) -> None:
+    """What was not there was 0."""
+    errors = prometheus._Answer.errors
+
+    def since_nothing(answer: prometheus._Answer) -> tuple[observation.GpuValue, ...]:
+        return tuple(replace(value, before=value.before or 0.0) for value in errors(answer))
+
+    patch.setattr(prometheus._Answer, "errors", since_nothing)
+
+
+@undoes("rack-loses-power")
+def _(patch: Patch) -> None:
+    """Nodes that a probe has cleared count no more."""
+
+    def tripped(quarantine: Any, _node: Any, around: Any, *_: Any) -> str:
+        return "many fail" if 1 + around.census.unsettled(quarantine) >= around.rules.breaker_nodes else ""
+
+    patch.setattr(node_suspicion, "_tripped", tripped)
+
+
+@undoes("clock-ahead")
+@undoes("clock-ahead-of-an-end")
+def _(patch: Patch) -> None:
+    patch.setattr(server_clock.ServerClock, "agrees", True)
+
+
+@undoes("clock-behind-at-an-end")
+def _(patch: Patch) -> None:
+    patch.setattr(stages, "_date_end", lambda seen: seen.draft)
 
 
 @undoes("peers-of-a-deleted-worker")
@@ -231,6 +281,16 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     first = bookkeeping.first
     patch.setattr(bookkeeping, "first", lambda job, pods, now, _: first(job, pods, now))
+
+
+@undoes("etcd-is-restored")
+def _(patch: Patch) -> None:
+    patch.setattr(store.Shelf, "go_back", lambda _: None)
+
+
+@undoes("job-of-after-a-backup")
+def _(patch: Patch) -> None:
+    patch.setattr(bookkeeping, "_is_the_job", nothing)
 
 
 @undoes("bookkeeping-deleted")

@@ -400,6 +400,20 @@ def test_probes_fail_on_a_sick_node_and_say_why() -> None:
     assert "GPU-1" in found.message
 
 
+@pytest.mark.parametrize("check", ["network", "driver"])
+def test_probes_fail_one_check_on_all_nodes(check: str) -> None:
+    machines = Machines()
+    machines.fleet.fail_probes(check)
+    machines.world.add_node()
+    names = [machines.probe(number) for number in (1, 3)]
+    for name in names:
+        machines.until(lambda name=name: machines.phase(name) == "Failed", 60.0)  # type: ignore[misc]
+        assert ProbePod.parse(machines.there(name)).failed_check == check
+    machines.fleet.fail_probes("")
+    name = machines.probe(2)
+    machines.until(lambda: machines.phase(name) == "Succeeded", 10.0)
+
+
 def test_probes_say_nothing_where_the_kubelet_refuses_them_or_the_image_does_not_come() -> None:
     machines = Machines()
     machines.node(0).refuses = "OutOfcpu"

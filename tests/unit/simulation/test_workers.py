@@ -26,6 +26,21 @@ def test_two_workers_train_under_a_plan() -> None:
     assert not team.exits
 
 
+def test_whatever_starts_in_an_outage_ends_and_what_runs_goes_on() -> None:
+    team = Team()
+    team.train("a", "b", steps=25)
+    team.world.trainings.outage, team.world.trainings.outage_at_import = "OSError: away", True
+    team.start("c")
+    team.wait(10.0)
+    assert team.exits == {"c": (1, "")}
+    assert team.beat("a").round == 1
+    team["a"].crash()
+    team.wait(10.0)
+    errors = {fault.error for fault in team.desk.faults}
+    assert errors == {"ValueError: a bad sample", "OSError: away"}
+    assert team["a"].training.outage_at > 0
+
+
 def test_a_crash_restarts_by_the_launchers_alone_and_only_the_culprit_is_told_of() -> None:
     team = Team(every=0)
     team.train("a", "b", steps=30)

@@ -17,7 +17,7 @@ from simulation.faults.control_plane import PrometheusFails, Silence
 from simulation.faults.moments import At
 from simulation.faults.ranks import NodeIsSlow
 from simulation.generator import OPERATOR
-from simulation.prometheus import EXPORTER
+from simulation.prometheus import BEFORE_SECONDS, EXPORTER, MEMORY_METRIC
 from simulation.run import run
 from simulation.schedule import Aim, JobSettings, Schedule, Stroke
 from simulation.workers.worker import SIDECAR
@@ -150,6 +150,25 @@ def test_lies_reach_the_operator_about_their_own_ranks_only() -> None:
     team.wait(5.0)
     assert heard(team).slowdown == pytest.approx(2.0, rel=0.01)
     assert all(math.isfinite(value) for value in vars(heard(team)).values() if isinstance(value, float))
+
+
+def test_an_exporter_that_comes_back_shows_what_was_before_only_once_it_has_been_back_for_a_while() -> None:
+    team = Team()
+    prometheus = team.world.prometheus
+    prometheus.add_exporter("node-1", old_error=MEMORY_METRIC)
+    (old,) = sample(team, EXPORTER).gpu
+    assert (old.value, old.before) == (2.0, 2.0)
+    prometheus.show_exporter("node-1", there=False)
+    assert sample(team, EXPORTER).gpu == ()
+    team.wait(BEFORE_SECONDS + 10.0)
+    prometheus.show_exporter("node-1", there=True)
+    (back,) = sample(team, EXPORTER).gpu
+    assert (back.value, back.before) == (2.0, None)
+    team.wait(BEFORE_SECONDS + 1.0)
+    (known,) = sample(team, EXPORTER).gpu
+    assert (known.value, known.before) == (2.0, 2.0)
+    prometheus.count_xid("node-1", "0", 48)
+    assert {(found.value, found.before) for found in sample(team, EXPORTER).gpu} == {(2.0, 2.0), (48.0, 0.0)}
 
 
 def test_xids_are_vouched_for_where_the_scrape_names_the_node() -> None:

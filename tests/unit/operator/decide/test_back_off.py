@@ -23,7 +23,7 @@ class Job:
     """A job over several passes: its launchers follow the plan, and give up as real ones do."""
 
     def __init__(self, rules: Policy | None = None, **changes: Any) -> None:
-        self.world = training(spares=0, **changes)
+        self.world = training(**{"spares": 0, **changes})
         self.rules = rules or policy()
         self.round = 1
 
@@ -114,6 +114,15 @@ def test_a_spent_budget_makes_it_wait_until_a_restart_leaves_the_window() -> Non
     assert any(wait > 1800 for wait in waits)
     restarts = job.budget.restarts
     assert all(sum(end - 3600 < at <= end for at in restarts) <= 3 for end in restarts)
+
+
+def test_a_spent_budget_keeps_no_worker_from_moving_to_a_spare() -> None:
+    """Its rounds end on one worker, and another one may do better: the job does not fail, and nothing more counts."""
+    job = Job(policy(max_restarts=2), spares=1)
+    draft = job.ends_twice()
+    assert not draft.state.life.failed_reason
+    assert draft.state.placement.worker("j-w1-0").dead  # type: ignore[union-attr]
+    assert len(draft.state.budget.restarts) <= 2
 
 
 def test_launchers_begin_no_round_by_themselves_meanwhile() -> None:
