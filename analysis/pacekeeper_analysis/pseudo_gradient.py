@@ -3,7 +3,7 @@
 A pseudo-gradient is how far a replica has moved since the last synchronisation, Δ = θ_last − θ; its norm G tells a
 healthy one from a bad one. EDiT (arXiv 2412.07210, section 3.3) drops outliers by a moving z-test, weighs the others
 by softmax(−G) and clips their mean. Here, replicas may have done different numbers of steps, and a fast one must not
-be taken for a bad one: docs/decisions/0007-local-sgd.md.
+be taken for a bad one: docs/decisions/0007-weigh-local-sgd-replicas-by-samples.md.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ Ports of a job's range: the lower half to listen at, by rank; of the upper half 
 more ado, the second after a knock. A rank's first listener gets the known port: that of its first gloo group, the one
 that all ranks share. Other groups are as they are without. What was found holds for a round: switches forget what they
 chose when they restart. Where the plan names no spine, since nobody knows the fabric, ports are drawn by the plan's
-number, and whoever planned it measures what they bring. docs/decisions/0020-paths.md says why it is as it is.
+number, and whoever planned it measures what they bring.
+docs/decisions/0020-steer-traffic-by-ports.md says why it is as it is.
 """
 
 from __future__ import annotations

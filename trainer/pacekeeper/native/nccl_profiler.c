@@ -3,7 +3,7 @@
  * NCCL moves bytes between machines by "proxy operations": one for each peer, channel and direction of a collective,
  * cut into steps. This plugin writes one record an operation when it starts, and changes it in place until it stops, so
  * that those of a job that hangs can be read, too. The layout is that of pacekeeper_analysis.transport, which explains
- * the fields; docs/decisions/0018-nccl-plugin.md says why it is as it is.
+ * the fields; docs/decisions/0018-observe-nccl-with-a-profiler-plugin.md says why it is as it is.
  *
  * What is declared here of NCCL's interface (versions 4, 5 and 6) is all that is used of it; no header is needed.
  *
