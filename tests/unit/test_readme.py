@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_links_lead_somewhere() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", CODE_PAGES, ids=[page.name for page in CODE_PAGES])
 def test_paths_and_symbols_that_docs_name_exist(page: Path) -> None:
     """A file that moves, or a function that gets another name, takes the docs along."""
     missing = [name for name in _names_of_code(page.read_text()) if not _exists(name)]
@@ -54,7 +54,9 @@ def test_tables_of_limits_hold_the_values_of_the_constants() -> None:
         found = re.search(r"\| ([\d,.]+)(?: (\w+))? \| `\w+/(\S+)\.py::(\S+)` \|$", row)
         assert found, row
         number, unit, module, symbol = found.groups("")
-        value = reduce(getattr, symbol.split("."), import_module(module.replace("/", ".")))
+        value: Any = import_module(module.replace("/", "."))
+        for name in symbol.split("."):
+            value = getattr(value, name)
         assert float(number.replace(",", "")) * UNITS[unit] == pytest.approx(value), row
 
 
