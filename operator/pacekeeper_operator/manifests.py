@@ -438,7 +438,7 @@ def _healthy(period: int, failures: int) -> Object:
 
 
 def _environment(job: Job, grace_seconds: int, message_path: str) -> list[Object]:
-    """Of trainer and sidecar; docs/architecture.md lists it."""
+    """Of trainer and sidecar; docs/architecture/environment.md lists it."""
     spec = job.spec
     hang_seconds, adopt = spec.detection.hang_seconds, spec.checkpoint.adopt
     adopted = adopt if "/" in adopt or not adopt else f"{job.namespace}/{adopt}"

@@ -1,4 +1,4 @@
-"""The HTTPS endpoint that sidecars call (docs/architecture.md): parse, ask `services.sidecars`, answer.
+"""The HTTPS endpoint that sidecars call (docs/architecture/wire.md): parse, ask `services.sidecars`, answer.
 
 Whoever can reach it may send anything, as slowly and as often as they like. A body is read only from a caller who has
 proved who it is, one at a time, up to the bounds of its route and within a time; no error says more than what is wrong

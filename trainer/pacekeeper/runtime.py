@@ -24,7 +24,7 @@ FIRST_TO_TAKE = -1
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where things lie in the runtime folder (docs/architecture.md, "The runtime folder")."""
+    """Where things lie in the runtime folder (docs/architecture/runtime-folder.md)."""
 
     root: Path
 

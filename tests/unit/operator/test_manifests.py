@@ -311,7 +311,7 @@ def test_services_of_the_namespace_set_no_variables_unless_the_user_wants_them()
 
 
 def test_the_environment_is_that_of_the_architecture() -> None:
-    text = Path(__file__).parents[3].joinpath("docs/architecture.md").read_text()
+    text = Path(__file__).parents[3].joinpath("docs/architecture/environment.md").read_text()
     section = text[text.index("## Environment of a worker's containers") :]
     of_the_launcher = {"PACEKEEPER_ROUND", "PACEKEEPER_TRANSPORT", "PACEKEEPER_PATHS", "PACEKEEPER_NATIVE"}
     documented = set(re.findall(r"`(PACEKEEPER_[A-Z_]+)", section)) - of_the_launcher
