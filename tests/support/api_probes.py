@@ -1374,6 +1374,7 @@ def a_token_of_a_pod_that_is_gone(api: Api) -> Sequence[object]:
     status: Object = {}
 
     def refused() -> bool:
+        status.clear()  # the token may have been good a moment ago
         status.update(_review(api, token, "pacekeeper"))
         return "authenticated" not in status
 
