@@ -114,7 +114,10 @@ def _running(world: World, job: JobRecord, status: Object, schedule: Schedule) -
         yield f"{job.name}: {len(staying)} workers instead of {replicas + spares}"
     counts = status.get("workers", {})
     if Cost.STATUS not in costs:
-        if counts.get("ready") != len(seats) or (counts.get("spare") != spares and Cost.SPARES not in costs):
+        # A spare has a node without other workers of its job, and a job may be scaled to more than there are nodes.
+        has_room = replicas + spares <= len(world.nodes)
+        lacks_spares = counts.get("spare") != spares and has_room and Cost.SPARES not in costs
+        if counts.get("ready") != len(seats) or lacks_spares:
             yield f"{job.name}: its status counts {counts.get('summary')} workers"
         if status.get("restarts") != books.total:
             yield f"{job.name}: its status counts {status.get('restarts')} restarts of {books.total}"

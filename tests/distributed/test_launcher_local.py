@@ -7,7 +7,8 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,10 +67,34 @@ def local_run(
             pass
 
 
-def exit_code(pid: int, folder: Path) -> int:
+@contextmanager
+def interrupted(pid: int) -> Iterator[Callable[[], None]]:
+    """Ctrl-C again and again, until what it gives is called, or the end."""
+    stop = threading.Event()
+
+    def interrupt() -> None:
+        while not stop.wait(0.005):
+            os.kill(pid, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+
+    def leave_alone() -> None:
+        stop.set()
+        thread.join()
+
+    try:
+        yield leave_alone
+    finally:
+        leave_alone()
+
+
+def exit_code(pid: int, folder: Path, before_reaped: Callable[[], object] = lambda: None) -> int:
     def ended() -> tuple[int, int] | None:
-        found = os.waitpid(pid, os.WNOHANG)
-        return found if found[0] else None
+        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        before_reaped()  # its number is its own as long as it is not reaped
+        return os.waitpid(pid, 0)
 
     try:
         _, status = eventually(ended, "the run ends") or (0, 0)
@@ -230,7 +255,8 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_leave_and_names_what_outlives_a_
             return again in log.read_text()
 
         eventually(is_told, "a second one is heard")
-        assert exit_code(pid, tmp_path) == 130
+        with interrupted(pid) as leave_alone:  # also while the launcher's process ends
+            assert exit_code(pid, tmp_path, leave_alone) == 130
     server = int((tmp_path / "server").read_text())
     assert f"processes outlive round 1: {server} (sleep 77)" in log.read_text()
     os.kill(server, signal.SIGKILL)

@@ -173,7 +173,7 @@ def why_not_started(observation: Observation) -> str:
     since, stuck = observation.state.placement.placing_since, stuck_worker(observation)
     if observation.plan.members or not since or stuck is None:
         return ""
-    if observation.now - since < observation.job.spec.scheduling_timeout:
+    if not observation.clock_agrees or observation.now - since < observation.job.spec.scheduling_timeout:
         return ""
     return f"worker {stuck.name} cannot start: {say_stuck(stuck)}"
 

@@ -31,7 +31,8 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
         if _failed_to_start(view):
             assert view.pod is not None
             return (_decide if view.pod.exit_code is not None else _refused)(observation, policy, view)
-        if view.usable and 0 < view.record.starting_since < observation.now - WARM_SECONDS:
+        late = observation.clock_agrees and 0 < view.record.starting_since < observation.now - WARM_SECONDS
+        if view.usable and late:
             words = f"it was not ready {WARM_SECONDS:.0f} s after its container had begun to run"
             words += _without_launcher(view)
             return _replace(observation, policy, view, words, Class.UNKNOWN, view.record.starting_since)

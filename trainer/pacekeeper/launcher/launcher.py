@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
@@ -148,7 +149,9 @@ class Launcher:
         """The launcher's exit code."""
         loop = asyncio.get_running_loop()
         for signum in handled_signals():
-            loop.add_signal_handler(signum, self._end, signum)
+            # Not by the loop, which gives its handlers up when it closes: one more Ctrl-C would then change the exit
+            # code, or leave the runtime folder behind.
+            signal.signal(signum, partial(self._hear_signal, loop))
         log_to(LogStream(self._stderr))
         loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
         self._listen_to_warm()
@@ -222,6 +225,10 @@ class Launcher:
             if outlet.closed_by_reader and outlet not in self._named:
                 self._named.append(outlet)
                 log.warning("%s", outlet.closed_by_reader)
+
+    def _hear_signal(self, loop: asyncio.AbstractEventLoop, signum: int, _: object) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._end, signal.Signals(signum))
 
     def _end(self, signum: signal.Signals) -> None:
         """The first signal lets the ranks write a checkpoint and leave; a second one ends them at once. A terminal that

@@ -129,6 +129,8 @@ class TestEnded:
 class TestLate:
     def test_it_is_replaced_and_the_job_trains_on(self) -> None:
         assert start_failed.check(late(WARM_SECONDS), policy()) is None
+        wrong_clock = replace(late(), clock_agrees=False)
+        assert start_failed.check(wrong_clock, policy()) is None, "a clock that is hours ahead is no wait of minutes"
         decision = found(late())
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
