@@ -18,13 +18,13 @@ from bench.scripts.decisions.on_cluster import (
     SECONDS_A_SAMPLE,
     SLOW_SECONDS,
     TAIL_SECONDS,
-    Case,
+    ClusterCase,
 )
 from bench.scripts.decisions.simulated import REPLICAS, SLOW_RANK
 from testcluster import release
-from testcluster.shell import say
-from tests.support.cluster import Cluster, running_cluster, scratch_namespace
-from tests.support.jobs import Job, manifest
+from testcluster.shell import log_progress
+from tests.support.cluster import KubectlCluster, running_cluster, scratch_namespace
+from tests.support.jobs import ClusterJob, build_job_manifest
 
 SETTLES_SECONDS = 15.0
 """Of a job that has just begun: its first steps are slow."""
@@ -32,20 +32,20 @@ SETTLES_SECONDS = 15.0
 
 def main() -> None:
     with running_cluster() as cluster:
-        release.install()
+        release.install_release()
         with scratch_namespace(cluster) as namespace:
             jobs = [apply(cluster, namespace, case) for case in CASES]
             for job, case in zip(jobs, CASES, strict=True):
-                job.until_calm(spares=case.spares)
-            struck = strike(jobs)
+                job.wait_until_calm(spares=case.spares)
+            struck = inject_fault(jobs)
             compared = [compare(job, case, struck) for job, case in zip(jobs, CASES, strict=True)]
-            remedies = {job.name: [i.get("status", {}).get("remedy") for i in job.incidents()] for job in jobs}
-    print("\n".join(each.words for each in compared))
+            remedies = {job.name: [i.get("status", {}).get("remedy") for i in job.list_incidents()] for job in jobs}
+    print("\n".join(each.description for each in compared))
     print(json.dumps(result(compared, remedies)))
 
 
-def apply(cluster: Cluster, namespace: str, case: Case) -> Job:
-    body = manifest(
+def apply(cluster: KubectlCluster, namespace: str, case: ClusterCase) -> ClusterJob:
+    body = build_job_manifest(
         case.name,
         ["pacekeeper", "run", "tests/support/scripts/slowed.py"],
         environment={"FOLDER": "/checkpoints", "SECONDS_A_SAMPLE": str(SECONDS_A_SAMPLE)},
@@ -53,30 +53,30 @@ def apply(cluster: Cluster, namespace: str, case: Case) -> Job:
         spares=case.spares,
         checkpoint={"everySteps": 1000, "volumeClaimName": case.name},
     )
-    return Job.apply(cluster, namespace, body)
+    return ClusterJob.apply(cluster, namespace, body)
 
 
-def strike(jobs: Sequence[Job]) -> float:
+def inject_fault(jobs: Sequence[ClusterJob]) -> float:
     """All at once. When that was, in seconds since the epoch; returns once all is over."""
-    say(f"calm for {SETTLES_SECONDS + CALM_SECONDS:.0f} s")
+    log_progress(f"calm for {SETTLES_SECONDS + CALM_SECONDS:.0f} s")
     time.sleep(SETTLES_SECONDS + CALM_SECONDS)
     struck, slow = time.time(), []
     for job, case in zip(jobs, CASES, strict=True):
-        slow.append(job.folder() / f"seconds-{job.worker(SLOW_RANK)}")
+        slow.append(job.find_checkpoint_folder() / f"seconds-{job.find_worker(SLOW_RANK)}")
         beside = slow[-1].with_name("beside")  # ranks read it all the time
         beside.write_text(str(case.factor * SECONDS_A_SAMPLE))
         beside.rename(slow[-1])
-    say(f"one worker of each is slow for {SLOW_SECONDS:.0f} s")
+    log_progress(f"one worker of each is slow for {SLOW_SECONDS:.0f} s")
     time.sleep(SLOW_SECONDS)
     for path in slow:
         path.unlink()
-    say(f"and well again for {TAIL_SECONDS:.0f} s")
+    log_progress(f"and well again for {TAIL_SECONDS:.0f} s")
     time.sleep(TAIL_SECONDS)
     return struck
 
 
-def compare(job: Job, case: Case, struck: float) -> Compared:
-    diaries = [(job.folder() / f"steps-{rank}").read_text().splitlines(keepends=True) for rank in range(REPLICAS)]
+def compare(job: ClusterJob, case: ClusterCase, struck: float) -> Compared:
+    diaries = [(job.find_checkpoint_folder() / f"steps-{rank}").read_text().splitlines(keepends=True) for rank in range(REPLICAS)]
     return on_cluster.compare(case, {rank: on_cluster.read(lines) for rank, lines in enumerate(diaries)}, struck)
 
 

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from bench.scripts.decisions import agreement, draw, figures, simulated
 from bench.scripts.decisions.draw import Scenario
-from bench.scripts.decisions.ours import Looks
+from bench.scripts.decisions.ours import PassIntervals
 from bench.scripts.decisions.outcome import Outcome, outcome, quiet
 
 Result = TypeVar("Result")
@@ -55,27 +55,27 @@ FULL = Sizes(
 )
 QUICK = Sizes((*range(64_000, 64_005), *range(4000, 4014)), {64: 0.5, 4: 2.0})
 LOT_DAYS = 10
-OFTEN = Looks(every=6)
+OFTEN = PassIntervals(every=6)
 """At a job in which nothing happens: a window of steps is hardly longer."""
-SELDOM = Looks(every=12, row=8, rest=1710)
+SELDOM = PassIntervals(every=12, row=8, rest=1710)
 """Enough in a row for ranks that are a little slow, window after window, to be told from luck (`observe.lasting`)."""
 
 
 def main() -> int:
-    sizes, began = asked(os.environ), time.perf_counter()
+    sizes, began = read_sizes(os.environ), time.perf_counter()
     with ProcessPoolExecutor(initializer=_begin) as pool:
-        outcomes = list(_told("scenarios", pool.map(outcome, _scenarios(sizes))))
+        outcomes = list(_report_progress("scenarios", pool.map(outcome, _scenarios(sizes))))
         print("\n".join([*figures.table(outcomes), "\nworst:", *figures.worst(outcomes)]), flush=True)
-        calm = list(_told("days without a fault", pool.map(_calm, _calm_scenarios(sizes))))
+        calm = list(_report_progress("days without a fault", pool.map(_calm, _calm_scenarios(sizes))))
         cases = [] if sizes.worlds is None else simulated.cases(sizes.worlds)
-        played = list(_told("simulated", pool.map(simulated.play, cases)))
+        played = list(_report_progress("simulated", pool.map(simulated.play, cases)))
     alone = figures.summary(outcomes, calm)
     holds = dict(alone.pop("holds"))  # type: ignore[call-overload]  # it is a dictionary
     told: dict[str, object] = {}
     if found := simulated.results(played):
         compared = agreement.compare(found)
         print("\nin the simulator, and on the coarse clock:")
-        print("\n".join(each.words for each in compared))
+        print("\n".join(each.description for each in compared))
         holds[f"the simulator within {agreement.NEAR:.0%}"] = all(each.agrees for each in compared)
     if sizes.worlds:
         print()
@@ -87,7 +87,7 @@ def main() -> int:
     return 0 if all(holds.values()) else 1
 
 
-def asked(environment: Mapping[str, str]) -> Sizes:
+def read_sizes(environment: Mapping[str, str]) -> Sizes:
     if "SEEDS" in environment:
         return Sizes(_seeds(environment["SEEDS"]), worlds=None)
     return QUICK if environment.get("QUICK") else FULL
@@ -111,7 +111,7 @@ def _begin() -> None:
     logging.getLogger("pacekeeper_operator").setLevel(logging.CRITICAL)
 
 
-def _told(name: str, results: Iterator[Result]) -> Iterator[Result]:
+def _report_progress(name: str, results: Iterator[Result]) -> Iterator[Result]:
     """The same, and how far they are."""
     began = time.perf_counter()
     for done, result in enumerate(results, start=1):
@@ -125,13 +125,13 @@ def _scenarios(sizes: Sizes) -> list[Scenario]:
     return [draw.scenario(seed, ranks=seed // 1000) for seed in sorted(sizes.seeds, reverse=True)]
 
 
-def _calm_scenarios(sizes: Sizes) -> list[tuple[Scenario, Looks]]:
+def _calm_scenarios(sizes: Sizes) -> list[tuple[Scenario, PassIntervals]]:
     often = [(draw.healthy(ranks, hours, ranks), OFTEN) for ranks, hours in sizes.calm_hours.items()]
     lots = sizes.calm_days // LOT_DAYS
     return often + [(draw.healthy(10_000 + lot, 24.0 * LOT_DAYS, 4), SELDOM) for lot in range(lots)]
 
 
-def _calm(of: tuple[Scenario, Looks]) -> Outcome:
+def _calm(of: tuple[Scenario, PassIntervals]) -> Outcome:
     return quiet(*of)
 
 

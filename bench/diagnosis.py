@@ -145,7 +145,7 @@ def _print_table(found: Sequence[Outcome]) -> None:
     for row in replay.table(found):
         print(
             f"{row.fault:30} {row.first_named:6.0%} {row.last_named:6.0%} {row.classed:6.0%} {row.silent:6.0%} "
-            f"{row.seconds:8.1f}  {row.said}"
+            f"{row.seconds:8.1f}  {row.last_verdicts}"
         )
 
 
@@ -167,7 +167,7 @@ def _write(shares: Mapping[Key, tuple[int, int]]) -> None:
     table = "MEASURED: Mapping[tuple[str, frozenset[str]], float] = {\n" + "".join(lines) + "}\n"
     TABLE.write_text(text[:start] + table + text[end:])
     subprocess.run(["ruff", "format", "--quiet", str(TABLE)], check=True)
-    print(f"{len(lines)} kinds of evidence written; {len(confidence.MEASURED)} were there before")
+    print(f"{len(lines)} kinds of evidence written; {len(confidence.MEASURED_CONFIDENCE)} were there before")
 
 
 def _commit() -> str:

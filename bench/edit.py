@@ -25,7 +25,7 @@ import torch
 
 from bench.scripts.edit.drawing import picture
 from bench.scripts.edit.training import ALL_GARBLED, LOCAL_BATCH, ONE_GARBLED, SYNC_EVERY, Curve, Run, train
-from bench.scripts.stragglers.hosts import say
+from bench.scripts.stragglers.hosts import log_progress
 from pacekeeper.replication.local_sgd import OuterSGD
 from pacekeeper_analysis.pseudo_gradient import Penalty
 
@@ -65,7 +65,7 @@ SIDES: Mapping[str, OuterSGD | None] = {
     "without_weights": OuterSGD(penalty=replace(PENALTY, temperature=OFF)),
     "without_clipping": OuterSGD(penalty=replace(PENALTY, clip=OFF)),
     "without_all": OuterSGD(penalty=Penalty(enabled=False)),
-    "published": OuterSGD(penalty=Penalty.paper(warmup=SIZES.judged_from)),
+    "published": OuterSGD(penalty=Penalty.from_paper(warmup=SIZES.judged_from)),
 }
 """How replicas synchronise; None: they average gradients in every step."""
 BY_WORKERS = ("ddp", "diloco", "penalty")
@@ -97,7 +97,7 @@ def main() -> None:
         **{name: medians(its) for name, its in losses.items()},
         "against_without_all": {name: ratios(its, "without_all") for name, its in losses.items()},
         "curves": curves,
-        "by_workers": by_workers(),
+        "by_workers": measure_losses_by_workers(),
     }
     if picture_at is not None:
         picture_at.write_text(picture(curves))
@@ -113,11 +113,11 @@ def ablation(dirty: bool) -> dict[str, list[Curve]]:
         run = Run(SIZES.replicas, SIZES.steps, SIZES.warmup, LEARNING_RATE, seed, SIZES.judged_from, dirty)
         for side, outer in SIDES.items():
             curves[side].append(train(run, outer, POINTS))
-            say(f"{'dirty' if dirty else 'clean'}, seed {seed}, {side}: {curves[side][-1][-1][1]:.4f}")
+            log_progress(f"{'dirty' if dirty else 'clean'}, seed {seed}, {side}: {curves[side][-1][-1][1]:.4f}")
     return curves
 
 
-def by_workers() -> dict[str, dict[str, dict[str, float]]]:
+def measure_losses_by_workers() -> dict[str, dict[str, dict[str, float]]]:
     """Side → workers → learning rate → median of the losses at the end, on clean data.
 
     A worker's batch and steps are the same however many there are.
@@ -132,7 +132,7 @@ def by_workers() -> dict[str, dict[str, dict[str, float]]]:
                 ]
                 loss = statistics.median(train(run, SIDES[side], 1)[-1][1] for run in runs)
                 table.setdefault(side, {}).setdefault(str(workers), {})[str(rate)] = loss
-                say(f"{workers} workers, rate {rate}, {side}: {loss:.4f}")
+                log_progress(f"{workers} workers, rate {rate}, {side}: {loss:.4f}")
     return table
 
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import pytest
 
-from bench.scripts.soak.strikes import RANKS, Strikes
+from bench.scripts.soak.strikes import RANKS, Disruptions
 from testcluster import placement, release
-from testcluster.shell import say
-from tests.support.cluster import Cluster, running_cluster, scratch_namespace
-from tests.support.jobs import Job, paced
+from testcluster.shell import log_progress
+from tests.support.cluster import KubectlCluster, running_cluster, scratch_namespace
+from tests.support.jobs import ClusterJob, build_paced_job
 
 QUICK = bool(os.environ.get("QUICK"))
 MINUTES = float(os.environ.get("MINUTES", "8" if QUICK else "120"))
@@ -83,7 +83,7 @@ def main() -> None:
     measured = Measured()
     try:
         with running_cluster() as cluster:
-            release.install()
+            release.install_release()
             release.install_exporter()
             with training(cluster) as job:
                 measure(cluster, job, measured, random.Random(SEED))
@@ -92,64 +92,64 @@ def main() -> None:
     print(json.dumps(measured.to_json()))
 
 
-def measure(cluster: Cluster, job: Job, measured: Measured, dice: random.Random) -> None:
-    job.until_calm(spares=1)
+def measure(cluster: KubectlCluster, job: ClusterJob, measured: Measured, dice: random.Random) -> None:
+    job.wait_until_calm(spares=1)
     measured.step_seconds.append(baseline(job))
-    kinds = deck(Strikes(cluster, dice, ExitStack(), operators=True), dice)
-    began, step = time.monotonic(), job.step()
+    kinds = deck(Disruptions(cluster, dice, ExitStack(), operators=True), dice)
+    began, step = time.monotonic(), job.read_step()
     until = began + 60 * MINUTES
     while began < until:
         kind = next(kinds)
         with ExitStack() as mends:
             try:
-                say(f"{kind}: {Strikes(cluster, dice, mends, operators=True).make(kind, job)}")
+                log_progress(f"{kind}: {Disruptions(cluster, dice, mends, operators=True).make(kind, job)}")
             except ANY_FAILURE as error:
                 measured.missed.append(kind)
-                say(f"missed: {kind}: {error!r}"[:300])
+                log_progress(f"missed: {kind}: {error!r}"[:300])
             time.sleep(60 * EVERY * LASTS)
         if found := [its["metadata"]["name"] for its in cluster.list("nodequarantines")]:  # as on-call does
             cluster.kubectl("delete", "nodequarantine", *found, "--timeout=90s", timeout=100)
         time.sleep(max(0.0, began + 60 * EVERY - time.monotonic()))
         now, then = time.monotonic(), steady_step(job)
         measured.intervals.append((kind, now - began, then - step))
-        say(f"{kind}: {then - step} steps in {now - began:.0f} s")
+        log_progress(f"{kind}: {then - step} steps in {now - began:.0f} s")
         began, step = now, then
-    job.until_calm(spares=1)
+    job.wait_until_calm(spares=1)
     measured.step_seconds.append(baseline(job))
 
 
-def deck(strikes: Strikes, dice: random.Random) -> Iterator[str]:
+def deck(strikes: Disruptions, dice: random.Random) -> Iterator[str]:
     """All kinds in a random order, again and again: two hours leave as few out as possible."""
     while True:
         yield from dice.sample(strikes.kinds, len(strikes.kinds))
 
 
-def baseline(job: Job) -> float:
+def baseline(job: ClusterJob) -> float:
     """Return the seconds of a step while nothing disturbs the job."""
     began, first = time.monotonic(), steady_step(job)
     time.sleep(BASELINE_SECONDS)
     return (time.monotonic() - began) / (steady_step(job) - first)
 
 
-def steady_step(job: Job) -> int:
+def steady_step(job: ClusterJob) -> int:
     """Return the step that all members have completed, once all of them answer."""
-    return job.until(lambda: step if (step := job.step()) >= 0 else None, CALM_WITHIN_SECONDS, "all members answer")
+    return job.wait_until(lambda: step if (step := job.read_step()) >= 0 else None, CALM_WITHIN_SECONDS, "all members answer")
 
 
 @contextmanager
-def training(cluster: Cluster) -> Iterator[Job]:
+def training(cluster: KubectlCluster) -> Iterator[ClusterJob]:
     with scratch_namespace(cluster) as namespace:
-        body = paced(
+        body = build_paced_job(
             "ettr",
             LONG,
             environment={"SLEEP": STEP_SECONDS},
-            pod=placement.apart("ettr", NODES),
+            pod=placement.spread_over_nodes("ettr", NODES),
             replicas=RANKS,
             spares=1,
             syncMode="Sync",
         )
         body["spec"].setdefault("remediation", {})["maxRestarts"] = 1000
-        yield Job.apply(cluster, namespace, body)
+        yield ClusterJob.apply(cluster, namespace, body)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from bench.scripts.gpu import keeping, measures, transfers
 from bench.scripts.gpu.machine import DEVICE, NCCL, ON_GPU, facts, why_not
 from bench.scripts.gpu.recovery import recovery
 from bench.scripts.gpu.workers import run_workers
-from pacekeeper.launcher.nccl import PLUGIN, why_unusable
+from pacekeeper.launcher.nccl import PROFILER_PLUGIN_PATH, explain_unusable_plugin
 
 STEPS = 10 if os.environ.get("QUICK") else 60
 REPEATS = 1 if os.environ.get("QUICK") else 5
@@ -33,7 +33,7 @@ LAYERS, WIDTH = 24, 1024 if ON_GPU else 64
 OVERHEAD = 0.005
 HIDDEN = 0.5
 STATE_BYTES = 8 * 10**9 if ON_GPU else 2 * 10**8
-KEPT = 2 if os.environ.get("QUICK") else 5
+RUNS_PER_KIND = 2 if os.environ.get("QUICK") else 5
 """Snapshots, checkpoints and ways back, of each kind."""
 MOST_OF_THE_TIME = 0.01
 COPY_MARGIN = 1.25
@@ -46,20 +46,20 @@ def main() -> int:
         return NOT_RUN
     result: dict[str, Any] = {"bench": "gpu", "device": str(DEVICE), "machine": facts()}
     holds: dict[str, bool] = {}
-    for part in (times_alone, times_of_two, overhead, overlap, transfers_told, keeping_state, back_after_sigkill):
-        say(f"{part.__name__} …")
+    for part in (measure_known_times, times_of_two, overhead, overlap, measure_transfer_recording, keeping_state, measure_recovery_after_sigkill):
+        log_progress(f"{part.__name__} …")
         try:
             found, goals = part()
         except RuntimeError as error:  # the other parts' figures are not to be lost
             found, goals = {"error": str(error)}, {part.__name__: False}
-        say(json.dumps(found))
+        log_progress(json.dumps(found))
         result[part.__name__] = found
         holds |= goals
     print(json.dumps(result | {"holds": holds}))
     return 0
 
 
-def times_alone() -> tuple[dict[str, Any], dict[str, bool]]:
+def measure_known_times() -> tuple[dict[str, Any], dict[str, bool]]:
     """Own work of a rank whose kernels take a known time."""
     errors = {}
     for own in (0.05, 0.1, 0.2):
@@ -87,7 +87,7 @@ def overhead() -> tuple[dict[str, Any], dict[str, bool]]:
     wall: dict[bool, list[float]] = {True: [], False: []}
     host: dict[bool, list[float]] = {True: [], False: []}
     records = 0.0
-    for watched in _in_turns(REPEATS):
+    for watched in _alternate_pairs(REPEATS):
         (found,) = run_workers(
             f"{measures.__name__}:steps",
             1,
@@ -128,14 +128,14 @@ def overlap() -> tuple[dict[str, Any], dict[str, bool]]:
     return {"forward_ms": milliseconds, "hidden": round(hidden, 3), **size}, {"overlap_half": hidden >= HIDDEN}
 
 
-def transfers_told() -> tuple[dict[str, Any], dict[str, bool]]:
+def measure_transfer_recording() -> tuple[dict[str, Any], dict[str, bool]]:
     """What NCCL's plugin adds to an all-reduce of two ranks over sockets; in turns. They share the GPU by milliseconds,
     and all-reduces wait for that: only what is added to it shows."""
-    if reason := why_unusable(PLUGIN):
+    if reason := explain_unusable_plugin(PROFILER_PLUGIN_PATH):
         raise RuntimeError(reason)
     took: dict[bool, list[float]] = {True: [], False: []}
     pairs = min(REPEATS, 3)
-    for watched in _in_turns(pairs):
+    for watched in _alternate_pairs(pairs):
         ranks = run_workers(f"{transfers.__name__}:timed", 2, nbytes=1 << 20, count=200, watched=watched)
         took[watched].append(max(ranks))
     added = _median(took[True]) / _median(took[False]) - 1
@@ -153,15 +153,15 @@ def keeping_state() -> tuple[dict[str, Any], dict[str, bool]]:
 
     The volume is in memory, too, so that no disk stands between the sides; each is written beside the steps anyway.
     """
-    size: dict[str, Any] = {"nbytes": STATE_BYTES, "step_seconds": 4 * STEP_SECONDS, "count": KEPT}
+    size: dict[str, Any] = {"nbytes": STATE_BYTES, "step_seconds": 4 * STEP_SECONDS, "count": RUNS_PER_KIND}
     with (
         tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-", dir=keeping.folder_in_memory()) as runtime,
         tempfile.TemporaryDirectory(prefix="pacekeeper-gpu-", dir=keeping.folder_in_memory()) as volume,
     ):
         (taken,) = run_workers(f"{keeping.__name__}:snapshots", 1, runtime=runtime, **size)
-        say(json.dumps({name: its for name, its in taken.items() if name != "digest"}))
+        log_progress(json.dumps({name: its for name, its in taken.items() if name != "digest"}))
         (kept,) = run_workers(f"{keeping.__name__}:checkpoints", 1, volume=volume, **size)
-        say(json.dumps(kept["seconds"]))
+        log_progress(json.dumps(kept["seconds"]))
         ways: dict[str, tuple[str, dict[str, Any], list[int]]] = {
             "snapshot": ("restore", {"runtime": runtime, "volume": None}, taken["digest"]),
             "checkpoint": ("restore", {"runtime": None, "volume": volume}, kept["digest"][keeping.OURS]),
@@ -169,7 +169,7 @@ def keeping_state() -> tuple[dict[str, Any], dict[str, bool]]:
         }
         back: dict[str, list[float]] = {name: [] for name in ways}
         exact = dict.fromkeys(ways, True)
-        for _ in range(KEPT):
+        for _ in range(RUNS_PER_KIND):
             for name, (function, where, state) in ways.items():
                 ((seconds, found),) = run_workers(f"{keeping.__name__}:{function}", 1, nbytes=STATE_BYTES, **where)
                 back[name].append(seconds)
@@ -196,7 +196,7 @@ def keeping_state() -> tuple[dict[str, Any], dict[str, bool]]:
     }
 
 
-def back_after_sigkill() -> tuple[dict[str, Any], dict[str, bool]]:
+def measure_recovery_after_sigkill() -> tuple[dict[str, Any], dict[str, bool]]:
     """SIGKILL within a kernel, with 60 GiB held → the new rank's first step."""
     runs = [recovery() for _ in range(REPEATS)]
     found = {
@@ -208,7 +208,7 @@ def back_after_sigkill() -> tuple[dict[str, Any], dict[str, bool]]:
     return found, {"recovered": all(run.lost_steps <= 2 for run in runs)}
 
 
-def _in_turns(pairs: int) -> Iterator[bool]:
+def _alternate_pairs(pairs: int) -> Iterator[bool]:
     """With and without, each of them first in every other pair."""
     for pair in range(pairs):
         yield from (True, False) if pair % 2 else (False, True)
@@ -225,7 +225,7 @@ def _rounded(values: dict[float, float]) -> dict[float, float]:
     return {key: round(value, 5) for key, value in values.items()}
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

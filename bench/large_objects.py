@@ -69,16 +69,16 @@ def measure(name: str, pods: int, jobs: int, filling: str) -> float | None:
         while time.monotonic() - began < SECONDS:
             time.sleep(1)
             if process.poll() is not None:
-                say(f"{name}: the operator has ended with status {process.returncode}")
+                log_progress(f"{name}: the operator has ended with status {process.returncode}")
                 return None
-            done = told(address)
+            done = count_reported_jobs(address)
             if not settled and done == jobs and time.monotonic() - began > BEGUN_SECONDS:
                 settled = time.monotonic()
             if settled and time.monotonic() - settled > SETTLED_SECONDS:
                 return peak_mb(process.pid)
             if int(time.monotonic() - began) % 10 == 0:
-                say(f"{name}: {done} of {jobs} jobs have a phase; at most {peak_mb(process.pid):.0f} MB")
-        say(f"{name}: not done in time; at most {peak_mb(process.pid):.0f} MB")
+                log_progress(f"{name}: {done} of {jobs} jobs have a phase; at most {peak_mb(process.pid):.0f} MB")
+        log_progress(f"{name}: not done in time; at most {peak_mb(process.pid):.0f} MB")
         return None
 
 
@@ -144,10 +144,10 @@ def operator(folder: Path, address: str) -> Iterator[subprocess.Popen[bytes]]:
                 yield process
             finally:
                 process.kill()
-                say((folder / "log").read_text()[-2_000:])
+                log_progress((folder / "log").read_text()[-2_000:])
 
 
-def told(address: str) -> int:
+def count_reported_jobs(address: str) -> int:
     """Jobs that have a phase."""
     with urllib.request.urlopen(f"{address}/count?of={GROUP}/trainingjobs", timeout=60) as answer:
         return int(json.load(answer))
@@ -160,7 +160,7 @@ def peak_mb(process: int) -> float:
     return 0.0
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

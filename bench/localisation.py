@@ -15,12 +15,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from pacekeeper_analysis.behaviour.localise import Localisation
-from pacekeeper_analysis.behaviour.pattern import MOST_BYTES, Answer, Owner
-from pacekeeper_operator.effects import Localise
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.services.behaviour import leisurely, localised
-from tests.support.patterns import SLOW, WORK, pattern
+from pacekeeper_analysis.behaviour.localise import Localization
+from pacekeeper_analysis.behaviour.pattern import MAX_RANK_PATTERN_BYTES, ProfileAnswer, TimeOwner
+from pacekeeper_operator.effects import LocalizeProfile
+from pacekeeper_operator.runtime import OperatorRuntime
+from pacekeeper_operator.services.behaviour import yield_between_ranks, compute_localized_profile
+from tests.support.patterns import SLOW_FUNCTION, HEALTHY_WORK, build_pattern
 
 RANKS = 1_000 if os.environ.get("QUICK") == "1" else 10_000
 CULPRIT = RANKS // 3
@@ -37,7 +37,7 @@ def main() -> int:
     answers = dict(_answers())
     size = max(map(len, answers.values()))
     print(f"{RANKS} answers of {size} bytes at most", file=sys.stderr, flush=True)
-    found, seconds, idle, busy = asyncio.run(_localise(answers))
+    found, seconds, idle, busy = asyncio.run(_localize_answers(answers))
     megabytes = _resident() - began
     figures = {
         "seconds": seconds,
@@ -51,8 +51,8 @@ def main() -> int:
         "seconds": seconds <= MOST_SECONDS,
         "megabytes": megabytes <= MOST_MEGABYTES,
         "polls": busy <= MOST_LATE,
-        "culprit": found.finding.culprit == f"{SLOW[0]} on rank {CULPRIT}",
-        "bytes": MOST_BYTES / 2 <= size <= 2 * MOST_BYTES,
+        "culprit": found.finding.culprit == f"{SLOW_FUNCTION[0]} on rank {CULPRIT}",
+        "bytes": MAX_RANK_PATTERN_BYTES / 2 <= size <= 2 * MAX_RANK_PATTERN_BYTES,
     }
     print(json.dumps({"bench": "localisation", "ranks": RANKS, "figures": figures, "holds": holds}))
     return 0 if all(holds.values()) else 1
@@ -62,25 +62,25 @@ def _answers() -> Iterator[tuple[int, bytes]]:
     draw = np.random.default_rng(1)
     for rank in range(RANKS):
         crumbs = {
-            (f"model/block_{i}.py:Block.forward_{i}", Owner.PYTHON): float(draw.uniform(1e-4, 1e-3))
+            (f"model/block_{i}.py:Block.forward_{i}", TimeOwner.PYTHON): float(draw.uniform(1e-4, 1e-3))
             for i in range(FUNCTIONS)
         }
-        slow = {SLOW: 0.1} if rank == CULPRIT else {}
-        mine = pattern(rank, {**WORK, **crumbs, **slow}, STEP_SECONDS)
-        yield rank, Answer(mine, pattern(rank, {**WORK, **crumbs}, STEP_SECONDS - 0.1)).to_bytes()
+        slow = {SLOW_FUNCTION: 0.1} if rank == CULPRIT else {}
+        mine = build_pattern(rank, {**HEALTHY_WORK, **crumbs, **slow}, STEP_SECONDS)
+        yield rank, ProfileAnswer(mine, build_pattern(rank, {**HEALTHY_WORK, **crumbs}, STEP_SECONDS - 0.1)).to_bytes()
 
 
-async def _localise(answers: dict[int, bytes]) -> tuple[Localisation, float, float, float]:
+async def _localize_answers(answers: dict[int, bytes]) -> tuple[Localization, float, float, float]:
     """What is found, how long it took, and how late the loop's turns came before and meanwhile, seconds."""
-    runtime = Runtime(seed=0)
+    runtime = OperatorRuntime(seed=0)
 
     idle = await _lateness(asyncio.create_task(asyncio.sleep(2.0)))
     began = time.monotonic()
-    asked = Localise("bench", RANKS)
-    work = runtime.compute(lambda: localised(asked, leisurely(runtime, answers), answers))
+    asked = LocalizeProfile("bench", RANKS)
+    work = runtime.compute_in_thread(lambda: compute_localized_profile(asked, yield_between_ranks(runtime, answers), answers))
     task = asyncio.create_task(work)
     busy = await _lateness(task)
-    return task.result().localisation, time.monotonic() - began, idle, busy
+    return task.result().localization, time.monotonic() - began, idle, busy
 
 
 async def _lateness(work: asyncio.Task[object]) -> float:

@@ -13,7 +13,7 @@ import time
 from testcluster import api, cgroups, cluster, faults, programs, release
 from testcluster.images import TRAINER_IMAGE
 from testcluster.settings import KUBECONFIG
-from testcluster.shell import run, wait_for
+from testcluster.shell import run_command, wait_for
 
 SECONDS = 20 if os.environ.get("QUICK") else 60
 CPU_LIMIT, MEMORY_LIMIT = 0.01, 150.0  # share of a core, MB
@@ -54,8 +54,8 @@ CLAIM = {
 
 
 def main() -> None:
-    cluster.up()
-    release.install()
+    cluster.bring_up()
+    release.install_release()
     remove_the_job()
     try:
         kubectl("create", "namespace", NAMESPACE)
@@ -83,26 +83,26 @@ def main() -> None:
 def measure() -> tuple[float, float]:
     """(share of a core, resident megabytes) of the operator's container; another one must not take its place."""
     container = operator_container()
-    used, began = cgroups.cpu_seconds(container.cgroup), time.monotonic()
+    used, began = cgroups.read_cpu_seconds(container.cgroup), time.monotonic()
     while (left := began + SECONDS - time.monotonic()) > 0:
-        say(f"{left:.0f} s left, {memory_mb(container):.1f} MB")
+        log_progress(f"{left:.0f} s left, {memory_mb(container):.1f} MB")
         time.sleep(min(10.0, left))
-    share = (cgroups.cpu_seconds(container.cgroup) - used) / (time.monotonic() - began)
+    share = (cgroups.read_cpu_seconds(container.cgroup) - used) / (time.monotonic() - began)
     return share, memory_mb(container)
 
 
 def operator_container() -> faults.Container:
     """Of the one that leads."""
-    wait_for(lambda: release.leading_pod() is not None, 30, "an operator leads")
-    return faults.find_container(release.SYSTEM, release.leader(), "operator")
+    wait_for(lambda: release.find_leading_pod() is not None, 30, "an operator leads")
+    return faults.find_container(release.SYSTEM, release.get_leader_name(), "operator")
 
 
 def memory_mb(container: faults.Container) -> float:
-    return cgroups.memory_bytes(container.cgroup) / 1e6
+    return cgroups.read_memory_bytes(container.cgroup) / 1e6
 
 
 def trains() -> bool:
-    job = api.get(f"/apis/pacekeeper.dev/v1alpha1/namespaces/{NAMESPACE}/trainingjobs/gpt")
+    job = api.get_path(f"/apis/pacekeeper.dev/v1alpha1/namespaces/{NAMESPACE}/trainingjobs/gpt")
     return bool(job.get("status", {}).get("phase") == "Running")
 
 
@@ -111,10 +111,10 @@ def remove_the_job() -> None:
 
 
 def kubectl(*arguments: str, stdin: str | None = None) -> None:
-    run(programs.kubectl(), f"--kubeconfig={KUBECONFIG}", *arguments, stdin=stdin, timeout=100)
+    run_command(programs.find_kubectl(), f"--kubeconfig={KUBECONFIG}", *arguments, stdin=stdin, timeout=100)
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

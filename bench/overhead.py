@@ -32,11 +32,11 @@ from torch.utils.data import DataLoader, dataloader
 
 from pacekeeper.observe import collectives, opening, watching
 from pacekeeper.observe.behaviour import watch as behaviour
-from pacekeeper.observe.behaviour.sampler import Sampler
-from pacekeeper.observe.hooks import hook, unhook
+from pacekeeper.observe.behaviour.sampler import StackSampler
+from pacekeeper.observe.hooks import hook_group, unhook_group
 from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
-from pacekeeper.runtime import Runtime
-from pacekeeper_analysis.records import Kind
+from pacekeeper.runtime import RuntimeFolder
+from pacekeeper_analysis.records import RecordKind
 
 STEP_SECONDS = 0.05
 LAYERS = 24
@@ -55,10 +55,10 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         os.environ["PACEKEEPER_RUNTIME"] = folder
-        ring = Runtime(Path(folder)).make().ring(0)
+        ring = RuntimeFolder(Path(folder)).create().ring(0)
         create_ring(ring, 0, 1)
         record_us = cost_of_a_record(Path(folder) / "other")
-        say(f"one record: {record_us:.2f} µs")
+        log_progress(f"one record: {record_us:.2f} µs")
         result = compare(ring)
     result |= {"record_us": round(record_us, 2), "record_us_limit": 2.0, "overhead_limit": 0.005}
     result |= {"window_overhead_limit": 0.03}
@@ -75,23 +75,23 @@ def main() -> None:
 def cost_of_a_record(path: Path) -> float:
     """Microseconds, median of 20 blocks."""
     create_ring(path, 0, 1)
-    ring = RingWriter(path) if opening.fast is None else opening.fast.FastRing(path)
+    ring = RingWriter(path) if opening.fast is None else opening.fast.NativeRing(path)
     clock = time.monotonic_ns
     blocks = []
     for _ in range(20):
         start = time.perf_counter()
         for number in range(RECORDS // 20):
             now = clock()
-            ring.write(Kind.COLLECTIVE, now, clock(), 1, 1, 0.0, 1, 7, number, 4096)
+            ring.write(RecordKind.COLLECTIVE, now, clock(), 1, 1, 0.0, 1, 7, number, 4096)
         blocks.append((time.perf_counter() - start) / (RECORDS // 20) * 1e6)
     return statistics.median(blocks)
 
 
 def compare(ring: Path) -> dict[str, Any]:
     """Both sides, and what recording adds."""
-    behaviour.EARLY_AFTER_STEPS = sys.maxsize  # a window's cost is measured on its own
+    behaviour.EARLY_PROFILE_MIN_STEPS = sys.maxsize  # a window's cost is measured on its own
     plain = saved_functions()
-    watching.watch_steps()
+    watching.record_optimizer_steps()
     watched = saved_functions()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     hooks: list[tuple[Any, ...]] = []
@@ -109,10 +109,10 @@ def compare(ring: Path) -> dict[str, Any]:
         for recording in (True, False) if turn % 2 else (False, True):
             restore_functions(watched if recording else plain)
             if recording:
-                hook(*hooks[-1])
+                hook_group(*hooks[-1])
             timed(step)
             took[recording] += [timed(step) for _ in range(COMPARED)]
-            unhook(hooks[-1][0])
+            unhook_group(hooks[-1][0])
     records = int(reader.records()["index"].max()) - before
     assert records > 0
     differences = [
@@ -124,7 +124,7 @@ def compare(ring: Path) -> dict[str, Any]:
     without = statistics.median(seconds for seconds, _ in took[False])
     return {
         "bench": "overhead",
-        "native": type(watching.recorder().ring) is not RingWriter,
+        "native": type(watching.get_recorder().ring) is not RingWriter,
         "without": {"step_ms": STEP_SECONDS * 1e3, "of_which_the_script_ms": round(without * 1e3, 3)},
         "with": {
             "step_ms": round((STEP_SECONDS + wall) * 1e3, 3),
@@ -146,7 +146,7 @@ def cost_of_a_window(step: Callable[[], None]) -> float:
     took: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(WINDOW_PAIRS):
         for looking in (True, False) if pair % 2 else (False, True):
-            sampler = Sampler(threading.get_ident(), lambda: True) if looking else None
+            sampler = StackSampler(threading.get_ident(), lambda: True) if looking else None
             start, processor, steps = time.perf_counter(), time.process_time(), 0
             while time.perf_counter() - start < BLOCK_SECONDS:
                 step()
@@ -209,7 +209,7 @@ def restore_functions(functions: Functions) -> None:
         hooks.update(wanted)
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

@@ -28,7 +28,7 @@ TRIES, TRIES_AS_IT_COMES = (5, 1) if os.environ.get("QUICK") else (20, 3)
 START_TIMEOUT = 180.0
 RECOVERY_TIMEOUT = 60.0
 """A run that does not train again within so many seconds hangs."""
-LAST_WORDS = 2000
+MAX_ERROR_OUTPUT_CHARACTERS = 2000
 """Characters."""
 SCRIPT = Path(__file__).parent / "scripts" / "small_job.py"
 MEDIAN_TO_REACH, RATIO_TO_REACH = 0.5, 6.0
@@ -98,7 +98,7 @@ def measure(side: Side) -> None:
     )
     try:
         if not _wait(lambda: all(len(steps) >= 5 for steps in _diaries(folder)), run, START_TIMEOUT):
-            side.not_started.append((folder / "log").read_text(errors="replace")[-LAST_WORDS:])
+            side.not_started.append((folder / "log").read_text(errors="replace")[-MAX_ERROR_OUTPUT_CHARACTERS:])
         else:
             _try(side, folder, run)
     finally:
@@ -127,7 +127,7 @@ def _try(side: Side, folder: Path, run: subprocess.Popen[bytes]) -> None:
 
 
 @dataclass(frozen=True)
-class Step:
+class DiaryStep:
     """One line of a rank's diary."""
 
     at: float
@@ -136,17 +136,17 @@ class Step:
     number: int
 
 
-def _diaries(folder: Path) -> list[list[Step]]:
+def _diaries(folder: Path) -> list[list[DiaryStep]]:
     """Of every rank."""
     return [_diary(folder / f"rank-{rank}") for rank in range(RANKS)]
 
 
-def _diary(path: Path) -> list[Step]:
+def _diary(path: Path) -> list[DiaryStep]:
     if not path.exists():
         return []
     *lines, _ = path.read_text().split("\n")
     fields = (line.split() for line in lines)
-    return [Step(float(at), int(pid), incarnation, int(step)) for at, pid, incarnation, step in fields]
+    return [DiaryStep(float(at), int(pid), incarnation, int(step)) for at, pid, incarnation, step in fields]
 
 
 def _wait(condition: Any, run: subprocess.Popen[bytes], seconds: float) -> bool:

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from .scripts.scale import connections, jobs, nodes, passes, replicas, whatif, workers
-from .scripts.scale.figure import Figure
+from .scripts.scale.figure import Measurement
 
-PARTS: dict[str, Callable[[bool], Sequence[Figure]]] = {
+PARTS: dict[str, Callable[[bool], Sequence[Measurement]]] = {
     "nodes": nodes.measured,
     "workers": workers.measured,
     "jobs": jobs.measured,
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"no part {', '.join(sorted(unknown))}; there are: {', '.join(PARTS)}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started ends with it
-    began, quick, figures = time.monotonic(), os.environ.get("QUICK") == "1", list[Figure]()
+    began, quick, figures = time.monotonic(), os.environ.get("QUICK") == "1", list[Measurement]()
     for name in arguments or PARTS:
         print(f"-- {name}", file=sys.stderr, flush=True)
         for figure in PARTS[name](quick):

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 
 from simulation import batch, coverage
-from simulation.generator import generate
+from simulation.generator import generate_schedule
 
 SCHEDULES = 10_000
 GOAL = 2.0
@@ -25,18 +25,18 @@ def main(schedules: int = SCHEDULES) -> int:
     violations: Counter[str] = Counter()
     broken: list[int] = []
     simulated = 0.0
-    for done, outcome in enumerate(batch.run_all(map(generate, range(schedules)), cores), start=1):
+    for done, outcome in enumerate(batch.run_schedules(map(generate_schedule, range(schedules)), cores), start=1):
         reached.update(outcome.coverage)
         simulated += outcome.virtual_seconds
         if outcome.violations:
             broken.append(outcome.seed)
-            violations.update(outcome.rules)
+            violations.update(outcome.broken_rules)
             print(f"seed {outcome.seed}: {outcome.violations[0]}", file=sys.stderr, flush=True)
         if done % 500 == 0:
             print(f"{done} of {schedules}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     seconds = time.perf_counter() - began
     rate = schedules / seconds / cores
-    known = coverage.everything()
+    known = coverage.list_coverage_targets()
     for name in sorted(known):
         print(f"{reached[name]:7}  {name}")
     summary = {

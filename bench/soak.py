@@ -26,11 +26,11 @@ import pytest
 
 from bench.scripts.soak import invariants
 from bench.scripts.soak.meters import Meters
-from bench.scripts.soak.strikes import RANKS, Strikes
+from bench.scripts.soak.strikes import RANKS, Disruptions
 from testcluster import placement, release
-from testcluster.shell import say
-from tests.support.cluster import Cluster, running_cluster, scratch_namespace
-from tests.support.jobs import SAMPLES, Job, paced
+from testcluster.shell import log_progress
+from tests.support.cluster import KubectlCluster, running_cluster, scratch_namespace
+from tests.support.jobs import SAMPLES, ClusterJob, build_paced_job
 
 MINUTES = float(os.environ.get("MINUTES", "8" if os.environ.get("QUICK") else "120"))
 SEED = int(os.environ.get("SEED", "0"))
@@ -54,7 +54,7 @@ ANY_FAILURE = (Exception, pytest.fail.Exception)
 
 
 @dataclass
-class Course:
+class SoakHistory:
     """What has happened so far."""
 
     made: list[str] = field(default_factory=list)
@@ -68,17 +68,17 @@ class Course:
 
 
 def main() -> None:
-    course = Course()
+    course = SoakHistory()
     try:
         with running_cluster() as cluster:
-            release.install()
+            release.install_release()
             release.install_exporter()
             with jobs(cluster) as (struck, bystander):
                 soak(cluster, struck, bystander, course, random.Random(SEED))
                 every = [*struck, bystander]
-                course.incidents = {job.name: len(job.incidents()) for job in every}
+                course.incidents = {job.name: len(job.list_incidents()) for job in every}
                 for job in struck:
-                    wrong = invariants.of_samples(job.samples_by_epoch(), SAMPLES)
+                    wrong = invariants.check_samples(job.read_samples_by_epoch(), SAMPLES)
                     course.broken += [f"{job.name}: {what}" for what in wrong]
                 course.broken += left_behind(cluster, every)
     except ANY_FAILURE as error:
@@ -86,11 +86,11 @@ def main() -> None:
     print(json.dumps(result(course)))
 
 
-def result(course: Course) -> dict[str, Any]:
+def result(course: SoakHistory) -> dict[str, Any]:
     growth = course.meters.grown()
     holds = {"nothing_broken": not course.broken}
     if MINUTES >= LEAST_MINUTES:
-        holds["nothing_grows"] = course.meters.tell_of_all() and not any(its.grows for its in growth.values())
+        holds["nothing_grows"] = course.meters.has_all_meters() and not any(its.grows for its in growth.values())
     return {
         "bench": "soak",
         "minutes": MINUTES,
@@ -105,7 +105,7 @@ def result(course: Course) -> dict[str, Any]:
     }
 
 
-def soak(cluster: Cluster, struck: Sequence[Job], bystander: Job, course: Course, dice: random.Random) -> None:
+def soak(cluster: KubectlCluster, struck: Sequence[ClusterJob], bystander: ClusterJob, course: SoakHistory, dice: random.Random) -> None:
     """Ends early where something does not get calm again: what comes later would say nothing new."""
     began = looked = time.monotonic()
     while True:
@@ -114,45 +114,45 @@ def soak(cluster: Cluster, struck: Sequence[Job], bystander: Job, course: Course
         looked = time.monotonic()
         at = looked - began
         if course.broken or at >= 60 * MINUTES:
-            say("\n".join(course.broken) or f"all is calm behind {len(course.made)} faults")
+            log_progress("\n".join(course.broken) or f"all is calm behind {len(course.made)} faults")
             return
         try:
             course.meters.take(at, cluster, bystander)
         except ANY_FAILURE as error:
-            say(f"not measured: {error!r}")
+            log_progress(f"not measured: {error!r}")
         time.sleep(dice.uniform(*CALM_SECONDS))
         with ExitStack() as mends:
-            strikes = Strikes(cluster, dice, mends, operators=at < OPERATORS_UNTIL * 60 * MINUTES)
+            strikes = Disruptions(cluster, dice, mends, operators=at < OPERATORS_UNTIL * 60 * MINUTES)
             for job in list(struck) if dice.random() < TWO_AT_ONCE else [dice.choice(struck)]:
-                strike(strikes, job, course)
+                inject_disruption(strikes, job, course)
             time.sleep(dice.uniform(*LAST_SECONDS))
 
 
-def strike(strikes: Strikes, job: Job, course: Course) -> None:
+def inject_disruption(strikes: Disruptions, job: ClusterJob, course: SoakHistory) -> None:
     kind = strikes.draw()
     try:
         course.made.append(f"{kind} ({job.name}): {strikes.make(kind, job)}")
-        say(f"{len(course.made)}: {course.made[-1]}")
+        log_progress(f"{len(course.made)}: {course.made[-1]}")
     except ANY_FAILURE as error:
         course.missed.append(f"{kind} ({job.name}): {error!r}")
-        say(f"missed: {course.missed[-1][:300]}")
+        log_progress(f"missed: {course.missed[-1][:300]}")
 
 
-def when_calm(cluster: Cluster, struck: Sequence[Job], bystander: Job, course: Course) -> list[str]:
+def when_calm(cluster: KubectlCluster, struck: Sequence[ClusterJob], bystander: ClusterJob, course: SoakHistory) -> list[str]:
     """Waits until all is as it should be; what is wrong, where that does not come about in time."""
     until = time.monotonic() + CALM_WITHIN_SECONDS
     while True:
         try:
-            give_back_nodes(cluster, course)
-            wrong = [its for job in struck for its in of_job(job, spares=1)] + of_job(bystander, spares=0)
-            wrong += invariants.of_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
+            release_nodes(cluster, course)
+            wrong = [its for job in struck for its in check_job(job, spares=1)] + check_job(bystander, spares=0)
+            wrong += invariants.check_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
             if not wrong:
                 for job in (*struck, bystander):
-                    job.until_trained_on()
+                    job.wait_for_more_steps()
         except ANY_FAILURE as error:
             wrong = [f"{error!r}"[:2000]]
         if not wrong:
-            names = bystander.incident_names()
+            names = bystander.list_incident_names()
             falsely = [node for node in BYSTANDERS_NODES if course.quarantines[node]]
             return [
                 *(f"{bystander.name} was never struck, and has incident {name}" for name in names),
@@ -163,7 +163,7 @@ def when_calm(cluster: Cluster, struck: Sequence[Job], bystander: Job, course: C
         time.sleep(1.0)
 
 
-def give_back_nodes(cluster: Cluster, course: Course) -> None:
+def release_nodes(cluster: KubectlCluster, course: SoakHistory) -> None:
     """As on-call does."""
     if found := cluster.list("nodequarantines"):
         names = [its["metadata"]["name"] for its in found]
@@ -171,21 +171,21 @@ def give_back_nodes(cluster: Cluster, course: Course) -> None:
         cluster.kubectl("delete", "nodequarantine", *names, "--timeout=90s", timeout=100)
 
 
-def of_job(job: Job, spares: int) -> list[str]:
+def check_job(job: ClusterJob, spares: int) -> list[str]:
     """What keeps it from being calm."""
     status = job.status
     wrong = [] if status.get("phase") == "Running" else [f"it is {status.get('phase')}"]
     if status.get("workers", {}).get("spare", 0) < spares:
         wrong.append("its spare is not there")
-    still_open = [its["metadata"]["name"] for its in job.incidents() if not its.get("status", {}).get("outcome")]
+    still_open = [its["metadata"]["name"] for its in job.list_incidents() if not its.get("status", {}).get("outcome")]
     wrong += [f"incident {name} is open" for name in still_open]
-    return [f"{job.name}: {what}" for what in [*wrong, *invariants.of_plan(job.plan(), RANKS, job.pods())]]
+    return [f"{job.name}: {what}" for what in [*wrong, *invariants.check_plan(job.read_plan(), RANKS, job.list_pods())]]
 
 
-def tracebacks(cluster: Cluster, seconds: float) -> list[str]:
+def tracebacks(cluster: KubectlCluster, seconds: float) -> list[str]:
     """Of the operators, in what they have said for so long; of a life that has ended meanwhile, too."""
     found = []
-    for pod in release.pods():
+    for pod in release.list_operator_pods():
         name, restarts = pod["metadata"]["name"], pod["status"].get("containerStatuses", [{}])[0].get("restartCount", 0)
         for previous in (["--previous"], []) if restarts else ([],):
             try:
@@ -197,30 +197,30 @@ def tracebacks(cluster: Cluster, seconds: float) -> list[str]:
     return found
 
 
-def left_behind(cluster: Cluster, every: Sequence[Job]) -> list[str]:
+def left_behind(cluster: KubectlCluster, every: Sequence[ClusterJob]) -> list[str]:
     """Deletes the jobs, and says what stays."""
     for job in every:
         job.delete()
     until = time.monotonic() + GONE_WITHIN_SECONDS
     while True:  # owned objects go by themselves
         left = [f"{kind} {its['metadata']['name']}" for kind in OURS for its in cluster.list(kind, every[0].namespace)]
-        left += invariants.of_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
+        left += invariants.check_nodes(cluster.list("nodes"), cluster.list("nodequarantines"))
         if not left or time.monotonic() > until:
             return [f"left behind: {', '.join(left)}"] if left else []
         time.sleep(1.0)
 
 
 @contextmanager
-def jobs(cluster: Cluster) -> Iterator[tuple[list[Job], Job]]:
+def jobs(cluster: KubectlCluster) -> Iterator[tuple[list[ClusterJob], ClusterJob]]:
     """The two that are struck, and the bystander, on nodes of its own."""
     with scratch_namespace(cluster) as namespace:
 
-        def apply(name: str, nodes: Sequence[str], environment: dict[str, str], **spec: Any) -> Job:
+        def apply(name: str, nodes: Sequence[str], environment: dict[str, str], **spec: Any) -> ClusterJob:
             variables = {"SLEEP": STEP_SECONDS, **environment}
-            pod = placement.apart(name, nodes)
-            body = paced(name, LONG, environment=variables, pod=pod, replicas=RANKS, **spec)
+            pod = placement.spread_over_nodes(name, nodes)
+            body = build_paced_job(name, LONG, environment=variables, pod=pod, replicas=RANKS, **spec)
             body["spec"].setdefault("remediation", {})["maxRestarts"] = 1000
-            return Job.apply(cluster, namespace, body)
+            return ClusterJob.apply(cluster, namespace, body)
 
         struck = [
             apply("replicated", STRUCK_NODES, {}, spares=1, syncMode="Sync"),

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.scripts.state.hosts import Host, SideFailedError, hosts
+from bench.scripts.state.hosts import RankHost, SideFailedError, hosts
 from bench.scripts.state.workload import LAYER_BYTES, RANKS, layers_for
-from bench.scripts.stragglers.hosts import say
-from pacekeeper.cgroup import memory_left
+from bench.scripts.stragglers.hosts import log_progress
+from pacekeeper.cgroup import compute_memory_left
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ agree, however much there is to copy."""
 
 
 @dataclass
-class Way:
+class RestoreRoute:
     """One of the ways by which the state comes back."""
 
     seconds: list[float] = field(default_factory=list)
@@ -81,9 +81,9 @@ class Way:
 
 
 def main() -> None:
-    nbytes = bytes_of_a_rank(SIZES.nbytes, memory(), shutil.disk_usage(SHARED_MEMORY).free)
+    nbytes = bytes_of_a_rank(SIZES.nbytes, read_memory_limit(), shutil.disk_usage(SHARED_MEMORY).free)
     layers = layers_for(nbytes)
-    say(f"{layers * LAYER_BYTES / 1e6:.0f} MB a rank, {RANKS} ranks")
+    log_progress(f"{layers * LAYER_BYTES / 1e6:.0f} MB a rank, {RANKS} ranks")
     with (
         tempfile.TemporaryDirectory(prefix="bench-of-pacekeeper-", dir=SHARED_MEMORY) as runtime,
         tempfile.TemporaryDirectory(prefix="bench-of-pacekeeper-") as volume,
@@ -91,12 +91,12 @@ def main() -> None:
         hosts(Path(logs)) as (ours, torchft),
     ):
         kept = ours.call("checkpoints", CALL_TIMEOUT, layers=layers, volume=volume, count=SIZES.checkpoints)
-        checkpoint = checkpoint_figures([rank["seconds"] for rank in kept]) | {"failures": kept[0]["failures"]}
-        say(f"checkpoint: {checkpoint}")
+        checkpoint = compute_checkpoint_statistics([rank["seconds"] for rank in kept]) | {"failures": kept[0]["failures"]}
+        log_progress(f"checkpoint: {checkpoint}")
         taken = ours.call("snapshots", CALL_TIMEOUT, layers=layers, runtime=runtime, count=SIZES.snapshots)
-        snapshot = snapshot_figures(taken)
-        say(f"snapshot: {snapshot}")
-        ways = bring_back(ours, torchft, layers, Path(runtime), volume, digests(taken), digests(kept))
+        snapshot = compute_snapshot_statistics(taken)
+        log_progress(f"snapshot: {snapshot}")
+        ways = measure_restore(ours, torchft, layers, Path(runtime), volume, digests(taken), digests(kept))
     result = {
         "bench": "state",
         "ranks": RANKS,
@@ -109,11 +109,11 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def memory() -> int:
+def read_memory_limit() -> int:
     """Bytes that this process and those that it starts may take."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return int(min(available, memory_left()))
+    return int(min(available, compute_memory_left()))
 
 
 def bytes_of_a_rank(wanted: int, left: int, shared_left: int) -> int:
@@ -134,7 +134,7 @@ def slowest(of_ranks: Sequence[Sequence[float]]) -> list[float]:
     return [max(its) for its in zip(*of_ranks, strict=True)]
 
 
-def snapshot_figures(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def compute_snapshot_statistics(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Of what each rank's `with_pacekeeper.snapshots` gave back. `share`: of the time, at the job's own interval, for
     which a snapshot holds the steps up, and what they lose to its copy that goes to the neighbour meanwhile."""
     held = slowest([its["held"] for its in of_ranks])
@@ -153,7 +153,7 @@ def snapshot_figures(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def checkpoint_figures(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
+def compute_checkpoint_statistics(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, Any]:
     """Of the seconds that each rank has measured for each side; `of_the_copy`: as a share of the bare copy's."""
     by_side = {side: slowest([its[side] for its in of_ranks]) for side in of_ranks[0]}
     by_side = {side: seconds for side, seconds in by_side.items() if len(seconds) > MAKE_ROOM}
@@ -168,15 +168,15 @@ def checkpoint_figures(of_ranks: Sequence[Mapping[str, Sequence[float]]]) -> dic
 # Bringing it back
 
 
-def bring_back(
-    ours: Host,
-    torchft: Host,
+def measure_restore(
+    ours: RankHost,
+    torchft: RankHost,
     layers: int,
     runtime: Path,
     volume: str,
     snapshot: Sequence[Sequence[int]],
     checkpoint: Sequence[Sequence[int]],
-) -> dict[str, Way]:
+) -> dict[str, RestoreRoute]:
     """By each way, in turns. snapshot, checkpoint: what each rank's state was like when it was kept there."""
 
     def by_us(state: Sequence[Sequence[int]], **where: Any) -> tuple[float, bool]:
@@ -205,20 +205,20 @@ def bring_back(
         "volume": lambda: by_us(checkpoint, runtime=None, workers="ab", volume=f"{volume}/ours"),
         "dcp_volume": by_dcp,
     }
-    ways = {name: Way() for name in by_name}
+    ways = {name: RestoreRoute() for name in by_name}
     for number in range(1, SIZES.tries + 1):
         for name, bring in by_name.items():
             attempt(ways[name], bring)
-            say(f"try {number} of {SIZES.tries}, {name}: {(ways[name].seconds or [math.inf])[-1]:.2f} s")
+            log_progress(f"try {number} of {SIZES.tries}, {name}: {(ways[name].seconds or [math.inf])[-1]:.2f} s")
     return ways
 
 
-def attempt(way: Way, bring: Callable[[], tuple[float, bool]]) -> None:
+def attempt(way: RestoreRoute, bring: Callable[[], tuple[float, bool]]) -> None:
     """`bring`: seconds, and whether what came back is what was kept."""
     try:
         seconds, exact = bring()
     except SideFailedError as error:
-        say(f"failed: {error}")
+        log_progress(f"failed: {error}")
         way.failures.append(str(error))
         return
     way.seconds.append(seconds)
@@ -233,7 +233,7 @@ def most_for_a_checkpoint(copy_seconds: float) -> float:
     return COPY_MARGIN * copy_seconds + AGREEING_SECONDS
 
 
-def goals(snapshot: Mapping[str, Any], checkpoint: Mapping[str, Any], ways: Mapping[str, Way]) -> dict[str, bool]:
+def goals(snapshot: Mapping[str, Any], checkpoint: Mapping[str, Any], ways: Mapping[str, RestoreRoute]) -> dict[str, bool]:
     """Which of them are reached."""
     own, stalls = [ways[name] for name in OURS], checkpoint["stall_s"]
     return {

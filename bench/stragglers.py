@@ -30,11 +30,11 @@ import numpy as np
 from bench.overlap import measure as measure_overlap
 from bench.scripts.stragglers import bounds, diaries
 from bench.scripts.stragglers.draws import Scenario, draw_costs
-from bench.scripts.stragglers.hosts import Hosts, RunFailedError, hosts, say
+from bench.scripts.stragglers.hosts import Hosts, RunFailedError, hosts, log_progress
 from bench.scripts.stragglers.links import Network, network
 from bench.scripts.stragglers.run import AEDIT_LEASE, GLOBAL_BATCH, LOCAL_BATCH, RANKS, Outcome, Run
 from bench.scripts.stragglers.sides import ALTERNATE, EVERY_STEP, LEAVING_OUT, OURS, SIDES, TORCHFT
-from pacekeeper_analysis.shares import balance
+from pacekeeper_analysis.shares import optimize_shares
 
 
 @dataclass(frozen=True)
@@ -116,26 +116,26 @@ def main() -> None:
         for repeat in range(SIZES.repeats):
             for scenario in Scenario:
                 if scenario is Scenario.SLOW_LINK and links is None:
-                    say("slow_link: left out, it needs root and iproute2")
+                    log_progress("slow_link: left out, it needs root and iproute2")
                     continue
                 for side in turns(repeat, scenario):
-                    with unless_it_fails():
+                    with count_failures():
                         throughput[scenario][side][repeat] = measure_throughput(started, side, scenario, repeat, links)
         cost: dict[str, Any] = {}
         for side in ALTERNATE:
-            with unless_it_fails():
+            with count_failures():
                 cost[side] = measure_cost(started, side)
         stalls = []
         for repeat in range(SIZES.repeats):
-            with unless_it_fails():
+            with count_failures():
                 stalls.append(measure_stall(started, repeat))
         loss = measure_loss(started, others)
         failures = started.failures + others.failures
-    say("overlap …")
+    log_progress("overlap …")
     try:
         hidden = measure_overlap()["overlap_hidden"]
     except TimeoutError as error:
-        say(f"left out: {error}")
+        log_progress(f"left out: {error}")
         hidden = None
     for scenario, of_sides in throughput.items():
         if of_sides:
@@ -151,12 +151,12 @@ def main() -> None:
 
 
 @contextmanager
-def unless_it_fails() -> Iterator[None]:
+def count_failures() -> Iterator[None]:
     """A run that fails is counted (`failed_runs`); what else is measured is not lost by it."""
     try:
         yield
     except RunFailedError as error:
-        say(f"left out: {error}")
+        log_progress(f"left out: {error}")
 
 
 def turns(repeat: int, scenario: Scenario) -> list[str]:
@@ -202,7 +202,7 @@ def measure_throughput(started: Hosts, side: str, scenario: Scenario, repeat: in
         assert links is not None
         run = replace(run, addresses=links.addresses, namespaces=links.namespaces, interface=links.interface)
     measured = measure_run(run, started.perform(run, RUN_TIMEOUT), SIZES.periods)
-    say(
+    log_progress(
         f"repeat {repeat + 1} of {SIZES.repeats}, {scenario}, {side}: {measured.of_bound:.3f} of the bound, "
         f"weights {' '.join(f'{weight:.2f}' for weight in measured.weights)}"
     )
@@ -238,7 +238,7 @@ def operators_shares(scenario: Scenario, repeat: int) -> tuple[int, ...]:
     """What the operator would give, who has seen 32 steps of other draws of the same kind."""
     seen = draw_costs(scenario, RANKS, 32 * GLOBAL_BATCH, GLOBAL_BATCH, seed=1000 + repeat)
     a_sample = seen.reshape(RANKS, 32, GLOBAL_BATCH).mean(axis=2).T
-    return balance(np.ascontiguousarray(a_sample), (LOCAL_BATCH,) * RANKS).shares
+    return optimize_shares(np.ascontiguousarray(a_sample), (LOCAL_BATCH,) * RANKS).shares
 
 
 def measure_cost(started: Hosts, side: str) -> dict[str, float | None]:
@@ -246,7 +246,7 @@ def measure_cost(started: Hosts, side: str) -> dict[str, float | None]:
     run = Run(side, Scenario.NONE, 1, SIZES.cost_steps, SIZES.unit_seconds, SIZES.sync_every)
     blocks = started.perform(run, RUN_TIMEOUT)[0].blocks
     added = [ours / theirs - 1 for theirs, ours in blocks]
-    say(f"{side}: {statistics.fmean(added):+.4f} of a step of DDP")
+    log_progress(f"{side}: {statistics.fmean(added):+.4f} of a step of DDP")
     return {"mean": round(statistics.fmean(added), 5), "interval": half_width(added), "pairs": len(added)}
 
 
@@ -261,7 +261,7 @@ def measure_stall(started: Hosts, repeat: int) -> float:
         ends = [entry.at for entry in outcome.diary[SWITCH_EVERY // 2 :]]
         gaps = [after - before for before, after in pairwise(ends)]
         longest = max(longest, max(gaps) / statistics.median(gaps) - 1)
-    say(f"repeat {repeat + 1} of {SIZES.repeats}, switching: {longest:.2f} steps at most")
+    log_progress(f"repeat {repeat + 1} of {SIZES.repeats}, switching: {longest:.2f} steps at most")
     return round(longest, 3)
 
 
@@ -391,14 +391,14 @@ def loss_curves(started: Hosts, side: str) -> tuple[float, dict[int, Curve]]:
     """
     by_rate: dict[float, Curve] = {}
     for rate in SIZES.learning_rates:
-        with unless_it_fails():
+        with count_failures():
             by_rate[rate] = loss_curve(started, side, 1, rate)
     if not by_rate:
         return 0.0, {}
     best = min(by_rate, key=lambda rate: by_rate[rate][-1][2])
     curves = {1: by_rate[best]}
     for seed in range(2, SIZES.loss_seeds + 1):
-        with unless_it_fails():
+        with count_failures():
             curves[seed] = loss_curve(started, side, seed, best)
     return best, curves
 
@@ -425,7 +425,7 @@ def loss_curve(started: Hosts, side: str, seed: int, learning_rate: float) -> Cu
         (float(diaries.samples_until(written, period)), diaries.virtual_time(written, period), loss)
         for period, loss in outcomes[0].losses
     ]
-    say(
+    log_progress(
         f"loss, {side}, seed {seed}, learning rate {learning_rate}: {curve[-1][2]:.4f} after {curve[-1][0]:.0f} samples"
     )
     return curve

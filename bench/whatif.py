@@ -23,24 +23,24 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pacekeeper_analysis.whatif import (
-    ALL_IDEAL,
-    AS_RECORDED,
+    IDEAL_SCENARIO,
+    RECORDED_SCENARIO,
     IDEAL,
     RECORDED,
-    Scenario,
-    Where,
-    Window,
-    window_from_trace,
+    WhatIfScenario,
+    OperationSelection,
+    RecordedWindow,
+    build_window_from_trace,
 )
-from pacekeeper_analysis.whatif.figures import MERGED_TYPES, WhatIf, analyse
+from pacekeeper_analysis.whatif.figures import MERGED_TYPES, WhatIf, analyze_window
 from pacekeeper_analysis.whatif.inputs.parquet import read_metadata, read_parquet
-from pacekeeper_analysis.whatif.simulate import Array, simulate
-from pacekeeper_analysis.whatif.synthetic import Shape, make_trace, operations_of, usual_seconds
-from pacekeeper_analysis.whatif.trace import Trace
+from pacekeeper_analysis.whatif.simulate import Array, simulate_graph
+from pacekeeper_analysis.whatif.synthetic import JobShape, make_trace, list_operations, draw_healthy_seconds
+from pacekeeper_analysis.whatif.trace import JobTrace
 
 PROJECT = Path(__file__).parents[1]
 TRACES = Path(os.environ.get("PACEKEEPER_TRACES", PROJECT.parent / "shared" / "traces"))
-SYNTHETIC = {"1024 workers": Shape(dp=128, pp=8, steps=20), "10240 workers": Shape(dp=1280, pp=8, steps=20)}
+SYNTHETIC = {"1024 workers": JobShape(dp=128, pp=8, steps=20), "10240 workers": JobShape(dp=1280, pp=8, steps=20)}
 REPEATS = 5
 
 Result = TypeVar("Result")
@@ -89,8 +89,8 @@ def measure(name: str) -> dict[str, Any]:
         trace = synthetic_trace(SYNTHETIC[name])
     else:
         read_s, trace = fastest(lambda: published_trace(name))
-    window_s, window = fastest(lambda: window_from_trace(trace))
-    simulate_s, whatif = fastest(lambda: analyse(window), repeats=10)
+    window_s, window = fastest(lambda: build_window_from_trace(trace))
+    simulate_s, whatif = fastest(lambda: analyze_window(window), repeats=10)
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     one_by_one_s, one_by_one = fastest(lambda: simulate_one_by_one(window), repeats=2)
     assert np.allclose(one_by_one, same_scenarios(whatif))
@@ -108,32 +108,32 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def published_trace(name: str) -> Trace:
+def published_trace(name: str) -> JobTrace:
     return read_parquet(TRACES / f"trace-{name}.parquet", read_metadata(TRACES / f"meta-{name}.yaml"))
 
 
-def synthetic_trace(shape: Shape) -> Trace:
+def synthetic_trace(shape: JobShape) -> JobTrace:
     """A job with a slow data-parallel rank and 5 % noise."""
-    operations = operations_of(shape)
-    seconds = usual_seconds(operations, shape, noise=0.05, rng=np.random.default_rng(0))
+    operations = list_operations(shape)
+    seconds = draw_healthy_seconds(operations, shape, noise=0.05, rng=np.random.default_rng(0))
     seconds[:, 3] *= 1.5
     return make_trace(shape, operations, seconds)
 
 
-def scenarios(window: Window) -> list[Scenario]:
+def scenarios(window: RecordedWindow) -> list[WhatIfScenario]:
     """The scenarios of the figures, apart from one a data-parallel rank, which `analyse` does not simulate one by
     one."""
     types = sorted({operation.type for operation in window.operations})
     stages = sorted({operation.stage for operation in window.operations})
     return [
-        AS_RECORDED,
-        AS_RECORDED.but(Where(stages=stages[-1:]), takes=IDEAL),
-        *(ALL_IDEAL.but(Where(types=[name]), takes=RECORDED) for name in types),
-        *(ALL_IDEAL.but(Where(stages=[stage]), takes=RECORDED) for stage in stages),
+        RECORDED_SCENARIO,
+        RECORDED_SCENARIO.with_change(OperationSelection(stages=stages[-1:]), takes=IDEAL),
+        *(IDEAL_SCENARIO.with_change(OperationSelection(types=[name]), takes=RECORDED) for name in types),
+        *(IDEAL_SCENARIO.with_change(OperationSelection(stages=[stage]), takes=RECORDED) for stage in stages),
     ]
 
 
-def simulate_one_by_one(window: Window) -> Array:
+def simulate_one_by_one(window: RecordedWindow) -> Array:
     """The baseline, as the published analyzer works: a table of durations for one scenario, a simulation, the next
     one.
 
@@ -141,9 +141,9 @@ def simulate_one_by_one(window: Window) -> Array:
     """
     first, nodes = [], range(window.graph.size)
     for number, scenario in enumerate(scenarios(window)):
-        rows = (np.broadcast_to(window.seconds_in(scenario, node), window.seconds[node].shape) for node in nodes)
+        rows = (np.broadcast_to(window.compute_seconds_in(scenario, node), window.seconds[node].shape) for node in nodes)
         durations = np.stack(list(rows))
-        seconds = simulate(window.graph, durations[:, None])
+        seconds = simulate_graph(window.graph, durations[:, None])
         if number < 2:
             first.append(seconds[0].max(axis=0))
     return np.array(first)
@@ -154,7 +154,7 @@ def same_scenarios(whatif: WhatIf) -> Array:
     return np.array([whatif.step_s, whatif.decomposition.last_stage.without_s])
 
 
-def operations_simulated(window: Window) -> int:
+def operations_simulated(window: RecordedWindow) -> int:
     """Operations x scenarios that `analyse` simulates: whole scenarios, and two columns for each data-parallel rank."""
     types = {MERGED_TYPES.get(operation.type, operation.type) for operation in window.operations}
     stages = {operation.stage for operation in window.operations}

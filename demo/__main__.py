@@ -8,7 +8,7 @@ from pathlib import Path
 
 from demo import shards, story, torchrun, traffic
 from demo.kube import DemoError
-from demo.report import Report
+from demo.report import DemoReport
 from testcluster.shell import ClusterError
 
 
@@ -27,7 +27,7 @@ def main() -> int:
     if arguments.story != "faults" and arguments.only:
         parser.error(f"--only: chooses among the story of faults; the story of {arguments.story} is told whole")
     try:
-        report = tell(arguments.story, arguments.out, arguments.only)
+        report = run_demo(arguments.story, arguments.out, arguments.only)
     except (DemoError, ClusterError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -35,9 +35,9 @@ def main() -> int:
     return 0 if report.passed else 1
 
 
-def tell(which: str, out: Path, only: list[str] | None) -> Report:
-    others = {"shards": shards.run, "traffic": traffic.run, "torchrun": torchrun.run}
-    return others[which](out) if which in others else story.run(out, only)
+def run_demo(which: str, out: Path, only: list[str] | None) -> DemoReport:
+    others = {"shards": shards.run_shards_demo, "traffic": traffic.run_traffic_demo, "torchrun": torchrun.run_torchrun_demo}
+    return others[which](out) if which in others else story.run_fault_demo(out, only)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from demo import job, kube
 from testcluster import faults, release
 
-TRAINER = "trainer"
+DEMO_TRAINER_CONTAINER = "trainer"
 REPLICAS = 4
 """spec.replicas of examples/gpt.yaml."""
-FULL = "pacekeeper.dev/demo=full:NoSchedule"
+FULL_TAINT = "pacekeeper.dev/demo=full:NoSchedule"
 XID_FALLEN_OFF_THE_BUS = 79
 BASELINE_STEPS = 30
 """A fault that is found by a comparison with how the job trained before needs a before."""
@@ -21,20 +21,20 @@ STEP_MEGABITS = 22
 
 
 @dataclass(frozen=True)
-class Relief:
+class FaultRelief:
     """The end of a fault while the job goes on, after which it shall train as before again."""
 
     name: str
     how: str
     relieve: Callable[[], str]  # ends the fault and returns what was done, in words
-    as_before: Callable[[], bool]
+    is_recovered: Callable[[], bool]
     event: str  # by which the operator says so
     remedy: str  # what it does
     timeout: float = 240.0
 
 
 @dataclass(frozen=True)
-class Fault:
+class DemoFault:
     """One fault. `inject` makes it and returns what was done, in words; `undo` ends what would outlast the demo."""
 
     name: str
@@ -46,24 +46,24 @@ class Fault:
     timeout: float = 120.0
     steady_steps: int = 10  # that the job shall have trained undisturbed before
     spare: bool = True  # whether with one in place
-    relief: Relief | None = None
+    relief: FaultRelief | None = None
 
 
-def rank_crash() -> str:
-    worker = job.worker_of_rank(2)
-    faults.signal_process(_rank_process(worker), signal.SIGKILL)
+def crash_rank() -> str:
+    worker = job.find_worker_of_rank(2)
+    faults.signal_process(_find_rank_process(worker), signal.SIGKILL)
     return f"SIGKILL to rank 2 on {worker}"
 
 
-def rank_hang() -> str:
-    worker = job.worker_of_rank(1)
-    faults.signal_process(_rank_process(worker), signal.SIGSTOP)
+def hang_rank() -> str:
+    worker = job.find_worker_of_rank(1)
+    faults.signal_process(_find_rank_process(worker), signal.SIGSTOP)
     return f"SIGSTOP to rank 1 on {worker}"
 
 
-def worker_deleted() -> str:
-    worker = job.worker_of_rank(3)
-    kube.kubectl("delete", "pod", worker, "-n", job.NAMESPACE, "--wait=false")
+def delete_worker() -> str:
+    worker = job.find_worker_of_rank(3)
+    kube.run_kubectl("delete", "pod", worker, "-n", job.NAMESPACE, "--wait=false")
     return f"kubectl delete pod {worker}"
 
 
@@ -77,10 +77,10 @@ class StragglerFault:
     part: float
 
     def inject(self) -> str:
-        worker = job.worker_of_rank(2)
-        used = faults.used_millicores(job.NAMESPACE, job.worker_of_rank(0), TRAINER)
+        worker = job.find_worker_of_rank(2)
+        used = faults.measure_millicores(job.NAMESPACE, job.find_worker_of_rank(0), DEMO_TRAINER_CONTAINER)
         millicores = max(1, round(self.part * used))
-        faults.set_cpu_quota(job.NAMESPACE, worker, TRAINER, millicores)
+        faults.set_cpu_quota(job.NAMESPACE, worker, DEMO_TRAINER_CONTAINER, millicores)
         return f"CPU quota of {worker} cut to {millicores}m, where its peers use {used:.0f}m"
 
 
@@ -96,8 +96,8 @@ class LinkFault:
     node: str = ""
 
     def inject(self) -> str:
-        worker, self.node = _away_from_the_operator((1, 2, 3))
-        step_seconds = job.step_seconds()
+        worker, self.node = _find_worker_off_operator_node((1, 2, 3))
+        step_seconds = job.read_step_seconds()
         if step_seconds is None:
             raise kube.DemoError("Prometheus knows no step of the job")
         megabits = max(1, round(STEP_MEGABITS / (self.step_times * step_seconds)))
@@ -120,8 +120,8 @@ class GpuFault:
     node: str = ""
 
     def inject(self) -> str:
-        worker = job.worker_of_rank(0)
-        self.node = job.node_of(worker)
+        worker = job.find_worker_of_rank(0)
+        self.node = job.find_node(worker)
         faults.set_xid(self.node, XID_FALLEN_OFF_THE_BUS)
         return f"XID {XID_FALLEN_OFF_THE_BUS} on GPU 0 of {self.node}, which runs {worker}"
 
@@ -138,31 +138,31 @@ class NodeFault:
 
     def inject(self) -> str:
         """The operator's own would be healed only once Kubernetes has moved the operator."""
-        worker, self.node = _away_from_the_operator((3, 2))
-        faults.node_down(self.node)
+        worker, self.node = _find_worker_off_operator_node((3, 2))
+        faults.disconnect_node(self.node)
         return f"link of {self.node} down, which runs {worker}"
 
     def undo(self) -> None:
         if self.node:
-            faults.node_up(self.node)
+            faults.reconnect_node(self.node)
 
 
 @dataclass
-class NoRoom:
+class NoRoomFault:
     """A worker and all spares lost, and no node takes another pod."""
 
     full: bool = False
 
     def inject(self) -> str:
-        lost = [job.worker_of_rank(3), *job.spares()]
-        kube.kubectl("taint", "nodes", "--all", "--overwrite", FULL)
+        lost = [job.find_worker_of_rank(3), *job.list_spares()]
+        kube.run_kubectl("taint", "nodes", "--all", "--overwrite", FULL_TAINT)
         self.full = True
-        kube.kubectl("delete", "pod", *lost, "-n", job.NAMESPACE, "--wait=false")
-        return f"all nodes full (taint {FULL}); kubectl delete pod {' '.join(lost)}"
+        kube.run_kubectl("delete", "pod", *lost, "-n", job.NAMESPACE, "--wait=false")
+        return f"all nodes full (taint {FULL_TAINT}); kubectl delete pod {' '.join(lost)}"
 
     def undo(self) -> None:
         if self.full:
-            kube.kubectl("taint", "nodes", "--all", f"{FULL}-")
+            kube.run_kubectl("taint", "nodes", "--all", f"{FULL_TAINT}-")
         self.full = False
 
     def relieve(self) -> str:
@@ -170,15 +170,15 @@ class NoRoom:
         return "nodes take pods again"
 
 
-def all_faults() -> list[Fault]:
+def list_faults() -> list[DemoFault]:
     """In the order in which the demo makes them: what leaves the cluster smaller comes last."""
     slowed, crawling, link = StragglerFault(0.65), StragglerFault(0.2), LinkFault(step_times=1.5)
-    gpu, node, no_room = GpuFault(), NodeFault(), NoRoom()
+    gpu, node, no_room = GpuFault(), NodeFault(), NoRoomFault()
     replaced = ("ReplaceWorker",)
     return [
-        Fault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), rank_crash),
-        Fault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), rank_hang),
-        Fault(
+        DemoFault("rank crash", "SIGKILL", ("crash",), ("RestartRanks",), crash_rank),
+        DemoFault("rank hang", "SIGSTOP", ("hang",), ("RestartRanks",), hang_rank),
+        DemoFault(
             "straggler",
             "CPU quota cut to 65 %",
             ("straggler",),
@@ -186,7 +186,7 @@ def all_faults() -> list[Fault]:
             slowed.inject,
             steady_steps=BASELINE_STEPS,
         ),
-        Fault(
+        DemoFault(
             "straggler beyond shares",
             "CPU quota cut to 20 %",
             ("straggler",),
@@ -195,7 +195,7 @@ def all_faults() -> list[Fault]:
             timeout=180,
             steady_steps=BASELINE_STEPS,
         ),
-        Fault(
+        DemoFault(
             "slow link",
             "tc tbf",
             ("slow-communication",),
@@ -204,19 +204,19 @@ def all_faults() -> list[Fault]:
             link.undo,
             timeout=180,
             steady_steps=BASELINE_STEPS,
-            relief=Relief(
+            relief=FaultRelief(
                 "link well again",
                 "tc tbf removed",
                 link.relieve,
-                lambda: job.mode_in_force() == "Sync",
+                lambda: job.get_current_mode() == "Sync",
                 event="SyncModeChanged",
                 remedy="Sync",
             ),
         ),
-        Fault("worker deleted", "kubectl delete pod", ("worker-lost",), replaced, worker_deleted),
-        Fault("GPU error", "XID 79 in DCGM's metrics", ("gpu-error",), replaced, gpu.inject, gpu.undo),
-        Fault("node lost", "link down", ("node-lost",), replaced, node.inject, node.undo),
-        Fault(
+        DemoFault("worker deleted", "kubectl delete pod", ("worker-lost",), replaced, delete_worker),
+        DemoFault("GPU error", "XID 79 in DCGM's metrics", ("gpu-error",), replaced, gpu.inject, gpu.undo),
+        DemoFault("node lost", "link down", ("node-lost",), replaced, node.inject, node.undo),
+        DemoFault(
             "no room for another worker",
             "all nodes tainted, kubectl delete pod",
             ("worker-lost",),
@@ -224,11 +224,11 @@ def all_faults() -> list[Fault]:
             no_room.inject,
             no_room.undo,
             spare=False,
-            relief=Relief(
+            relief=FaultRelief(
                 "room again",
                 "taints removed",
                 no_room.relieve,
-                lambda: job.trains_with(REPLICAS),
+                lambda: job.is_training_with(REPLICAS),
                 event="Resized",
                 remedy="Regrow",
             ),
@@ -236,16 +236,16 @@ def all_faults() -> list[Fault]:
     ]
 
 
-def _away_from_the_operator(ranks: Sequence[int]) -> tuple[str, str]:
+def _find_worker_off_operator_node(ranks: Sequence[int]) -> tuple[str, str]:
     """Worker and node of the first of these ranks that is not on the node of the operator that leads."""
-    operator = release.leading_pod()
-    places = [(worker, job.node_of(worker)) for worker in map(job.worker_of_rank, ranks)]
+    operator = release.find_leading_pod()
+    places = [(worker, job.find_node(worker)) for worker in map(job.find_worker_of_rank, ranks)]
     return next((worker, node) for worker, node in places if operator is None or node != operator["spec"]["nodeName"])
 
 
-def _rank_process(worker: str) -> int:
+def _find_rank_process(worker: str) -> int:
     """The rank's process on the machine: the youngest of the trainer container that runs the training script."""
-    pids = faults.container_pids(job.NAMESPACE, worker, TRAINER)
+    pids = faults.list_container_pids(job.NAMESPACE, worker, DEMO_TRAINER_CONTAINER)
     if len(pids) < 3:  # launcher, warm process, rank
         raise kube.DemoError(f"{worker} runs no rank now (processes {pids})")
     return pids[-1]

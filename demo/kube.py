@@ -33,27 +33,27 @@ class DemoError(Exception):
     """The demo cannot go on; the message says why."""
 
 
-def kubectl(*arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
-    return _run([str(programs.kubectl()), *arguments], stdin, timeout)
+def run_kubectl(*arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
+    return _run_command([str(programs.find_kubectl()), *arguments], stdin, timeout)
 
 
-def get(kind: str, name: str = "", namespace: str = "") -> Any:
+def get_object(kind: str, name: str = "", namespace: str = "") -> Any:
     """One object, or the items of a list; None where the object is not there.
 
     Asked of the API server itself: the demo polls, and each start of kubectl costs a tenth of a second.
     """
     try:
-        found = api.get(f"{_GROUPS[kind]}/namespaces/{namespace}/{kind}" + f"/{name}" * bool(name))
-    except api.Missing:
+        found = api.get_path(f"{_GROUPS[kind]}/namespaces/{namespace}/{kind}" + f"/{name}" * bool(name))
+    except api.ObjectMissing:
         return None
-    except api.Unavailable as error:
+    except api.ApiUnavailable as error:
         raise DemoError(str(error)) from error
     return found if name else found["items"]
 
 
 def delete_namespace(name: str) -> None:
     """Return when it and all that is in it are gone, or never were."""
-    kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=180s", timeout=190)
+    run_kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=180s", timeout=190)
 
 
 def wait_for(condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
@@ -68,28 +68,28 @@ def wait_for(condition: Callable[[], Value | None], timeout: float, what: str) -
         time.sleep(0.25)
 
 
-def query(expression: str) -> list[dict[str, Any]]:
+def query_prometheus(expression: str) -> list[dict[str, Any]]:
     """The result of an instant PromQL query."""
-    return _prometheus("query", {"query": expression})
+    return _request_prometheus("query", {"query": expression})
 
 
-def curve(expression: str, start: float, end: float) -> list[tuple[float, float]]:
+def query_curve(expression: str, start: float, end: float) -> list[tuple[float, float]]:
     """(seconds since `start`, value) of a range query that gives one series, one point a second."""
-    found = _prometheus("query_range", {"query": expression, "start": f"{start}", "end": f"{end}", "step": "1"})
+    found = _request_prometheus("query_range", {"query": expression, "start": f"{start}", "end": f"{end}", "step": "1"})
     return [(float(at) - start, float(value)) for at, value in found[0]["values"]] if found else []
 
 
-def answers(expression: str, start: float, end: float) -> bool:
+def has_answers(expression: str, start: float, end: float) -> bool:
     """Whether a range query gives anything at all, looked at every five seconds."""
-    return bool(_prometheus("query_range", {"query": expression, "start": f"{start}", "end": f"{end}", "step": "5"}))
+    return bool(_request_prometheus("query_range", {"query": expression, "start": f"{start}", "end": f"{end}", "step": "5"}))
 
 
-def seconds(timestamp: str) -> float:
+def parse_seconds(timestamp: str) -> float:
     """Seconds since the epoch of a time in the API's form."""
     return datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()
 
 
-def _prometheus(path: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
+def _request_prometheus(path: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
     url = f"{PROMETHEUS_URL}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
@@ -99,7 +99,7 @@ def _prometheus(path: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
         raise DemoError(f"Prometheus at {PROMETHEUS_URL}: {error}") from error
 
 
-def _run(command: list[str], stdin: str | None, timeout: float) -> str:
+def _run_command(command: list[str], stdin: str | None, timeout: float) -> str:
     environment = os.environ | {"KUBECONFIG": str(KUBECONFIG)}
     try:
         done = subprocess.run(

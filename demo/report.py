@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pacekeeper_analysis.fabric.drawing import svg
+from pacekeeper_analysis.fabric.drawing import render_svg
 from pacekeeper_analysis.fabric.view import FabricView
 
-THROUGHPUT = "Samples a second"
+THROUGHPUT_TITLE = "Samples a second"
 """Title of its curve."""
 
 Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FaultOutcome:
     """One fault and what became of it. Times in seconds since the fault was made."""
 
     fault: str
@@ -36,10 +36,10 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Report:
+class DemoReport:
     """What `read` gives has no curve but the throughput."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FaultOutcome, ...]
     phase: str
     steps: int
     seconds: float
@@ -49,16 +49,16 @@ class Report:
     fabrics: tuple[FabricView, FabricView] | None = None  # before and after, where the story is about traffic
 
     @property
-    def began(self) -> float:
+    def training_started_at(self) -> float:
         """When the job first trained, in seconds since the demo began."""
-        return self.curves[THROUGHPUT][0][0]
+        return self.curves[THROUGHPUT_TITLE][0][0]
 
     @property
     def passed(self) -> bool:
         return self.phase == "Complete" and all(outcome.healed for outcome in self.outcomes)
 
 
-def write(report: Report, folder: Path) -> None:
+def write_report(report: DemoReport, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     summary = {
         "passed": report.passed,
@@ -68,57 +68,57 @@ def write(report: Report, folder: Path) -> None:
         "loss_before": report.loss_before,
         "loss_after": report.loss_after,
         "incidents": [asdict(outcome) for outcome in report.outcomes],
-        "samples_a_second": report.curves.get(THROUGHPUT, ()),
+        "samples_a_second": report.curves.get(THROUGHPUT_TITLE, ()),
     }
     (folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
-    (folder / "report.html").write_text(page(report))
-    if drawn := picture(report):
+    (folder / "report.html").write_text(build_page(report))
+    if drawn := draw_picture(report):
         (folder / "throughput.svg").write_text(drawn)
     if report.fabrics is not None:
-        (folder / "fabric.svg").write_text(_links(report.fabrics))
+        (folder / "fabric.svg").write_text(_draw_links(report.fabrics))
 
 
-def read(folder: Path) -> Report:
+def read_report(folder: Path) -> DemoReport:
     """What was written there. FileNotFoundError where nothing was."""
     found = json.loads((folder / "report.json").read_text())
-    return Report(
-        outcomes=tuple(Outcome(**outcome) for outcome in found["incidents"]),
-        curves={THROUGHPUT: [(at, value) for at, value in found["samples_a_second"]]},
+    return DemoReport(
+        outcomes=tuple(FaultOutcome(**outcome) for outcome in found["incidents"]),
+        curves={THROUGHPUT_TITLE: [(at, value) for at, value in found["samples_a_second"]]},
         **{name: found[name] for name in ("phase", "steps", "seconds", "loss_before", "loss_after")},
     )
 
 
-def picture(report: Report, torchrun: Curve = ()) -> str:
+def draw_picture(report: DemoReport, torchrun: Curve = ()) -> str:
     """Samples a second over the whole story as a picture of its own, with the faults' names below; "": not known.
 
     torchrun: its own samples a second, to be drawn beside.
     """
-    curve = report.curves.get(THROUGHPUT, ())
+    curve = report.curves.get(THROUGHPUT_TITLE, ())
     if not curve:
         return ""
     names = [f"{number} {outcome.fault}" for number, outcome in enumerate(report.outcomes, 1)]
-    rows = [names[at : at + _NAMES_A_ROW] for at in range(0, len(names), _NAMES_A_ROW)]
+    rows = [names[at : at + _NAMES_PER_ROW] for at in range(0, len(names), _NAMES_PER_ROW)]
     legend = "".join(
-        f'<text class="axis" x="{_LEFT + place * (_WIDTH - _LEFT) / _NAMES_A_ROW:.0f}" y="{_HEIGHT + 16 * (row + 1)}">'
+        f'<text class="axis" x="{_LEFT + place * (_WIDTH - _LEFT) / _NAMES_PER_ROW:.0f}" y="{_HEIGHT + 16 * (row + 1)}">'
         f"{html.escape(name)}</text>"
         for row, its in enumerate(rows)
         for place, name in enumerate(its)
     )
     height = _HEIGHT + 16 * len(rows) + 8
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img"
- font-family="system-ui, sans-serif"><title>{html.escape(THROUGHPUT)}</title><style>{_STYLE}</style>
-<rect width="{_WIDTH}" height="{height}" style="fill: var(--paper)"/>{_drawing(curve, report, torchrun)}{legend}</svg>
+ font-family="system-ui, sans-serif"><title>{html.escape(THROUGHPUT_TITLE)}</title><style>{_STYLE}</style>
+<rect width="{_WIDTH}" height="{height}" style="fill: var(--paper)"/>{_draw_curve(curve, report, torchrun)}{legend}</svg>
 """
 
 
-def page(report: Report) -> str:
+def build_page(report: DemoReport) -> str:
     """The whole page: no script and nothing from elsewhere."""
     verdict = "All faults healed, job Complete" if report.passed else f"Not all healed; job {report.phase or 'unknown'}"
-    rows = "".join(_row(number, outcome) for number, outcome in enumerate(report.outcomes, 1))
-    charts = "".join(_chart(title, curve, report) for title, curve in report.curves.items())
+    rows = "".join(_format_row(number, outcome) for number, outcome in enumerate(report.outcomes, 1))
+    charts = "".join(_draw_chart(title, curve, report) for title, curve in report.curves.items())
     links = ""
     if report.fabrics is not None:
-        links = f'<h2>Links of the network, before and after</h2><div class="scroll">{_links(report.fabrics)}</div>'
+        links = f'<h2>Links of the network, before and after</h2><div class="scroll">{_draw_links(report.fabrics)}</div>'
     loss = ""
     if report.loss_before is not None and report.loss_after is not None:
         loss = f" · loss {report.loss_before:.2f} → {report.loss_after:.2f}"
@@ -163,21 +163,21 @@ svg { width: 100%; min-width: 640px; height: auto; display: block; }
 """
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 1040, 190, 48, 22, 16
-_NAMES_A_ROW = 4
+_NAMES_PER_ROW = 4
 
 
-def _links(fabrics: tuple[FabricView, FabricView]) -> str:
+def _draw_links(fabrics: tuple[FabricView, FabricView]) -> str:
     before, after = fabrics
-    return svg(after, before)
+    return render_svg(after, before)
 
 
-def _row(number: int, outcome: Outcome) -> str:
+def _format_row(number: int, outcome: FaultOutcome) -> str:
     cells = [
         f"<td>{number}</td><td>{html.escape(outcome.fault)}</td><td>{html.escape(outcome.how)}</td>",
         f'<td title="{html.escape(outcome.reason)}">{html.escape(outcome.remedy or "none")}</td>',
     ]
     cells += [
-        f'<td class="number">{_seconds(value)}</td>'
+        f'<td class="number">{_format_seconds(value)}</td>'
         for value in (outcome.detected_s, outcome.decided_s, outcome.recovered_s)
     ]
     lost = "" if outcome.steps_lost is None else str(outcome.steps_lost)
@@ -185,18 +185,18 @@ def _row(number: int, outcome: Outcome) -> str:
     return f'<tr>{"".join(cells)}<td class="number">{lost}</td><td>{html.escape(outcome.gain)}</td>{healed}</tr>'
 
 
-def _seconds(value: float | None) -> str:
+def _format_seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.1f} s"
 
 
-def _chart(title: str, curve: Curve, report: Report) -> str:
+def _draw_chart(title: str, curve: Curve, report: DemoReport) -> str:
     if not curve:
         return f"<h2>{html.escape(title)}</h2><p>no data</p>"
-    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_drawing(curve, report)}</svg>'
+    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">{_draw_curve(curve, report)}</svg>'
     return f'<h2>{html.escape(title)}</h2><div class="scroll">{drawing}</div>'
 
 
-def _drawing(curve: Curve, report: Report, torchrun: Curve = ()) -> str:
+def _draw_curve(curve: Curve, report: DemoReport, torchrun: Curve = ()) -> str:
     """One curve over the demo's time, with a band from each fault to its recovery; what stands inside an svg."""
     span = max(report.seconds, curve[-1][0], 1.0)
     values = sorted(value for _, value in curve)

@@ -14,41 +14,41 @@ from typing import Any
 import yaml
 
 from demo import job, kube, story
-from demo.faults import Fault, all_faults
-from demo.report import Outcome, Report, write
-from demo.view import View
+from demo.faults import DemoFault, list_faults
+from demo.report import FaultOutcome, DemoReport, write_report
+from demo.view import DemoView
 from testcluster import cluster
 from testcluster.settings import REPOSITORY
 
 FAULTS = ("rank crash", "worker deleted", "node lost")
-FROM_MEMORY = ("Memory", "Neighbour")
+MEMORY_SOURCES = ("Memory", "Neighbour")
 SNAPSHOT_EVERY, COPY_STEPS = 20, 4
 """Steps; and so many later, a snapshot's copies are on other nodes."""
-PATIENCE_SECONDS = 240.0
-_SNAPSHOT = job.series("pacekeeper_rank_snapshot_step")
+SNAPSHOT_WAIT_SECONDS = 240.0
+_SNAPSHOT = job.build_series_selector("pacekeeper_rank_snapshot_step")
 
 
-def run(out: Path) -> Report:
+def run_shards_demo(out: Path) -> DemoReport:
     """Bring everything up, tell the story, and write the report to `out`."""
-    cluster.up()
-    chosen = [fault for fault in all_faults() if fault.name in FAULTS]
-    with View(len(chosen)) as view:
-        story.install(view)
+    cluster.bring_up()
+    chosen = [fault for fault in list_faults() if fault.name in FAULTS]
+    with DemoView(len(chosen)) as view:
+        story.install_pacekeeper(view)
         started = time.time()
-        with story.the_job(view, manifest()):
-            begun = story.first_step(view)
+        with story.create_job(view, build_manifest()):
+            begun = story.wait_for_first_step(view)
             outcomes = []
             for fault in chosen:
-                story.steady(view, fault.steady_steps, fault.spare)
-                outcomes.append(_endure(fault, started, view))
+                story.wait_until_steady(view, fault.steady_steps, fault.spare)
+                outcomes.append(_make_and_judge_fault(fault, started, view))
                 view.add(outcomes[-1])
-            report = story.report(outcomes, story.enough(view), started, begun)
-        write(report, out)
+            report = story.build_report(outcomes, story.finish_job(view), started, begun)
+        write_report(report, out)
     view.finish()
     return report
 
 
-def manifest() -> str:
+def build_manifest() -> str:
     """The demo's job, its model sharded over all ranks."""
     claim, training = yaml.safe_load_all((REPOSITORY / "examples/gpt.yaml").read_text())
     del training["spec"]["minReplicas"]  # a sharded model cannot do without a rank
@@ -58,40 +58,40 @@ def manifest() -> str:
     return found
 
 
-def _endure(fault: Fault, started: float, view: View) -> Outcome:
+def _make_and_judge_fault(fault: DemoFault, started: float, view: DemoView) -> FaultOutcome:
     """Healed is what has cost no more steps than lie between two snapshots, and has read nothing from the volume."""
-    _behind_a_snapshot(view)
-    outcome = story.endure(fault, started, view)
-    return judged(outcome, restored_from(kube.get("incidents", outcome.incident, job.NAMESPACE) or {}))
+    _wait_for_snapshot(view)
+    outcome = story.make_fault(fault, started, view)
+    return judge_outcome(outcome, get_restore_source(kube.get_object("incidents", outcome.incident, job.NAMESPACE) or {}))
 
 
-def judged(outcome: Outcome, origin: str) -> Outcome:
+def judge_outcome(outcome: FaultOutcome, origin: str) -> FaultOutcome:
     """`origin`: where the state came from."""
     cheap = outcome.steps_lost is not None and outcome.steps_lost <= SNAPSHOT_EVERY
-    healed = outcome.healed and cheap and origin in FROM_MEMORY
+    healed = outcome.healed and cheap and origin in MEMORY_SOURCES
     return replace(outcome, healed=healed, gain=f"{outcome.gain}, from {origin or 'nowhere'}")
 
 
-def restored_from(incident: dict[str, Any]) -> str:
+def get_restore_source(incident: dict[str, Any]) -> str:
     """Where the state came from of the rank that had to go farthest; "": nobody has told."""
     restart = incident.get("status", {}).get("restart") or {}
     return str(restart.get("restoredFrom", ""))
 
 
-def _behind_a_snapshot(view: View) -> None:
+def _wait_for_snapshot(view: DemoView) -> None:
     """Waits until all ranks have one whose copies are on other nodes by now, and the next one is some steps away."""
-    view.say("until a snapshot is with the neighbours …")
+    view.log_message("until a snapshot is with the neighbours …")
 
     def found() -> bool:
-        now = story.watch(view)
-        if now is None or now.ended:
+        now = story.refresh_view(view)
+        if now is None or now.has_ended:
             raise kube.DemoError(f"the job is {now.phase if now else 'gone'}, too early for the next fault")
-        kept = kube.query(f"min({_SNAPSHOT})")
-        return bool(kept) and is_behind(int(float(kept[0]["value"][1])), job.live_step())
+        kept = kube.query_prometheus(f"min({_SNAPSHOT})")
+        return bool(kept) and is_past_snapshot(int(float(kept[0]["value"][1])), job.read_live_step())
 
-    kube.wait_for(found, PATIENCE_SECONDS, "a snapshot of all shards")
+    kube.wait_for(found, SNAPSHOT_WAIT_SECONDS, "a snapshot of all shards")
 
 
-def is_behind(kept: int, step: int) -> bool:
+def is_past_snapshot(snapshot_step: int, step: int) -> bool:
     """kept: of which step the newest snapshot is; below 1 there is none."""
-    return kept > 0 and COPY_STEPS <= step - kept <= SNAPSHOT_EVERY // 2
+    return snapshot_step > 0 and COPY_STEPS <= step - snapshot_step <= SNAPSHOT_EVERY // 2

@@ -15,67 +15,67 @@ from functools import partial
 from pathlib import Path
 
 from demo import kube, report
-from demo.faults import REPLICAS, TRAINER
-from demo.report import Curve, Report
+from demo.faults import REPLICAS, DEMO_TRAINER_CONTAINER
+from demo.report import Curve, DemoReport
 from testcluster import cluster, faults
 from testcluster.settings import REPOSITORY
-from testcluster.shell import say
+from testcluster.shell import log_progress
 
-NAMESPACE = "demo-torchrun"
+TORCHRUN_NAMESPACE = "demo-torchrun"
 MANIFEST = REPOSITORY / "demo/torchrun.yaml"
 GLOBAL_BATCH = 64
 POD = "gpt"
 START_SECONDS = 300.0
 STEADY_LINES = 5
 """Of the script, one each two steps: as many steps as the demo lets pass undisturbed."""
-FAULTS = {"rank crash": (2, signal.SIGKILL), "rank hang": (1, signal.SIGSTOP)}
+TORCHRUN_FAULTS = {"rank crash": (2, signal.SIGKILL), "rank hang": (1, signal.SIGSTOP)}
 """By what the demo calls them: the rank, and the signal to it."""
 _STEP = re.compile(r"^(\S+) step (\d+): loss ")
 
 
-def run(out: Path) -> Report:
+def run_torchrun_demo(out: Path) -> DemoReport:
     """Train for as long as the demo did whose report lies in `out`, and draw both into its picture."""
-    told = report.read(out)
-    begun, end = told.began, told.seconds
-    made = {outcome.injected_at: FAULTS[outcome.fault] for outcome in told.outcomes if outcome.fault in FAULTS}
-    if len(made) != len(FAULTS):
-        raise kube.DemoError(f"{out}: its demo has not made all of {', '.join(FAULTS)}; run `make demo` first")
-    cluster.up()
+    told = report.read_report(out)
+    begun, end = told.training_started_at, told.seconds
+    made = {outcome.injected_at: TORCHRUN_FAULTS[outcome.fault] for outcome in told.outcomes if outcome.fault in TORCHRUN_FAULTS}
+    if len(made) != len(TORCHRUN_FAULTS):
+        raise kube.DemoError(f"{out}: its demo has not made all of {', '.join(TORCHRUN_FAULTS)}; run `make demo` first")
+    cluster.bring_up()
     try:
-        kube.delete_namespace(NAMESPACE)
-        kube.kubectl("create", "namespace", NAMESPACE)
-        kube.kubectl("apply", "-n", NAMESPACE, "-f", str(MANIFEST))
-        (first, _), *_ = kube.wait_for(steps, START_SECONDS, "torchrun's first steps")
+        kube.delete_namespace(TORCHRUN_NAMESPACE)
+        kube.run_kubectl("create", "namespace", TORCHRUN_NAMESPACE)
+        kube.run_kubectl("apply", "-n", TORCHRUN_NAMESPACE, "-f", str(MANIFEST))
+        (first, _), *_ = kube.wait_for(list_steps, START_SECONDS, "torchrun's first steps")
         since = first
         for at, (rank, number) in sorted(made.items()):
             wait_until(first + at - begun)
-            kube.wait_for(partial(steady, since), START_SECONDS, "torchrun trains again")
+            kube.wait_for(partial(is_steady, since), START_SECONDS, "torchrun trains again")
             since = time.time()
-            faults.signal_process(faults.container_pids(NAMESPACE, POD, TRAINER)[-REPLICAS:][rank], number)
-            say(f"{number.name} to rank {rank} of torchrun's")
+            faults.signal_process(faults.list_container_pids(TORCHRUN_NAMESPACE, POD, DEMO_TRAINER_CONTAINER)[-REPLICAS:][rank], number)
+            log_progress(f"{number.name} to rank {rank} of torchrun's")
         wait_until(first + end - begun)
-        curve = throughput(steps(), first + end - begun)
+        curve = compute_throughput(list_steps(), first + end - begun)
     finally:
-        kube.delete_namespace(NAMESPACE)
+        kube.delete_namespace(TORCHRUN_NAMESPACE)
     beside = [(at - first + begun, value) for at, value in curve]
-    (out / "throughput.svg").write_text(report.picture(told, beside))
+    (out / "throughput.svg").write_text(report.draw_picture(told, beside))
     return told
 
 
-def steady(since: float) -> bool:
+def is_steady(since: float) -> bool:
     """Whether it has trained for some steps since then."""
-    return sum(at > since for at, _ in steps()) >= STEADY_LINES
+    return sum(at > since for at, _ in list_steps()) >= STEADY_LINES
 
 
-def steps() -> list[tuple[float, int]]:
+def list_steps() -> list[tuple[float, int]]:
     """(seconds since 1970, step) of the lines that the script has printed so far."""
-    if kube.get("pods", POD, NAMESPACE)["status"]["phase"] == "Pending":
+    if kube.get_object("pods", POD, TORCHRUN_NAMESPACE)["status"]["phase"] == "Pending":
         return []
-    found = map(_STEP.match, kube.kubectl("logs", POD, "-n", NAMESPACE, "--timestamps").splitlines())
+    found = map(_STEP.match, kube.run_kubectl("logs", POD, "-n", TORCHRUN_NAMESPACE, "--timestamps").splitlines())
     return sorted((datetime.fromisoformat(line[1]).timestamp(), int(line[2])) for line in found if line)
 
 
-def throughput(steps: list[tuple[float, int]], end: float) -> Curve:
+def compute_throughput(steps: list[tuple[float, int]], end: float) -> Curve:
     """Samples a second between the lines, as a staircase: nothing from the last line on, and until a checkpoint's steps
     go on. Steps that are done again count as any others.
 
@@ -88,5 +88,5 @@ def throughput(steps: list[tuple[float, int]], end: float) -> Curve:
     return [*curve, (steps[-1][0], 0.0), (end, 0.0)]
 
 
-def wait_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.time()))
+def wait_until(time_: float) -> None:
+    time.sleep(max(0.0, time_ - time.time()))

@@ -13,13 +13,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from demo.job import Job
-from demo.report import Outcome
+from demo.job import DemoJobStatus
+from demo.report import FaultOutcome
 
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-class View:
+class DemoView:
     """Use as a context manager. `say` tells a step of the story, `show` the job's present state."""
 
     def __init__(self, faults: int) -> None:
@@ -27,12 +27,12 @@ class View:
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
         self._started = time.monotonic()
         self._faults = faults
-        self._outcomes: list[Outcome] = []
-        self._story: deque[str] = deque(maxlen=8)
+        self._outcomes: list[FaultOutcome] = []
+        self._messages: deque[str] = deque(maxlen=8)
         self._speeds: deque[float] = deque(maxlen=60)
-        self._job: Job | None = None
+        self._job: DemoJobStatus | None = None
         self._loss: float | None = None
-        self._told = 0.0
+        self._printed_at = 0.0
 
     def __enter__(self) -> Self:
         if self._live:
@@ -45,40 +45,40 @@ class View:
         if self._live:
             self._live.stop()
 
-    def say(self, words: str) -> None:
+    def log_message(self, words: str) -> None:
         line = f"[{time.monotonic() - self._started:6.1f} s] {words}"
-        self._story.append(line)
+        self._messages.append(line)
         if self._live:
             self._refresh()
         else:
             self._console.print(line, markup=False, highlight=False)
 
-    def show(self, job: Job | None, step_seconds: float | None, loss: float | None) -> None:
+    def show_job(self, job: DemoJobStatus | None, step_seconds: float | None, loss: float | None) -> None:
         self._job, self._loss = job, loss
         if step_seconds:
             self._speeds.append(1.0 / step_seconds)
         if self._live:
             self._refresh()
-        elif time.monotonic() - self._told > 10:
-            self._told = time.monotonic()
-            self.say(self._state().plain)
+        elif time.monotonic() - self._printed_at > 10:
+            self._printed_at = time.monotonic()
+            self.log_message(self._state().plain)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: FaultOutcome) -> None:
         self._outcomes.append(outcome)
         after = f"{outcome.recovered_s:.1f} s" if outcome.recovered_s is not None else "—"
-        self.say(
+        self.log_message(
             f"{'healed' if outcome.healed else 'NOT HEALED'}: {outcome.fault} → {outcome.remedy or 'nothing'}, {after}"
         )
 
     def finish(self) -> None:
         """The table, to stay on the screen."""
-        self._console.print(table(self._outcomes))
+        self._console.print(build_table(self._outcomes))
 
     def _refresh(self) -> None:
         if self._live:
-            story = Text("\n".join(self._story))
+            story = Text("\n".join(self._messages))
             title = f"Pacekeeper · faults healed {sum(o.healed for o in self._outcomes)} of {self._faults}"
-            self._live.update(Group(Panel(self._state(), title=title), table(self._outcomes), story))
+            self._live.update(Group(Panel(self._state(), title=title), build_table(self._outcomes), story))
 
     def _state(self) -> Text:
         if self._job is None:
@@ -88,10 +88,10 @@ class View:
             f"{self._job.phase or 'Pending'}   step {self._job.step}   {loss}round {self._job.round}   slowdown "
             f"{self._job.slowdown:.2f}   workers {self._job.ready} + {self._job.spares} spare   {self._job.mode}"
         )
-        return Text(f"{line}\nsteps/s {_sparkline(list(self._speeds))}" if self._speeds and self._live else line)
+        return Text(f"{line}\nsteps/s {_format_sparkline(list(self._speeds))}" if self._speeds and self._live else line)
 
 
-def table(outcomes: list[Outcome]) -> Table:
+def build_table(outcomes: list[FaultOutcome]) -> Table:
     found = Table(title="Fault → remedy")
     for column in ("fault", "remedy"):
         found.add_column(column)
@@ -112,6 +112,6 @@ def table(outcomes: list[Outcome]) -> Table:
     return found
 
 
-def _sparkline(values: list[float]) -> str:
+def _format_sparkline(values: list[float]) -> str:
     top = max(values)
     return "".join(_BARS[min(int(value / top * (len(_BARS) - 1) + 0.5), len(_BARS) - 1)] for value in values)

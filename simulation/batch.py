@@ -12,24 +12,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from .judges import Violation
-from .run import Outcome, run
+from .run import RunOutcome, run_schedule
 from .schedule import Schedule
 
-TWICE_EVERY = 10
+REPEATED_RUN_INTERVAL = 10
 
 
-def run_all(schedules: Iterable[Schedule], jobs: int, *, in_order: bool = False) -> Iterator[Outcome]:
+def run_schedules(schedules: Iterable[Schedule], jobs: int, *, in_order: bool = False) -> Iterator[RunOutcome]:
     """`jobs`: processes that work at the same time. As they come, or in the order of the schedules."""
     with ExitStack() as stack:
-        hands = [stack.enter_context(_hand(number)) for number in range(max(2, jobs))]
-        outcomes = _work(hands, jobs, list(schedules))
+        hands = [stack.enter_context(_start_executor(number)) for number in range(max(2, jobs))]
+        outcomes = _iterate_outcomes(hands, jobs, list(schedules))
         if in_order:
             outcomes = iter(sorted(outcomes, key=lambda found: found[0]))
         for _, outcome in outcomes:
             yield outcome
 
 
-def _hand(number: int) -> ProcessPoolExecutor:
+def _start_executor(number: int) -> ProcessPoolExecutor:
     """One process, with hashes of its own."""
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = str(number + 1)
@@ -45,47 +45,47 @@ def _hand(number: int) -> ProcessPoolExecutor:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _BatchRun:
     """A run that is under way, or done."""
 
-    place: int  # of the schedule
-    hand: int
-    first: Outcome | None = None  # the same run's, by another hand
+    index: int  # of the schedule
+    executor: int
+    first_outcome: RunOutcome | None = None  # the same run's, by another hand
 
 
-def _work(hands: list[ProcessPoolExecutor], jobs: int, schedules: list[Schedule]) -> Iterator[tuple[int, Outcome]]:
+def _iterate_outcomes(hands: list[ProcessPoolExecutor], jobs: int, schedules: list[Schedule]) -> Iterator[tuple[int, RunOutcome]]:
     """(place of the schedule, its outcome)."""
-    under_way: dict[Future[Outcome], _Work] = {}
+    under_way: dict[Future[RunOutcome], _BatchRun] = {}
     idle, fresh = list(range(len(hands))), deque(range(len(schedules)))
-    again: list[_Work] = []  # to be run a second time, by another hand
+    again: list[_BatchRun] = []  # to be run a second time, by another hand
     while True:
         for hand in list(idle):
-            work = _next(hand, fresh, again) if len(under_way) < jobs else None
+            work = _choose_next_run(hand, fresh, again) if len(under_way) < jobs else None
             if work is not None:
                 idle.remove(hand)
-                under_way[hands[hand].submit(run, schedules[work.place])] = work
+                under_way[hands[hand].submit(run_schedule, schedules[work.index])] = work
         if not under_way:
             return
         for future in wait(under_way, return_when=FIRST_COMPLETED).done:
             work, outcome = under_way.pop(future), future.result()
-            idle.append(work.hand)
-            if work.first is not None:
-                yield work.place, compared(work.first, outcome)
-            elif work.place % TWICE_EVERY == 0:
+            idle.append(work.executor)
+            if work.first_outcome is not None:
+                yield work.index, compare_outcomes(work.first_outcome, outcome)
+            elif work.index % REPEATED_RUN_INTERVAL == 0:
                 again.append(replace(work, first=outcome))
             else:
-                yield work.place, outcome
+                yield work.index, outcome
 
 
-def _next(hand: int, fresh: deque[int], again: list[_Work]) -> _Work | None:
+def _choose_next_run(hand: int, fresh: deque[int], again: list[_BatchRun]) -> _BatchRun | None:
     for done in again:
-        if done.hand != hand:
+        if done.executor != hand:
             again.remove(done)
             return replace(done, hand=hand)
-    return _Work(fresh.popleft(), hand) if fresh else None
+    return _BatchRun(fresh.popleft(), hand) if fresh else None
 
 
-def compared(one: Outcome, other: Outcome) -> Outcome:
+def compare_outcomes(one: RunOutcome, other: RunOutcome) -> RunOutcome:
     """The first, with a violation where the second is another one."""
     if one.digest == other.digest:
         return one

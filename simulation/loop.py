@@ -19,20 +19,20 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Never, TypeVar
 
 Result = TypeVar("Result")
-Connect = Callable[[str, int], Coroutine[Any, Any, None]]
+ConnectCallback = Callable[[str, int], Coroutine[Any, Any, None]]
 """Returns where (host, port) takes a connection; raises OSError where it does not, or hangs."""
 
-LAST_WORDS = 20
+MAX_DROPPED_AWAITS = 20
 """So many times a coroutine that is dropped may wait for something."""
 
 _owner: contextvars.ContextVar[Process | None] = contextvars.ContextVar("owner", default=None)
 
 
-MOST_IN_A_MOMENT = 100_000
+MAX_CALLBACKS_PER_INSTANT = 100_000
 """Callbacks: a thousand are many."""
 
 
-class Stuck(Exception):
+class LoopStuck(Exception):
     """Time does not pass any more: nothing is scheduled, or what is never ends."""
 
 
@@ -40,7 +40,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     """Use `run`. Only what asyncio's own tasks, futures, timeouts and streams need of a loop."""
 
     def __init__(self) -> None:
-        self.connect: Connect = _refuse
+        self.connect: ConnectCallback = _refuse_connection
         """Where connections go."""
         self.errors: list[dict[str, Any]] = []
         """What nobody has caught."""
@@ -48,7 +48,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._order = itertools.count()
-        self._buried: list[asyncio.Task[Any]] = []  # of dead processes: a task without a reference would clean up
+        self._killed_tasks: list[asyncio.Task[Any]] = []  # of dead processes: a task without a reference would clean up
         self._running = False
         self._closed = False
 
@@ -60,18 +60,18 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         try:
             task = self.create_task(main)
             while not task.done():
-                self._turn()
+                self._run_ready()
             return task.result()
         finally:
             self._running = False
             events._set_running_loop(before)
 
-    def _turn(self) -> None:
+    def _run_ready(self) -> None:
         """All that is ready; where nothing is, the next moment. Raises Stuck where a moment does not end."""
         ready = self._ready
         if not ready:
-            self._jump()
-        for _ in range(MOST_IN_A_MOMENT):
+            self._advance_time()
+        for _ in range(MAX_CALLBACKS_PER_INSTANT):
             if not ready:
                 return
             handle = ready.popleft()
@@ -81,14 +81,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if owner is not None and owner.stands_still(handle):
                 continue
             handle._run()
-        raise Stuck(f"at {self._now:.3f} s something goes round in circles")
+        raise LoopStuck(f"at {self._now:.3f} s something goes round in circles")
 
-    def _jump(self) -> None:
+    def _advance_time(self) -> None:
         timers = self._timers
         while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not timers:
-            raise Stuck(f"at {self._now:.3f} s nothing is scheduled any more")
+            raise LoopStuck(f"at {self._now:.3f} s nothing is scheduled any more")
         self._now = max(self._now, timers[0][0])
         while timers and timers[0][0] <= self._now:
             self._ready.append(heapq.heappop(timers)[2])
@@ -99,13 +99,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready.clear()
         self._timers.clear()
         left = tasks.all_tasks(self)
-        complain, sys.unraisablehook = sys.unraisablehook, _say_nothing
+        complain, sys.unraisablehook = sys.unraisablehook, _ignore_await
         running = events._get_running_loop()
         events._set_running_loop(self)
         try:
             while left:
-                _drop(self, left.pop())
-            self._buried.clear()
+                _drop_task(self, left.pop())
+            self._killed_tasks.clear()
             gc.collect()
         finally:
             events._set_running_loop(running)
@@ -163,7 +163,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
         """One that is there, and says nothing."""
         await self.connect(host, port)
-        protocol, transport = protocol_factory(), _Silent()
+        protocol, transport = protocol_factory(), _SilentTransport()
         protocol.connection_made(transport)
         return transport, protocol
 
@@ -194,13 +194,13 @@ class Process:
         self._loop = loop
         self._context = contextvars.Context()
         self._context.run(_owner.set, self)
-        self._behind: list[asyncio.Handle] = []  # what would have run while it was paused
-        self._mourners: dict[Callable[[], None], None] = {}
+        self._deferred: list[asyncio.Handle] = []  # what would have run while it was paused
+        self._death_callbacks: dict[Callable[[], None], None] = {}
 
     def spawn(self, work: Coroutine[Any, Any, Result], name: str) -> asyncio.Task[Result]:
         return self._loop.create_task(work, name=name, context=self._context.copy())
 
-    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
+    def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
         """`call` in so many seconds, by this process."""
         return self._loop.call_later(seconds, call, *arguments, context=self._context)
 
@@ -209,9 +209,9 @@ class Process:
         if self.dead:
             return
         self.dead = True
-        self._loop._buried.extend(self.tasks)
-        self._behind.clear()  # only now: nothing else holds a task that was begun while the process stood still
-        mourners, self._mourners = self._mourners, {}
+        self._loop._killed_tasks.extend(self.tasks)
+        self._deferred.clear()  # only now: nothing else holds a task that was begun while the process stood still
+        mourners, self._death_callbacks = self._death_callbacks, {}
         for callback in mourners:
             callback()
 
@@ -222,35 +222,35 @@ class Process:
     def resume(self) -> None:
         """SIGCONT: what has come meanwhile runs now, in order."""
         self.paused = False
-        behind, self._behind = self._behind, []
+        behind, self._deferred = self._deferred, []
         self._loop._ready.extend(behind)
 
-    def on_death(self, callback: Callable[[], None]) -> None:
+    def add_death_callback(self, callback: Callable[[], None]) -> None:
         """Called once when it is killed; at once where it is dead already."""
         if self.dead:
             callback()
         else:
-            self._mourners[callback] = None
+            self._death_callbacks[callback] = None
 
-    def forget(self, callback: Callable[[], None]) -> None:
+    def remove_death_callback(self, callback: Callable[[], None]) -> None:
         """It is not called any more."""
-        self._mourners.pop(callback, None)
+        self._death_callbacks.pop(callback, None)
 
-    def stands_still(self, handle: asyncio.Handle) -> bool:
+    def must_defer(self, handle: asyncio.Handle) -> bool:
         """Whether this callback of the process does not run now."""
         if self.dead:
             return True
         if self.paused:
-            self._behind.append(handle)
+            self._deferred.append(handle)
         return self.paused
 
 
-def current_process() -> Process | None:
+def get_current_process() -> Process | None:
     """Whose code runs; None: the world's own."""
     return _owner.get()
 
 
-class _Silent(asyncio.Transport):
+class _SilentTransport(asyncio.Transport):
     def close(self) -> None:
         pass
 
@@ -258,23 +258,23 @@ class _Silent(asyncio.Transport):
         return False
 
 
-async def _refuse(host: str, port: int) -> None:
+async def _refuse_connection(host: str, port: int) -> None:
     raise ConnectionRefusedError(f"{host}:{port}")
 
 
-def nobodys() -> contextvars.Context:
+def create_unowned_context() -> contextvars.Context:
     """The context of what belongs to no process."""
     return contextvars.Context()
 
 
-def _drop(loop: VirtualLoop, task: asyncio.Task[Any]) -> None:
+def _drop_task(loop: VirtualLoop, task: asyncio.Task[Any]) -> None:
     """End a coroutine as a cancellation ends it: `close` would not reach the asynchronous generator that it waits for,
     and code that handles errors would take the generator's complaint for one of its own."""
     task._log_destroy_pending = False  # type: ignore[attr-defined]
     coroutine = task.get_coro()
     tasks._enter_task(loop, task)  # without a task there are no time-outs
     try:
-        for _ in range(LAST_WORDS):  # it waits in a `finally`: until there is none left
+        for _ in range(MAX_DROPPED_AWAITS):  # it waits in a `finally`: until there is none left
             coroutine.throw(asyncio.CancelledError())
         coroutine.close()
     except BaseException:  # it has ended, or has been closed before it began
@@ -283,5 +283,5 @@ def _drop(loop: VirtualLoop, task: asyncio.Task[Any]) -> None:
         tasks._leave_task(loop, task)
 
 
-def _say_nothing(_: object) -> None:
+def _ignore_await(_: object) -> None:
     """Of a coroutine that waits in its `finally` while it is dropped."""

@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from pacekeeper_operator.api import API_VERSION, TRAINER, Mode
+from pacekeeper_operator.api import API_VERSION, TRAINER_CONTAINER, RemediationMode
 
 from .faults.fault import Cost, Fault
-from .faults.moments import Moment
-from .faults.values import from_json, kind, to_json
+from .faults.moments import Trigger
+from .faults.values import from_json, derive_kind, to_json
 from .workers.training import REPLICA_RANKS
 from .world import NAMESPACE, WorldSettings
 
-SECONDS = 600.0
+MIN_RUN_SECONDS = 600.0
 """Of virtual time that a run takes, at least."""
-HEALED_AFTER = 330.0
+HEALED_BY_SECONDS = 330.0
 """By then all faults that heal are over: what is left of a run is quiet."""
 
 
@@ -29,7 +29,7 @@ class Aim(StrEnum):
 
 
 @dataclass(frozen=True)
-class JobSettings:
+class SimulatedJob:
     """A TrainingJob that a tenant makes."""
 
     name: str = "a"
@@ -38,10 +38,10 @@ class JobSettings:
     min_replicas: int | None = None
     ranks: int = 1  # of each worker
     replica_ranks: int = 1  # any multiple of so many can train
-    begins: float = 0.0  # virtual seconds at which it is made
+    start_seconds: float = 0.0  # virtual seconds at which it is made
     spec: Mapping[str, Any] = field(default_factory=dict)  # what else it says
 
-    def manifest(self) -> dict[str, Any]:
+    def build_manifest(self) -> dict[str, Any]:
         variable = {"name": REPLICA_RANKS, "value": str(self.replica_ranks)}
         environment = {"env": [variable]} if self.replica_ranks > 1 else {}
         template = {
@@ -49,7 +49,7 @@ class JobSettings:
                 "terminationGracePeriodSeconds": 20,
                 "containers": [
                     {
-                        "name": TRAINER,
+                        "name": TRAINER_CONTAINER,
                         "image": "trainer",
                         "resources": {"requests": {"cpu": "900m"}},
                         **environment,
@@ -74,11 +74,11 @@ class JobSettings:
 
 
 @dataclass(frozen=True)
-class Stroke:
+class FaultInjection:
     """A fault and its moment."""
 
-    when: Moment
-    what: Fault
+    trigger: Trigger
+    fault: Fault
     seconds: float | None = 0.0
     """How long it lasts where it does not end by itself; None: until all faults heal, and in a run for liveness for
     ever."""
@@ -89,7 +89,7 @@ class Stroke:
             return " ".join([content.pop("kind"), *(f"{key}={held}" for key, held in content.items())])
 
         lasts = "" if self.seconds == 0.0 else " for ever" if self.seconds is None else f" for {self.seconds:g} s"
-        return f"{words(self.when)}: {words(self.what)}{lasts}"
+        return f"{words(self.trigger)}: {words(self.fault)}{lasts}"
 
 
 @dataclass(frozen=True)
@@ -99,20 +99,20 @@ class Schedule:
     seed: int
     aim: Aim = Aim.SAFETY
     world: WorldSettings = field(default_factory=WorldSettings)
-    jobs: tuple[JobSettings, ...] = (JobSettings(),)
-    strokes: tuple[Stroke, ...] = ()
+    jobs: tuple[SimulatedJob, ...] = (SimulatedJob(),)
+    injections: tuple[FaultInjection, ...] = ()
 
     @property
     def costs(self) -> frozenset[Cost]:
         """What jobs may lack at the end, because of what never heals."""
         if self.aim is Aim.SAFETY:
             return frozenset()
-        return frozenset(cost for stroke in self.strokes if stroke.seconds is None for cost in stroke.what.costs)
+        return frozenset(cost for stroke in self.injections if stroke.seconds is None for cost in stroke.fault.costs)
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Of its faults."""
-        return tuple(kind(type(stroke.what)) for stroke in self.strokes)
+        return tuple(derive_kind(type(stroke.fault)) for stroke in self.injections)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -121,8 +121,8 @@ class Schedule:
             "world": {**asdict(self.world), "operator": dict(self.world.operator)},
             "jobs": [asdict(job) for job in self.jobs],
             "strokes": [
-                {"when": to_json(stroke.when), "what": to_json(stroke.what), "seconds": stroke.seconds}
-                for stroke in self.strokes
+                {"when": to_json(stroke.trigger), "what": to_json(stroke.fault), "seconds": stroke.seconds}
+                for stroke in self.injections
             ],
         }
 
@@ -131,16 +131,16 @@ class Schedule:
         """Raises ValueError or TypeError where there is no such fault, moment or field."""
         world = dict(content["world"])
         world["operator"] = {
-            key: Mode(value) if key.endswith("mode") else value for key, value in world["operator"].items()
+            key: RemediationMode(value) if key.endswith("mode") else value for key, value in world["operator"].items()
         }
         strokes = [
-            Stroke(from_json(Moment, each["when"]), from_json(Fault, each["what"]), each["seconds"])
+            FaultInjection(from_json(Trigger, each["when"]), from_json(Fault, each["what"]), each["seconds"])
             for each in content["strokes"]
         ]
         return cls(
             seed=content["seed"],
             aim=Aim(content["aim"]),
             world=WorldSettings(**world),
-            jobs=tuple(JobSettings(**job) for job in content["jobs"]),
-            strokes=tuple(strokes),
+            jobs=tuple(SimulatedJob(**job) for job in content["jobs"]),
+            injections=tuple(strokes),
         )

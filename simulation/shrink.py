@@ -6,23 +6,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 
 from .faults.fault import Fault
-from .faults.moments import AfterFault, At
-from .schedule import Schedule, Stroke
+from .faults.moments import AfterFault, AtTime
+from .schedule import Schedule, FaultInjection
 
-Breaks = Callable[[Schedule], bool]
+StillBreaks = Callable[[Schedule], bool]
 """Whether a schedule still breaks the rule."""
-SHORTER = 0.5
-SHORTEST_SECONDS = 1.0
+SHORTENING_FACTOR = 0.5
+MIN_SHRUNK_SECONDS = 1.0
 
 
-def shrink(schedule: Schedule, breaks: Breaks, tries: int = 300) -> Schedule:
+def shrink_schedule(schedule: Schedule, breaks: StillBreaks, tries: int = 300) -> Schedule:
     """The smallest that is found within so many runs: fewest faults first, then the simplest ones, then the smallest
     world."""
     left = tries
     smaller = True
     while smaller:
         smaller = False
-        for candidate in simpler(schedule):
+        for candidate in iterate_simpler(schedule):
             if left == 0:
                 return schedule
             left -= 1
@@ -32,50 +32,50 @@ def shrink(schedule: Schedule, breaks: Breaks, tries: int = 300) -> Schedule:
     return schedule
 
 
-def simpler(schedule: Schedule) -> Iterator[Schedule]:
+def iterate_simpler(schedule: Schedule) -> Iterator[Schedule]:
     """Schedules that are a little simpler, the boldest first; each is smaller by some measure, so that this ends."""
-    number = len(schedule.strokes)
+    number = len(schedule.injections)
     size = number
     while size >= 1:
         for start in range(0, number, size):
-            yield _without(schedule, range(start, min(start + size, number)))
+            yield _remove_injections(schedule, range(start, min(start + size, number)))
         size //= 2
-    for place, stroke in enumerate(schedule.strokes):
-        for other in _simpler_stroke(stroke):
-            yield replace(schedule, strokes=(*schedule.strokes[:place], other, *schedule.strokes[place + 1 :]))
-    yield from _simpler_world(schedule)
+    for place, stroke in enumerate(schedule.injections):
+        for other in _simplify_injection(stroke):
+            yield replace(schedule, strokes=(*schedule.injections[:place], other, *schedule.injections[place + 1 :]))
+    yield from _simplify_world(schedule)
 
 
-def _without(schedule: Schedule, places: range) -> Schedule:
+def _remove_injections(schedule: Schedule, places: range) -> Schedule:
     """Strokes that come after others are counted anew; one whose predecessor is gone goes, too."""
     gone = set(places)
-    for place, stroke in enumerate(schedule.strokes):
-        if isinstance(stroke.when, AfterFault) and stroke.when.stroke in gone:
+    for place, stroke in enumerate(schedule.injections):
+        if isinstance(stroke.trigger, AfterFault) and stroke.trigger.injection in gone:
             gone.add(place)
-    kept = [place for place in range(len(schedule.strokes)) if place not in gone]
+    kept = [place for place in range(len(schedule.injections)) if place not in gone]
     new_place = {old: new for new, old in enumerate(kept)}
     strokes = []
     for place in kept:
-        stroke = schedule.strokes[place]
-        if isinstance(stroke.when, AfterFault):
-            stroke = replace(stroke, when=replace(stroke.when, stroke=new_place[stroke.when.stroke]))
+        stroke = schedule.injections[place]
+        if isinstance(stroke.trigger, AfterFault):
+            stroke = replace(stroke, when=replace(stroke.trigger, stroke=new_place[stroke.trigger.injection]))
         strokes.append(stroke)
     return replace(schedule, strokes=tuple(strokes))
 
 
-def _simpler_stroke(stroke: Stroke) -> Iterator[Stroke]:
-    if stroke.seconds is not None and stroke.seconds > SHORTEST_SECONDS:
-        yield replace(stroke, seconds=SHORTEST_SECONDS)
-        yield replace(stroke, seconds=round(max(SHORTEST_SECONDS, stroke.seconds * SHORTER), 1))
-    if isinstance(stroke.when, At) and stroke.when.seconds != round(stroke.when.seconds):
-        yield replace(stroke, when=At(float(round(stroke.when.seconds))))
-    for item in fields(stroke.what):
-        if item.default != getattr(stroke.what, item.name):
-            changed: Fault = replace(stroke.what, **{item.name: item.default})
-            yield replace(stroke, what=changed)
+def _simplify_injection(injection: FaultInjection) -> Iterator[FaultInjection]:
+    if injection.seconds is not None and injection.seconds > MIN_SHRUNK_SECONDS:
+        yield replace(injection, seconds=MIN_SHRUNK_SECONDS)
+        yield replace(injection, seconds=round(max(MIN_SHRUNK_SECONDS, injection.seconds * SHORTENING_FACTOR), 1))
+    if isinstance(injection.trigger, AtTime) and injection.trigger.seconds != round(injection.trigger.seconds):
+        yield replace(injection, when=AtTime(float(round(injection.trigger.seconds))))
+    for item in fields(injection.fault):
+        if item.default != getattr(injection.fault, item.name):
+            changed: Fault = replace(injection.fault, **{item.name: item.default})
+            yield replace(injection, what=changed)
 
 
-def _simpler_world(schedule: Schedule) -> Iterator[Schedule]:
+def _simplify_world(schedule: Schedule) -> Iterator[Schedule]:
     world, jobs = schedule.world, schedule.jobs
     if len(jobs) > 1:
         yield replace(schedule, jobs=jobs[:1])

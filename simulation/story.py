@@ -8,30 +8,30 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Line:
-    at: float  # virtual seconds
-    who: str
-    words: str
+class LogLine:
+    time: float  # virtual seconds
+    source: str
+    message: str
 
     def __str__(self) -> str:
-        return f"{self.at:9.3f}  {self.who:<22} {self.words}"
+        return f"{self.time:9.3f}  {self.source:<22} {self.message}"
 
 
-class Story:
+class RunLog:
     """`now`: virtual seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.lines: list[Line] = []
+        self.lines: list[LogLine] = []
         self._now = now
         self._digest = hashlib.sha256()
 
-    def tell(self, who: str, *words: object) -> None:
+    def record(self, source: str, *words: object) -> None:
         """For people."""
-        line = Line(round(self._now(), 6), who, " ".join(map(str, words)))
+        line = LogLine(round(self._now(), 6), source, " ".join(map(str, words)))
         self.lines.append(line)
-        self.note(line.who, line.words)
+        self.record_for_digest(line.source, line.message)
 
-    def note(self, *facts: object) -> None:
+    def record_for_digest(self, *facts: object) -> None:
         """Only for the digest: what is too small to be told, and has to be the same in each run of a seed."""
         self._digest.update(f"{self._now():.6f} {facts!r}\n".encode())
 

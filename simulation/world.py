@@ -13,26 +13,26 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .kubernetes.api_server import ApiServer
-from .kubernetes.containers import Exited
+from .kubernetes.containers import ExitCallback
 from .kubernetes.controllers import NamespaceCollector, NodeLifecycle, PodCollector, TaintEviction
-from .kubernetes.nodes import Fleet
+from .kubernetes.nodes import NodePool
 from .kubernetes.objects import Object
 from .kubernetes.scheduler import Scheduler
-from .loop import VirtualLoop, current_process, nobodys
-from .network import API, Network
-from .operators.endpoint import Endpoint
+from .loop import VirtualLoop, get_current_process, create_unowned_context
+from .network import API_PLACE, SimulatedNetwork
+from .operators.endpoint import OperatorService
 from .operators.pod import Deployment
-from .prometheus import MEMORY_METRIC, XID_METRIC, Prometheus
-from .story import Story
-from .workers.training import Trainings
-from .workers.worker import Worker
+from .prometheus import MEMORY_METRIC, XID_METRIC, SimulatedPrometheus
+from .story import RunLog
+from .workers.training import TrainingRegistry
+from .workers.worker import SimulatedWorker
 
 EPOCH = 1_800_000_000.0
 """Seconds since the epoch at which all runs begin."""
 NAMESPACE = "team"
 """Of all jobs."""
 OPERATOR_NAMESPACE = "pacekeeper-system"
-MEMORY = "64Gi"
+NODE_MEMORY = "64Gi"
 """Of each node."""
 Result = TypeVar("Result")
 
@@ -57,26 +57,26 @@ class World:
         self.seed = seed
         self.settings = settings
         self.loop = VirtualLoop()  # type: ignore[abstract]  # asyncio itself needs no more of a loop
-        self.story = Story(self.loop.time)
-        self.network = Network(self.loop, self.random("network"))
+        self.log = RunLog(self.loop.time)
+        self.network = SimulatedNetwork(self.loop, self.create_random("network"))
         self.clocks: dict[str, float] = {}
         """Seconds by which a place's clock is off."""
         self.api = ApiServer(self)
         for namespace in (OPERATOR_NAMESPACE, NAMESPACE):
             self.api.create("namespaces", {"metadata": {"name": namespace}})
-        self.fleet = Fleet(self)
-        self.nodes = self.fleet.nodes
-        self.workers: dict[str, Worker] = {}
+        self.node_pool = NodePool(self)
+        self.nodes = self.node_pool.nodes
+        self.workers: dict[str, SimulatedWorker] = {}
         """Those of which something runs, by their pods' uids."""
-        self.trainings = Trainings(self)
-        self.prometheus = Prometheus(self)
-        self.endpoint = Endpoint(self)
-        self.network.listens = self.fleet.listens
-        self.network.stopped = self._is_stopped
-        self.network.caller = _caller
+        self.trainings = TrainingRegistry(self)
+        self.prometheus = SimulatedPrometheus(self)
+        self.endpoint = OperatorService(self)
+        self.network.is_listening = self.node_pool.is_listening
+        self.network.is_stopped = self._is_sidecar_stopped
+        self.network.get_caller = _get_caller_place
         for machine in (Scheduler, TaintEviction, PodCollector, NamespaceCollector):
             machine(self)
-        NodeLifecycle(self, self.fleet)
+        NodeLifecycle(self, self.node_pool)
         for _ in range(settings.nodes):
             self.add_node()
         self.deployment = Deployment(self, settings.operators)
@@ -86,14 +86,14 @@ class World:
         number = len(self.nodes)
         old = (MEMORY_METRIC, XID_METRIC)[number % 2] if number < self.settings.old_errors else ""
         self.prometheus.add_exporter(f"node-{number}", old_error=old)
-        self.fleet.add(f"node-{number}", {"cpu": str(self.settings.slots), "memory": MEMORY})
+        self.node_pool.add_node(f"node-{number}", {"cpu": str(self.settings.slots), "memory": NODE_MEMORY})
 
-    def launch(self, pod: Object, node: str, address: str, exited: Exited) -> Worker:
+    def create_worker(self, pod: Object, node: str, address: str, exited: ExitCallback) -> SimulatedWorker:
         """The processes of a job's worker, not yet started."""
-        worker = self.workers[pod["metadata"]["uid"]] = Worker(self, pod, node, address, exited)
+        worker = self.workers[pod["metadata"]["uid"]] = SimulatedWorker(self, pod, node, address, exited)
         return worker
 
-    def _is_stopped(self, address: str) -> bool:
+    def _is_sidecar_stopped(self, address: str) -> bool:
         """Scrapes and probes fill the queue of a stopped sidecar within seconds."""
         return any(worker.sidecar.paused for worker in self.workers.values() if worker.address == address)
 
@@ -101,28 +101,28 @@ class World:
         """Virtual seconds."""
         return self.loop.time()
 
-    def wall(self, place: str = "") -> float:
+    def wall_time(self, place: str = "") -> float:
         """Seconds since the epoch, by the clock of that place."""
         return EPOCH + self.loop.time() + self.clocks.get(place, 0.0)
 
-    def random(self, purpose: str) -> random.Random:
+    def create_random(self, purpose: str) -> random.Random:
         """A stream of its own."""
         return random.Random(f"{self.seed}/{purpose}")
 
-    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
+    def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
         """Of no process."""
-        return self.loop.call_later(seconds, call, *arguments, context=nobodys())
+        return self.loop.call_later(seconds, call, *arguments, context=create_unowned_context())
 
     def spawn(self, work: Coroutine[Any, Any, Result], name: str) -> asyncio.Task[Result]:
         """Of no process."""
-        return self.loop.create_task(work, name=name, context=nobodys())
+        return self.loop.create_task(work, name=name, context=create_unowned_context())
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """As long as `work` takes, in virtual time."""
         return self.loop.run(work)
 
 
-def _caller() -> str:
+def _get_caller_place() -> str:
     """The place whose process opens a connection."""
-    process = current_process()
-    return API if process is None else process.name
+    process = get_current_process()
+    return API_PLACE if process is None else process.name

@@ -13,36 +13,36 @@ from testcluster.shell import ClusterError
 
 
 def main() -> int:
-    arguments = _parser().parse_args()
+    arguments = _build_parser().parse_args()
     try:
-        _perform(arguments)
+        _run_verb(arguments)
     except (ClusterError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _perform(arguments: argparse.Namespace) -> None:
+def _run_verb(arguments: argparse.Namespace) -> None:
     match arguments.verb:
         case "programs":
             programs.ensure_all()
         case "up":
-            cluster.up(arguments.nodes, arguments.fabric, arguments.gangs)
+            cluster.bring_up(arguments.nodes, arguments.fabric, arguments.gangs)
             print(f"export KUBECONFIG={KUBECONFIG}")
         case "down":
-            cluster.down()
+            cluster.tear_down()
         case "status":
-            print(cluster.status())
+            print(cluster.list_status())
         case "node-down":
-            faults.node_down(arguments.node)
+            faults.disconnect_node(arguments.node)
         case "node-up":
-            faults.node_up(arguments.node)
+            faults.reconnect_node(arguments.node)
         case "slow-link":
             faults.slow_link(arguments.node, arguments.rate)
         case "clear-link":
             faults.clear_link(arguments.node)
         case "cut-uplink":
-            faults.cut_uplink(arguments.leaf, arguments.spine, told=not arguments.untold)
+            faults.cut_uplink(arguments.leaf, arguments.spine, propagate=not arguments.untold)
         case "slow-uplink":
             faults.slow_uplink(arguments.leaf, arguments.spine, arguments.rate)
         case "heal-uplink":
@@ -50,7 +50,7 @@ def _perform(arguments: argparse.Namespace) -> None:
         case "shape-uplinks":
             faults.shape_uplinks(arguments.rate)
         case "fabric":
-            print(yaml.safe_dump(fabric.manifest(), sort_keys=False), end="")
+            print(yaml.safe_dump(fabric.build_manifest(), sort_keys=False), end="")
         case "container":
             found = faults.find_container(*arguments.container)
             print(f"node    {found.node}\ncgroup  {found.cgroup}\npids    {' '.join(map(str, found.pids()))}")
@@ -65,7 +65,7 @@ def _perform(arguments: argparse.Namespace) -> None:
             faults.restart_api_server()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m testcluster", description="A real Kubernetes on this machine.")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--fabric",
         type=int,
-        choices=range(fabric.MOST_PORTS + 1),
+        choices=range(fabric.MAX_PORTS + 1),
         help="ports of each node into a leaf–spine network for what pods send one another; 0: there is none",
     )
     up.add_argument(
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     container = verbs.add_parser("container", help="node, cgroup and host processes of a container")
     cpu_quota = verbs.add_parser("cpu-quota", help="change a container's CPU limit while it runs")
     for verb in (container, cpu_quota):
-        verb.add_argument("container", type=_container, metavar="NAMESPACE/POD/CONTAINER")
+        verb.add_argument("container", type=_parse_container, metavar="NAMESPACE/POD/CONTAINER")
     cpu_quota.add_argument("millicores", type=int)
 
     verbs.add_parser("prometheus-stop", help="Prometheus is away")
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _container(text: str) -> tuple[str, str, str]:
+def _parse_container(text: str) -> tuple[str, str, str]:
     try:
         namespace, pod, container = text.split("/")
     except ValueError as error:

@@ -14,13 +14,13 @@ from pathlib import Path
 from testcluster import cluster
 from testcluster.programs import Programs
 from testcluster.settings import NAME
-from testcluster.shell import run
+from testcluster.shell import run_command
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 
 
 @cache  # once is for good: a thread does not leave its namespaces
-def move_apart() -> None:
+def enter_own_namespaces() -> None:
     """Move the calling thread, and what it starts from now on, into new namespaces. OSError where that is forbidden.
 
     They do not reach the machine's network, so all programs are built and installed before. Their processes are all
@@ -28,12 +28,12 @@ def move_apart() -> None:
     """
     assert NAME, "the machine's own cluster lives in the machine's namespaces"
     Programs()
-    cluster.down()
+    cluster.tear_down()
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS | _CLONE_NEWNET) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"unshare: {os.strerror(error)}")
-    run("mount", "--make-rprivate", "/")
+    run_command("mount", "--make-rprivate", "/")
     names = Path("/run/netns")  # where `ip netns` keeps them
     names.mkdir(exist_ok=True)
-    run("mount", "-t", "tmpfs", "tmpfs", names)
-    run("ip", "link", "set", "lo", "up")
+    run_command("mount", "-t", "tmpfs", "tmpfs", names)
+    run_command("ip", "link", "set", "lo", "up")

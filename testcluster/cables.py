@@ -4,42 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from testcluster.shell import run
+from testcluster.shell import run_command
 
 
 @dataclass(frozen=True)
-class End:
+class CableEnd:
     """Of a cable. `namespace`: of the device; "": the machine itself."""
 
     namespace: str
     device: str
 
-    def plug(self, up: bool) -> None:
+    def set_plugged(self, up: bool) -> None:
         """In, or out: then nothing passes, either way."""
-        run("ip", *self.inside, "link", "set", self.device, "up" if up else "down")
+        run_command("ip", *self.namespace_options, "link", "set", self.device, "up" if up else "down")
 
-    def limit(self, rate: str, latency: str = "400ms") -> None:
+    def limit_rate(self, rate: str, latency: str = "400ms") -> None:
         """What is sent from here, to `rate` (in tc's words: 50mbit); "": to nothing. What would wait longer than
         `latency` is dropped."""
         shaper = ["tbf", "rate", rate, "burst", "64kb", "latency", latency] if rate else ["noqueue"]
-        run("tc", *self.inside, "qdisc", "replace", "dev", self.device, "root", *shaper)
+        run_command("tc", *self.namespace_options, "qdisc", "replace", "dev", self.device, "root", *shaper)
 
-    def limit_towards(self, subnet: str, rate: str) -> None:
+    def limit_rate_to_subnet(self, subnet: str, rate: str) -> None:
         """The same of what is sent to addresses in `subnet`; all else is as fast as before."""
-        tc, on = ["tc", *self.inside], ["dev", self.device]
-        run(*tc, "qdisc", "replace", *on, "root", "handle", "1:", "htb", "default", "1")
+        tc, on = ["tc", *self.namespace_options], ["dev", self.device]
+        run_command(*tc, "qdisc", "replace", *on, "root", "handle", "1:", "htb", "default", "1")
         for name, its_rate in (("1:1", "100gbit"), ("1:2", rate)):
             its = ["classid", name, "htb", "rate", its_rate, "quantum", "60000"]
-            run(*tc, "class", "replace", *on, "parent", "1:", *its)
-        self.send_by("1:2", "ip", "dst", subnet, priority=2)
+            run_command(*tc, "class", "replace", *on, "parent", "1:", *its)
+        self.assign_lane("1:2", "ip", "dst", subnet, priority=2)
 
-    def send_by(self, lane: str, *matched: str, priority: int) -> None:
+    def assign_lane(self, lane: str, *matched: str, priority: int) -> None:
         """After `limit_towards`: what tc's u32 matches goes by this lane ("1:1": as fast as before). Lower is first."""
         its = ["protocol", "ip", "prio", str(priority), "u32", "match", *matched, "flowid", lane]
-        run("tc", *self.inside, "filter", "replace", "dev", self.device, "parent", "1:", *its)
+        run_command("tc", *self.namespace_options, "filter", "replace", "dev", self.device, "parent", "1:", *its)
 
     @property
-    def inside(self) -> list[str]:
+    def namespace_options(self) -> list[str]:
         """Options of `ip` and `tc`."""
         return ["-n", self.namespace] if self.namespace else []
 
@@ -48,5 +48,5 @@ class End:
 class Cable:
     """Between a machine, at its `near` end, and the network."""
 
-    near: End
-    far: End
+    near: CableEnd
+    far: CableEnd

@@ -16,7 +16,7 @@ from pathlib import Path
 from testcluster.settings import CGROUP
 from testcluster.shell import ClusterError
 
-OURS = CGROUP
+CLUSTER_CGROUP = CGROUP
 _ROOT = Path("/sys/fs/cgroup")
 
 
@@ -26,7 +26,7 @@ def is_v2() -> bool:
 
 
 @cache
-def _trees() -> tuple[Path, ...]:
+def _list_trees() -> tuple[Path, ...]:
     """The root folder of every tree; with version 1 also that of the version 2 tree without controllers beside them."""
     if is_v2():
         return (_ROOT,)
@@ -34,14 +34,14 @@ def _trees() -> tuple[Path, ...]:
     return tuple(dict.fromkeys(Path(mount[1]) for mount in mounts if mount[2] in ("cgroup", "cgroup2")))
 
 
-def controller(name: str, path: str) -> Path:
+def get_controller_folder(name: str, path: str) -> Path:
     """The folder of cgroup `path` in the tree of controller `name`."""
     return _ROOT / path if is_v2() else _ROOT / name / path
 
 
-def create(path: str) -> None:
+def create_cgroup(path: str) -> None:
     """Make cgroup `path` and its parents in every tree, able to hold processes."""
-    for tree in _trees():
+    for tree in _list_trees():
         folder = tree
         for part in Path(path).parts:
             if is_v2():
@@ -53,10 +53,10 @@ def create(path: str) -> None:
                     file.write_text((folder.parent / name).read_text())
 
 
-def favor(path: str, times: int) -> None:
+def set_cpu_weight(path: str, times: int) -> None:
     """Where processors are short, give cgroup `path` as much as so many processes outside all cgroups get."""
     file, usual = ("cpu.weight", 100) if is_v2() else ("cpu.shares", 1024)
-    (controller("cpu", path) / file).write_text(str(usual * times))
+    (get_controller_folder("cpu", path) / file).write_text(str(usual * times))
 
 
 def _enable_controllers(folder: Path) -> None:
@@ -64,19 +64,19 @@ def _enable_controllers(folder: Path) -> None:
     (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in available))
 
 
-def launching(path: str, command: tuple[str, ...]) -> tuple[str, ...]:
+def build_launch_command(path: str, command: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command that enters cgroup `path`, starts `command` there in the background, and exits.
 
     With version 1 it enters the tree that counts processor time, too, and none that would limit it.
     """
-    folders = dict.fromkeys(str(controller(name, path)) for name in ("pids", "cpuacct"))
+    folders = dict.fromkeys(str(get_controller_folder(name, path)) for name in ("pids", "cpuacct"))
     script = 'until [ "$1" = -- ]; do echo $$ > "$1"/cgroup.procs || exit; shift; done; shift; "$@" &'
     return ("sh", "-c", script, "sh", *folders, "--", *command)
 
 
-def pids(path: str, recursive: bool = False) -> list[int]:
+def list_pids(path: str, recursive: bool = False) -> list[int]:
     """The processes in cgroup `path`; empty if there is no such cgroup."""
-    top = controller("pids", path)
+    top = get_controller_folder("pids", path)
     folders = [Path(folder) for folder, _, _ in os.walk(top)] if recursive else [top]
     found: list[int] = []
     for folder in folders:
@@ -87,33 +87,33 @@ def pids(path: str, recursive: bool = False) -> list[int]:
     return found
 
 
-def cpu_seconds(path: str) -> float:
+def read_cpu_seconds(path: str) -> float:
     """What the processes of cgroup `path`, and below, have used so far."""
     if is_v2():
-        statistics = (controller("cpu", path) / "cpu.stat").read_text().split()
+        statistics = (get_controller_folder("cpu", path) / "cpu.stat").read_text().split()
         return int(statistics[statistics.index("usage_usec") + 1]) * 1e-6
-    return int((controller("cpuacct", path) / "cpuacct.usage").read_text()) * 1e-9
+    return int((get_controller_folder("cpuacct", path) / "cpuacct.usage").read_text()) * 1e-9
 
 
-def memory_bytes(path: str) -> int:
+def read_memory_bytes(path: str) -> int:
     """The anonymous memory of cgroup `path` and below; file pages are the machine's to take back."""
-    return _memory(path, "anon" if is_v2() else "total_rss")
+    return _read_memory(path, "anon" if is_v2() else "total_rss")
 
 
-def shared_bytes(path: str) -> int:
+def read_shared_bytes(path: str) -> int:
     """The same of memory that processes share, as files in /dev/shm."""
-    return _memory(path, "shmem" if is_v2() else "total_shmem")
+    return _read_memory(path, "shmem" if is_v2() else "total_shmem")
 
 
-def _memory(path: str, kind: str) -> int:
-    lines = controller("memory", path).joinpath("memory.stat").read_text().splitlines()
+def _read_memory(path: str, kind: str) -> int:
+    lines = get_controller_folder("memory", path).joinpath("memory.stat").read_text().splitlines()
     return int(dict(line.split() for line in lines)[kind])
 
 
-def kill(path: str, timeout: float = 20) -> None:
+def kill_cgroup(path: str, timeout: float = 20) -> None:
     """Kill every process in cgroup `path` and below, and wait until all are gone."""
     deadline = time.monotonic() + timeout
-    while remaining := pids(path, recursive=True):
+    while remaining := list_pids(path, recursive=True):
         if time.monotonic() > deadline:
             raise ClusterError(
                 f"processes {remaining} in cgroup {path} do not die; a restart of the machine frees them"
@@ -126,8 +126,8 @@ def kill(path: str, timeout: float = 20) -> None:
         time.sleep(0.02)
 
 
-def remove(path: str) -> None:
+def remove_cgroup(path: str) -> None:
     """Remove cgroup `path` and all below it; no process may be left in them."""
-    for tree in _trees():
+    for tree in _list_trees():
         for folder, _, _ in os.walk(tree / path, topdown=False):
             os.rmdir(folder)

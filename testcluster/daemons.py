@@ -23,18 +23,18 @@ class Daemon:
     namespace: str | None = None  # the network namespace that it runs in
     configuration: str = ""  # text of its configuration files
 
-    def ensure(self) -> None:
+    def ensure_running(self) -> None:
         """Let it run with this command and configuration; do nothing if it does."""
-        if self.is_running() and self._started_with.exists() and self._started_with.read_text() == self._digest:
+        if self.is_running() and self._digest_file.exists() and self._digest_file.read_text() == self._digest:
             return
         self.stop()
-        self._started_with.parent.mkdir(parents=True, exist_ok=True)
-        self._started_with.write_text(self._digest)
-        cgroups.create(self.cgroup)
+        self._digest_file.parent.mkdir(parents=True, exist_ok=True)
+        self._digest_file.write_text(self._digest)
+        cgroups.create_cgroup(self.cgroup)
         LOGS.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             subprocess.run(
-                cgroups.launching(self.cgroup, self._command_in_namespace),
+                cgroups.build_launch_command(self.cgroup, self._command_in_namespace),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -43,31 +43,31 @@ class Daemon:
             )
 
     def stop(self) -> None:
-        cgroups.kill(self.cgroup)
+        cgroups.kill_cgroup(self.cgroup)
 
     def is_running(self) -> bool:
-        return bool(cgroups.pids(self.cgroup))
+        return bool(cgroups.list_pids(self.cgroup))
 
     def wait_for(self, condition: Callable[[], bool], timeout: float, what: str) -> None:
         """Wait for a sign of life, at most `timeout` seconds; the death of the program ends the wait at once."""
         deadline = time.monotonic() + timeout
         while not condition():
             if not self.is_running():
-                raise ClusterError(f"{self.name} ended by itself. {self.log} ends with:\n{_last_lines(self.log)}")
+                raise ClusterError(f"{self.name} ended by itself. {self.log} ends with:\n{_read_last_lines(self.log)}")
             if time.monotonic() > deadline:
                 raise ClusterError(f"{what}: not within {timeout:.0f} s; see {self.log}")
             time.sleep(0.1)
 
     @property
     def cgroup(self) -> str:
-        return f"{cgroups.OURS}/daemons/{self.name}"
+        return f"{cgroups.CLUSTER_CGROUP}/daemons/{self.name}"
 
     @property
     def log(self) -> Path:
         return LOGS / f"{self.name}.log"
 
     @property
-    def _started_with(self) -> Path:
+    def _digest_file(self) -> Path:
         return STATE / "daemons" / self.name
 
     @property
@@ -80,5 +80,5 @@ class Daemon:
         return ("nsenter", f"--net=/run/netns/{self.namespace}", *self.command) if self.namespace else self.command
 
 
-def _last_lines(log: Path, count: int = 15) -> str:
+def _read_last_lines(log: Path, count: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-count:])

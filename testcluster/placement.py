@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 
-def apart(job: str, nodes: Collection[str] = ()) -> dict[str, Any]:
+def spread_over_nodes(job: str, nodes: Collection[str] = ()) -> dict[str, Any]:
     """Fields of a pod's spec: the job's pods run on different nodes; on some of `nodes`, where any are named."""
     spread = {
         "maxSkew": 1,

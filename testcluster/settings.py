@@ -43,7 +43,7 @@ MAX_NODES = 200  # node i has the address 10.200.0.(10 + i)
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """One worker node, numbered from 1."""
 
     index: int
@@ -87,5 +87,5 @@ class Node:
         return self.run_folder / "containerd.sock"
 
 
-def nodes(count: int) -> list[Node]:
-    return [Node(index) for index in range(1, count + 1)]
+def list_nodes(count: int) -> list[ClusterNode]:
+    return [ClusterNode(index) for index in range(1, count + 1)]

@@ -18,20 +18,20 @@ class ClusterError(Exception):
 _started = time.monotonic()
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(f"[{time.monotonic() - _started:6.1f} s] {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def step(what: str) -> Iterator[None]:
+def log_step(what: str) -> Iterator[None]:
     """Announce a long step, and how long it took when it is done."""
-    say(f"{what} ...")
+    log_progress(f"{what} ...")
     before = time.monotonic()
     yield
-    say(f"{what}: done in {time.monotonic() - before:.1f} s")
+    log_progress(f"{what}: done in {time.monotonic() - before:.1f} s")
 
 
-def run(*command: str | Path, stdin: str | None = None, timeout: float = 60) -> str:
+def run_command(*command: str | Path, stdin: str | None = None, timeout: float = 60) -> str:
     """Run a command to its end and return its standard output; a failure becomes a ClusterError with its last words."""
     arguments = [str(part) for part in command]
     try:
@@ -45,7 +45,7 @@ def run(*command: str | Path, stdin: str | None = None, timeout: float = 60) -> 
     return done.stdout
 
 
-def succeeds(*command: str | Path) -> bool:
+def is_successful(*command: str | Path) -> bool:
     return subprocess.run([str(part) for part in command], capture_output=True, check=False).returncode == 0
 
 
@@ -59,7 +59,7 @@ def run_shown(
         raise ClusterError(f"`{' '.join(arguments)}` failed ({done.returncode}); its output is above")
 
 
-def answers(url: str) -> bool:
+def is_answering(url: str) -> bool:
     """Whether a GET of `url` succeeds."""
     try:
         with urllib.request.urlopen(url, timeout=2) as answer:
@@ -68,7 +68,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def write(path: Path, content: str) -> Path:
+def write_if_changed(path: Path, content: str) -> Path:
     """Write a file, wholly or not at all, unless it has this content already.
 
     Some programs watch their configuration and end when it is touched.

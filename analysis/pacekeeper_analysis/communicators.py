@@ -9,15 +9,15 @@ from itertools import chain, pairwise
 from typing import Annotated
 
 from .errors import InputError
-from .reading import Longest, Within
+from .reading import MaxLength, Within
 
-MOST_RANKS = 1 << 20
+MAX_COMMUNICATOR_RANKS = 1 << 20
 """Of one communicator."""
-MOST_INTERLEAVED = 1_024
+MAX_INTERLEAVED_RANKS = 1_024
 """Of one in which runs of different strides overlap."""
-MOST_COMMUNICATORS = 256
+MAX_COMMUNICATORS = 256
 """Of one rank, or one worker in one message."""
-MOST_CHARACTERS = 32_000
+MAX_MEMBERS_CHARACTERS = 32_000
 """Of the members of all in one message: reading them takes 10 µs a run."""
 
 
@@ -26,21 +26,21 @@ class Communicator:
     """A group of ranks. `identity` is what records and rank states call it by, the same on all of its members."""
 
     identity: Annotated[int, Within(0, 2**32 - 1)]
-    members: Annotated[str, Longest(4_000)]  # global ranks in the order of the group: "0-3", "0-12:4" (by fours), "5,2"
-    name: Annotated[str, Longest(80)] = ""  # the mesh dimension or description that the script gave it; "": none
+    members: Annotated[str, MaxLength(4_000)]  # global ranks in the order of the group: "0-3", "0-12:4" (by fours), "5,2"
+    name: Annotated[str, MaxLength(80)] = ""  # the mesh dimension or description that the script gave it; "": none
 
     def __post_init__(self) -> None:
         """Raises InputError where `members` are no ranks, or not each of them once."""
-        runs = _runs(self.members)
-        if _apart(runs):
+        runs = _parse_runs(self.members)
+        if _are_disjoint(runs):
             return  # nothing to be counted one by one: who sends this may be hostile
         if len({run.step for run in runs}) > 1:
-            if sum(map(len, runs)) > MOST_INTERLEAVED:
+            if sum(map(len, runs)) > MAX_INTERLEAVED_RANKS:
                 raise InputError(f"Communicator.members: {self.members[:80]!r}: give runs that do not overlap")
             ranks = parse_ranks(self.members)
             if len(set(ranks)) == len(ranks):
                 return
-        elif all(map(_apart, _by_remainder(runs))):
+        elif all(map(_are_disjoint, _group_by_remainder(runs))):
             return
         raise InputError(f"Communicator.members: {self.members[:80]!r} names a rank twice")
 
@@ -52,32 +52,32 @@ class Communicator:
     @property
     def size(self) -> int:
         """Number of its ranks, which are not counted one by one."""
-        return sum(map(len, _runs(self.members)))
+        return sum(map(len, _parse_runs(self.members)))
 
-    def fits(self, world_size: int) -> bool:
+    def fits_world_size(self, world_size: int) -> bool:
         """Whether a job of so many ranks may have it."""
-        return all(run[-1] < world_size for run in _runs(self.members))
+        return all(run[-1] < world_size for run in _parse_runs(self.members))
 
 
-def as_many_as_fit(communicators: Iterable[Communicator]) -> tuple[Communicator, ...]:
+def truncate_communicators(communicators: Iterable[Communicator]) -> tuple[Communicator, ...]:
     """The first of them, as many as one message takes."""
     taken, characters = list[Communicator](), 0
     for each in communicators:
         characters += len(each.members)
-        if len(taken) == MOST_COMMUNICATORS or characters > MOST_CHARACTERS:
+        if len(taken) == MAX_COMMUNICATORS or characters > MAX_MEMBERS_CHARACTERS:
             break
         taken.append(each)
     return tuple(taken)
 
 
-def check_room(data: object) -> None:
+def check_communicators_size(data: object) -> None:
     """Of the communicators of a message, before they are read. Raises InputError."""
     given = data.get("communicators", ()) if isinstance(data, Mapping) else ()
     if not isinstance(given, (list, tuple)):
         return  # whoever reads it says so
     members = [each.get("members", "") for each in given if isinstance(each, Mapping)]
-    if sum(len(text) for text in members if isinstance(text, str)) > MOST_CHARACTERS:
-        raise InputError(f"communicators: their members are more than the {MOST_CHARACTERS} characters that are taken")
+    if sum(len(text) for text in members if isinstance(text, str)) > MAX_MEMBERS_CHARACTERS:
+        raise InputError(f"communicators: their members are more than the {MAX_MEMBERS_CHARACTERS} characters that are taken")
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -100,10 +100,10 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """The reverse of `format_ranks`. Raises InputError."""
-    return tuple(chain.from_iterable(_runs(text)))
+    return tuple(chain.from_iterable(_parse_runs(text)))
 
 
-def _runs(text: str) -> list[range]:
+def _parse_runs(text: str) -> list[range]:
     runs: list[range] = []
     for piece in text.split(",") if text else ():
         span, _, by = piece.partition(":")
@@ -114,17 +114,17 @@ def _runs(text: str) -> list[range]:
         if last < first or stride < 1:
             raise InputError(f"{piece[:40]!r} is no run of ranks that rise")
         runs.append(range(first, last + 1, stride))
-    if sum(map(len, runs)) > MOST_RANKS:
-        raise InputError(f"{text[:40]!r} are more than {MOST_RANKS} ranks")
+    if sum(map(len, runs)) > MAX_COMMUNICATOR_RANKS:
+        raise InputError(f"{text[:40]!r} are more than {MAX_COMMUNICATOR_RANKS} ranks")
     return runs
 
 
-def _apart(runs: Sequence[range]) -> bool:
+def _are_disjoint(runs: Sequence[range]) -> bool:
     """Whether each begins behind the end of another."""
     return all(before[-1] < run[0] for before, run in pairwise(sorted(runs, key=lambda run: run[0])))
 
 
-def _by_remainder(runs: Sequence[range]) -> Collection[list[range]]:
+def _group_by_remainder(runs: Sequence[range]) -> Collection[list[range]]:
     """Of one stride; those of different remainders have no rank in common."""
     found: dict[int, list[range]] = defaultdict(list)
     for run in runs:

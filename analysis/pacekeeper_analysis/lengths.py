@@ -13,9 +13,9 @@ from .errors import InputError
 
 Numbers = npt.NDArray[np.float64]
 
-_TERMS = 3
-_ROUNDS = 5
-_OUTLIER = 3.0
+_TERM_COUNT = 3
+_FIT_ROUNDS = 5
+_OUTLIER_DEVIATIONS = 3.0
 """Steps whose residual is so many standard deviations (estimated by the median) off tell of something else."""
 _SIGMA_PER_MAD = 1.4826
 
@@ -36,12 +36,12 @@ class SequenceCost:
     def terms(self) -> tuple[float, float, float]:
         return self.fixed, self.per_token, self.per_token_squared
 
-    def of(self, lengths: npt.ArrayLike) -> Numbers:
+    def compute_seconds(self, lengths: npt.ArrayLike) -> Numbers:
         """Seconds of each, in the shape of `lengths`."""
         length = np.asarray(lengths, dtype=np.float64)
-        return self.of_sums(np.ones_like(length), length, length * length)
+        return self.compute_seconds_from_sums(np.ones_like(length), length, length * length)
 
-    def of_sums(self, count: npt.ArrayLike, lengths: npt.ArrayLike, squares: npt.ArrayLike) -> Numbers:
+    def compute_seconds_from_sums(self, count: npt.ArrayLike, lengths: npt.ArrayLike, squares: npt.ArrayLike) -> Numbers:
         """Seconds of so many sequences, by the sums of their lengths and of the squares of these."""
         sums = (np.asarray(each, dtype=np.float64) for each in (count, lengths, squares))
         fixed, linear, quadratic = (term * each for term, each in zip(self.terms, sums, strict=True))
@@ -49,7 +49,7 @@ class SequenceCost:
         return seconds
 
 
-def fit(steps: Sequence[npt.ArrayLike], seconds: npt.ArrayLike) -> SequenceCost:
+def fit_sequence_cost(steps: Sequence[npt.ArrayLike], seconds: npt.ArrayLike) -> SequenceCost:
     """The cost that explains best what steps took: least squares with no term below 0, without outliers.
 
     steps: the lengths of a rank's sequences in each step. seconds: its own work in each of them, without waits: shape
@@ -58,33 +58,33 @@ def fit(steps: Sequence[npt.ArrayLike], seconds: npt.ArrayLike) -> SequenceCost:
     sequences = [np.asarray(lengths, dtype=np.float64) for lengths in steps]
     if not all((lengths >= 0).all() for lengths in sequences):
         raise InputError("steps: lengths must be finite and 0 or more")
-    return fit_sums([_sums(lengths) for lengths in sequences], seconds)
+    return fit_cost_to_sums([_sum_powers(lengths) for lengths in sequences], seconds)
 
 
-def fit_sums(sums: npt.ArrayLike, seconds: npt.ArrayLike) -> SequenceCost:
+def fit_cost_to_sums(sums: npt.ArrayLike, seconds: npt.ArrayLike) -> SequenceCost:
     """The same where of each step only sums are known: number of sequences, lengths, squares; shape (steps, 3)."""
     steps, took = np.asarray(sums, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    if took.shape != (len(steps),) or len(steps) < _TERMS:
+    if took.shape != (len(steps),) or len(steps) < _TERM_COUNT:
         raise InputError(
-            f"seconds: shape {took.shape} for {len(steps)} steps; give one a step, of {_TERMS} steps or more"
+            f"seconds: shape {took.shape} for {len(steps)} steps; give one a step, of {_TERM_COUNT} steps or more"
         )
     if not (np.isfinite(steps) & (steps >= 0)).all() or not (np.isfinite(took) & (took > 0)).all():
         raise InputError("steps, seconds: lengths must be finite and 0 or more, seconds finite and above 0")
     if np.ptp(steps, axis=0).max() == 0:
         raise InputError("steps: all have the same lengths, which tells nothing; take steps with different ones")
     kept = np.ones(len(took), dtype=bool)
-    for _ in range(_ROUNDS):
-        terms = _non_negative(steps[kept], took[kept])
+    for _ in range(_FIT_ROUNDS):
+        terms = _solve_non_negative(steps[kept], took[kept])
         residual = took - steps @ terms
         spread = _SIGMA_PER_MAD * float(np.median(np.abs(residual[kept] - np.median(residual[kept]))))
-        still = np.abs(residual - np.median(residual[kept])) <= _OUTLIER * spread + 1e-12 * took
-        if (still == kept).all() or still.sum() < _TERMS:
+        still = np.abs(residual - np.median(residual[kept])) <= _OUTLIER_DEVIATIONS * spread + 1e-12 * took
+        if (still == kept).all() or still.sum() < _TERM_COUNT:
             break
         kept = still
     return SequenceCost(*(float(term) for term in terms))
 
 
-def fit_ranks(
+def fit_cost_across_ranks(
     samples: npt.ArrayLike, lengths: npt.ArrayLike, squares: npt.ArrayLike, seconds: npt.ArrayLike
 ) -> SequenceCost:
     """The cost on a rank of usual speed, from the steps of ranks whose speeds may differ; arrays (steps, ranks).
@@ -95,28 +95,28 @@ def fit_ranks(
     count, own = np.asarray(samples, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     sums = np.stack([count, np.asarray(lengths), np.asarray(squares)], axis=-1)
     expected = np.maximum(count, 1.0)
-    for _ in range(_ROUNDS):
+    for _ in range(_FIT_ROUNDS):
         pace = np.median(own / expected, axis=0)
-        cost = fit_sums(sums.reshape(-1, _TERMS), (own / (pace / np.median(pace))).ravel())
+        cost = fit_cost_to_sums(sums.reshape(-1, _TERM_COUNT), (own / (pace / np.median(pace))).ravel())
         expected = np.maximum(sums @ cost.terms, 1e-12)
     return cost
 
 
-def _sums(lengths: Numbers) -> tuple[float, float, float]:
+def _sum_powers(lengths: Numbers) -> tuple[float, float, float]:
     return float(lengths.size), float(lengths.sum()), float((lengths * lengths).sum())
 
 
-def _non_negative(sums: Numbers, took: Numbers) -> Numbers:
+def _solve_non_negative(sums: Numbers, took: Numbers) -> Numbers:
     """Least squares with no negative term: the best of the few sets of terms whose free solution has none."""
     scale = np.linalg.norm(sums, axis=0)
     scale[scale == 0] = 1.0
-    best, least = np.zeros(_TERMS), np.inf
-    for count in range(1, _TERMS + 1):
-        for chosen in combinations(range(_TERMS), count):
+    best, least = np.zeros(_TERM_COUNT), np.inf
+    for count in range(1, _TERM_COUNT + 1):
+        for chosen in combinations(range(_TERM_COUNT), count):
             columns = list(chosen)
             found, *_ = np.linalg.lstsq(sums[:, columns] / scale[columns], took, rcond=None)
             error = float(np.square(sums[:, columns] / scale[columns] @ found - took).sum())
             if (found >= 0).all() and error < least * (1 - 1e-9):
-                best, least = np.zeros(_TERMS), error
+                best, least = np.zeros(_TERM_COUNT), error
                 best[columns] = found / scale[columns]
     return best

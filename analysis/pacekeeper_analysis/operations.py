@@ -25,26 +25,26 @@ OPERATION = np.dtype(
     ]
 )
 NO_GROUP = 0xFFFF
-MOST_OPERATIONS = 4096
+MAX_OPERATIONS = 4096
 """Of one rank in one answer: the newest whole steps that they hold."""
-MOST_CHARACTERS = 4 * ((MOST_OPERATIONS * OPERATION.itemsize + 2) // 3)
+MAX_OPERATIONS_CHARACTERS = 4 * ((MAX_OPERATIONS * OPERATION.itemsize + 2) // 3)
 
 
-def encode(operations: NDArray[np.void]) -> str:
+def encode_operations(operations: NDArray[np.void]) -> str:
     """As text. Raises ValueError for more than MOST_OPERATIONS."""
-    if len(operations) > MOST_OPERATIONS:
-        raise ValueError(f"{len(operations)} operations are more than {MOST_OPERATIONS}")
+    if len(operations) > MAX_OPERATIONS:
+        raise ValueError(f"{len(operations)} operations are more than {MAX_OPERATIONS}")
     return base64.b64encode(operations.astype(OPERATION).tobytes()).decode()
 
 
-def decode(text: str) -> NDArray[np.void]:
+def decode_operations(text: str) -> NDArray[np.void]:
     """The array, of dtype OPERATION. Raises InputError where it is none, or its numbers are no measurements."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InputError("operations: are not written in base64") from error
-    if len(data) % OPERATION.itemsize or len(data) > MOST_OPERATIONS * OPERATION.itemsize:
-        raise InputError(f"operations: {len(data)} bytes are no list of at most {MOST_OPERATIONS} operations")
+    if len(data) % OPERATION.itemsize or len(data) > MAX_OPERATIONS * OPERATION.itemsize:
+        raise InputError(f"operations: {len(data)} bytes are no list of at most {MAX_OPERATIONS} operations")
     found = np.frombuffer(data, OPERATION)
     for name in ("bytes", "start", "end", "held"):
         if not np.isfinite(found[name]).all() or (found[name] < 0).any():

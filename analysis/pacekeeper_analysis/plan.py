@@ -16,34 +16,34 @@ from typing import Annotated, Any, Self, TypeVar
 
 from .errors import InputError
 from .lengths import SequenceCost
-from .reading import Longest, Within, brief, read
+from .reading import MaxLength, Within, abbreviate_value, read_dataclass
 
 SECRET_BYTES = 32
 """Of a membership's secret; in the plan they are hexadecimal digits."""
-MOST_PATHS = 1 << 16
+MAX_JOB_PATHS = 1 << 16
 """Of a job."""
-MOST_PATHS_OF_WORKER = 32
+MAX_WORKER_PATHS = 32
 """That begin or end there: those of a ring on each of its GPUs, in both directions."""
-MOST_WORKERS = 1 << 17
+MAX_JOB_WORKERS = 1 << 17
 """Of a job."""
-MOST_RANKS = 1 << 20
+MAX_JOB_RANKS = 1 << 20
 """Of a job."""
-MOST_HOPS = 1 << 14
+MAX_FABRIC_HOPS = 1 << 14
 """Addresses of a fabric's spines: each has one towards each leaf."""
-LEAST_PORTS = 256
+MIN_JOB_PORTS = 256
 """Of a job: half of them to listen at, half to connect from."""
 
 _Rank = Annotated[int, Within(0, 2**31)]
 _Count = Annotated[int, Within(0)]
 _Seconds = Annotated[float, Within(0, 1e12)]
-_Text = Annotated[str, Longest(253)]  # a name, or an address
-_Terms = Annotated[tuple[float, float, float], Longest(3)]
-_OfRanks = Annotated[tuple[_Rank, ...], Longest(MOST_RANKS)]
+_Text = Annotated[str, MaxLength(253)]  # a name, or an address
+_Terms = Annotated[tuple[float, float, float], MaxLength(3)]
+_RankValues = Annotated[tuple[_Rank, ...], MaxLength(MAX_JOB_RANKS)]
 _Port = Annotated[int, Within(1024, 65535)]
-_Name = Annotated[str, Longest(253)]
+_Name = Annotated[str, MaxLength(253)]
 _StorePort = Annotated[int, Within(0, 65535)]
-_Address = Annotated[str, Longest(45)]
-_Names = Annotated[tuple[_Text, ...], Longest(MOST_WORKERS)]
+_Address = Annotated[str, MaxLength(45)]
+_Names = Annotated[tuple[_Text, ...], MaxLength(MAX_JOB_WORKERS)]
 
 
 class SyncMode(StrEnum):
@@ -54,11 +54,11 @@ class SyncMode(StrEnum):
     ASYNC_EDIT = "AsyncEDiT"
 
 
-MODES = tuple(SyncMode)
+SYNC_MODES = tuple(SyncMode)
 """A mode's place in it is its number in `records.STATE` and in the ranks' agreement."""
 
 
-class Role(StrEnum):
+class WorkerRole(StrEnum):
     """What a worker is for under the plan in force."""
 
     MEMBER = "Member"  # it holds ranks
@@ -92,16 +92,16 @@ class ProbeTarget:
     slot: _Count = 0
 
 
-_Targets = Annotated[tuple[ProbeTarget, ...], Longest(MOST_WORKERS)]
+_Targets = Annotated[tuple[ProbeTarget, ...], MaxLength(MAX_JOB_WORKERS)]
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeRequest:
     """Links to be measured between launchers: by each of the `sources`, to each of its targets."""
 
     name: _Text
-    sources: Annotated[tuple[_Text, ...], Longest(MOST_WORKERS)] = ()  # workers
-    targets: Annotated[tuple[_Targets, ...], Longest(MOST_WORKERS)] = ()  # of each source
+    sources: Annotated[tuple[_Text, ...], MaxLength(MAX_JOB_WORKERS)] = ()  # workers
+    targets: Annotated[tuple[_Targets, ...], MaxLength(MAX_JOB_WORKERS)] = ()  # of each source
 
     def __post_init__(self) -> None:
         """Raises InputError where a source has no targets of its own."""
@@ -110,14 +110,14 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class ProbeTask:
+class LinkProbeTask:
     """One launcher's part of it."""
 
     name: _Text
     targets: _Targets
 
 
-class Sources(StrEnum):
+class SourceNaming(StrEnum):
     """How a profile names files that are not of installed packages."""
 
     SHOW = "Show"
@@ -125,7 +125,7 @@ class Sources(StrEnum):
 
 
 @dataclass(frozen=True)
-class Profile:
+class ProfileRequest:
     """A window in which all ranks profile the same steps: from `first_step` on, for so many steps or seconds at most,
     whichever is over first."""
 
@@ -133,7 +133,7 @@ class Profile:
     first_step: _Count
     steps: _Count = 32
     seconds: _Seconds = 20.0
-    sources: Sources = Sources.HASH
+    sources: SourceNaming = SourceNaming.HASH
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class Paths:
     """How a job's traffic goes through the fabric, from the next round on, and what launchers need to bring it there:
     which addresses are whose, and a range of ports that is the job's alone on its nodes."""
 
-    wanted: Annotated[tuple[PlannedPath, ...], Longest(MOST_PATHS)]
-    hops: Annotated[tuple[Hop, ...], Longest(MOST_HOPS)]
+    wanted: Annotated[tuple[PlannedPath, ...], MaxLength(MAX_JOB_PATHS)]
+    hops: Annotated[tuple[Hop, ...], MaxLength(MAX_FABRIC_HOPS)]
     first_port: _Port = 20000
     last_port: _Port = 29999
 
@@ -189,7 +189,7 @@ class WorkerPath:
     source: _Rank
     destination: _Rank
     spine: _Name
-    hops: Annotated[tuple[_Address, ...], Longest(MOST_HOPS)]  # the spine's addresses
+    hops: Annotated[tuple[_Address, ...], MaxLength(MAX_FABRIC_HOPS)]  # the spine's addresses
     peer: _Name  # worker
     address: _Address  # of the peer
     draw: Annotated[int, Within(0, 2**31)] = 0
@@ -202,8 +202,8 @@ class WorkerPath:
 class WorkerPaths:
     """One worker's part of the job's `Paths`. `spines`: of the fabric."""
 
-    wanted: Annotated[tuple[WorkerPath, ...], Longest(MOST_PATHS_OF_WORKER)]
-    spines: Annotated[int, Within(1, MOST_HOPS)]
+    wanted: Annotated[tuple[WorkerPath, ...], MaxLength(MAX_WORKER_PATHS)]
+    spines: Annotated[int, Within(1, MAX_FABRIC_HOPS)]
     first_port: _Port
     last_port: _Port
 
@@ -217,10 +217,10 @@ class Member:
 
     worker: _Text  # name of its pod
     address: _Text  # of its pod
-    ranks: _OfRanks
+    ranks: _RankValues
 
 
-_Members = Annotated[tuple[Member, ...], Longest(MOST_WORKERS)]
+_Members = Annotated[tuple[Member, ...], MaxLength(MAX_JOB_WORKERS)]
 
 
 @dataclass(frozen=True)
@@ -242,14 +242,14 @@ class Plan:
     sync_mode: SyncMode = SyncMode.SYNC
     sync_every: _Count = 16  # EDiT: steps of each rank between two synchronisations
     sync_seconds: _Seconds = 2.0  # AsyncEDiT: between two synchronisations
-    shares: _OfRanks | None = None  # samples of each rank in a step; None: as equal as integers allow
+    shares: _RankValues | None = None  # samples of each rank in a step; None: as equal as integers allow
     garbage_every: _Count = 0  # steps between garbage collections, on all ranks in the same step; 0: as Python likes
     sequence_cost: _Terms | None = None  # of lengths.SequenceCost; None: the script's own
     checkpoint_request: _Count = 0  # grows with each request: checkpoint at the next step
     evidence_request: _Text = ""  # name of the request that is out; "": none
-    evidence_parts: Annotated[tuple[EvidencePart, ...], Longest(16)] = (EvidencePart.WINDOWS,)  # what it asks for
-    probe: Probe | None = None  # of links, that is out
-    profile: Profile | None = None  # that is out
+    evidence_parts: Annotated[tuple[EvidencePart, ...], MaxLength(16)] = (EvidencePart.WINDOWS,)  # what it asks for
+    probe: ProbeRequest | None = None  # of links, that is out
+    profile: ProfileRequest | None = None  # that is out
     paths: Paths | None = None  # through the fabric; None: the network chooses
     figures_band: _Seconds = 0.05  # a rank's figures are told at once when they leave what was told last by this part
     step_seconds: _Seconds = 0.0  # of the slowest rank, when this membership began; 0: not known
@@ -261,18 +261,18 @@ class Plan:
         _check_secret(self.secret)
         ranks = [rank for member in self.members for rank in member.ranks]
         if sorted(ranks) != list(range(len(ranks))):
-            raise InputError(f"plan.members: ranks {brief(ranks)} must be 0 … {len(ranks) - 1}, each exactly once")
+            raise InputError(f"plan.members: ranks {abbreviate_value(ranks)} must be 0 … {len(ranks) - 1}, each exactly once")
         if self.shares is not None:
             if len(self.shares) != len(ranks):
                 raise InputError(f"plan.shares: {len(self.shares)} shares for {len(ranks)} ranks; give one a rank")
             if min(self.shares, default=1) < 1:
-                raise InputError(f"plan.shares: {brief(list(self.shares))} must all be at least 1")
+                raise InputError(f"plan.shares: {abbreviate_value(list(self.shares))} must all be at least 1")
         if self.sync_every < 1 or not self.sync_seconds > 0 or self.garbage_every < 0:
             raise InputError(
                 f"plan: sync_every={self.sync_every} must be 1 step or more, "
                 f"sync_seconds={self.sync_seconds} above 0, garbage_every={self.garbage_every} 0 or a number of steps"
             )
-        _check_terms(self.sequence_cost)
+        _check_cost_terms(self.sequence_cost)
         if self.paths is not None:
             strangers = {rank for path in self.paths.wanted for rank in (path.source, path.destination)} - set(ranks)
             if strangers:
@@ -282,22 +282,22 @@ class Plan:
     def world_size(self) -> int:
         return sum(len(member.ranks) for member in self.members)
 
-    def sealed(self, before: Plan, secret: str) -> Plan:
+    def with_membership_secret(self, before: Plan, secret: str) -> Plan:
         """With `secret` (hex) where this is another membership than that of `before`, and with its own otherwise."""
         return replace(self, secret=before.secret if self.membership == before.membership else secret)
 
-    def part(self, worker: str) -> WorkerPlan:
+    def build_worker_plan(self, worker: str) -> WorkerPlan:
         """What `worker` is told: its own ranks and where to meet the others. Of thousands each costs the same: what is
         common to them is worked out once."""
-        position, task = self._positions.get(worker), self._tasks.get(worker)
+        position, task = self._position_by_worker.get(worker), self._probe_task_by_worker.get(worker)
         if position is None or self.stop is Stop.FINISH or worker in self.leaving:
             leaves = position is not None or self.stop is not Stop.NO
-            role = Role.LEAVE if leaves else Role.SPARE
-            return WorkerPlan(role=role, probe=task, **self._common)
+            role = WorkerRole.LEAVE if leaves else WorkerRole.SPARE
+            return WorkerPlan(role=role, probe=task, **self._shared_fields)
         member = self.members[position]
         neighbours = {self.members[(position + offset) % len(self.members)].address for offset in (-1, 1)}
         return WorkerPlan(
-            role=Role.MEMBER,
+            role=WorkerRole.MEMBER,
             ranks=member.ranks,
             world_size=self.world_size,
             workers=len(self.members),
@@ -308,42 +308,42 @@ class Plan:
             shares=self.shares if 0 in member.ranks else None,
             sequence_cost=self.sequence_cost if 0 in member.ranks else None,
             secret=self.secret,
-            paths=self._worker_paths.get(position),
+            paths=self._paths_by_position.get(position),
             probe=task,
-            **self._common,
+            **self._shared_fields,
         )
 
     @cached_property
-    def _positions(self) -> Mapping[str, int]:
+    def _position_by_worker(self) -> Mapping[str, int]:
         """Of members, by worker."""
         return {member.worker: position for position, member in reversed(list(enumerate(self.members)))}
 
     @cached_property
-    def _common(self) -> Mapping[str, Any]:
+    def _shared_fields(self) -> Mapping[str, Any]:
         """Fields that are the same for all workers."""
-        return {name: getattr(self, name) for name in _COMMON}
+        return {name: getattr(self, name) for name in _SHARED_FIELDS}
 
     @cached_property
-    def _tasks(self) -> Mapping[str, ProbeTask]:
+    def _probe_task_by_worker(self) -> Mapping[str, LinkProbeTask]:
         """Of the probe that is out, by worker."""
         if self.probe is None:
             return {}
         targets = zip(self.probe.sources, self.probe.targets, strict=True)
-        return {source: ProbeTask(self.probe.name, of) for source, of in reversed(list(targets))}
+        return {source: LinkProbeTask(self.probe.name, of) for source, of in reversed(list(targets))}
 
     @cached_property
-    def _worker_paths(self) -> Mapping[int, WorkerPaths]:
+    def _paths_by_position(self) -> Mapping[int, WorkerPaths]:
         """By position; nobody has any where the network chooses."""
-        return {} if self.paths is None else _by_position(self.paths, self.members)
+        return {} if self.paths is None else _split_paths_by_position(self.paths, self.members)
 
     def to_json(self, leave_out: Container[str] = ()) -> dict[str, Any]:
         """But for the fields that are left out."""
-        return _record(self, leave_out)
+        return _to_record(self, leave_out)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field."""
-        return _read(cls, data, "plan", "the operator writes it, do not edit it by hand")
+        return _read_plan(cls, data, "plan", "the operator writes it, do not edit it by hand")
 
 
 @dataclass(frozen=True)
@@ -353,25 +353,25 @@ class WorkerPlan:
     version: _Count = 0
     membership: _Count = 0
     round: _Count = 1
-    role: Role = Role.SPARE
-    ranks: _OfRanks = ()
+    role: WorkerRole = WorkerRole.SPARE
+    ranks: _RankValues = ()
     world_size: _Count = 0
     workers: _Count = 0  # how many launchers meet in the store
     store: _Text = ""  # host:port
     serves_store: bool = False
-    neighbours: Annotated[tuple[_Text, ...], Longest(64)] = ()  # addresses to probe when the ranks stall
+    neighbours: Annotated[tuple[_Text, ...], MaxLength(64)] = ()  # addresses to probe when the ranks stall
     restarts: _Count = 0
     sync_mode: SyncMode = SyncMode.SYNC
     sync_every: _Count = 16
     sync_seconds: _Seconds = 2.0
     garbage_every: _Count = 0
-    shares: _OfRanks | None = None  # of all ranks; only the worker of rank 0 is told
+    shares: _RankValues | None = None  # of all ranks; only the worker of rank 0 is told
     sequence_cost: _Terms | None = None  # only the worker of rank 0 is told
     checkpoint_request: _Count = 0
     evidence_request: _Text = ""
-    evidence_parts: Annotated[tuple[EvidencePart, ...], Longest(16)] = (EvidencePart.WINDOWS,)
-    probe: ProbeTask | None = None
-    profile: Profile | None = None
+    evidence_parts: Annotated[tuple[EvidencePart, ...], MaxLength(16)] = (EvidencePart.WINDOWS,)
+    probe: LinkProbeTask | None = None
+    profile: ProfileRequest | None = None
     paths: WorkerPaths | None = None
     figures_band: _Seconds = 0.05
     step_seconds: _Seconds = 0.0  # of the job's slowest rank, as the operator knows it; 0: not known
@@ -379,28 +379,28 @@ class WorkerPlan:
     secret: str = field(default="", repr=False)  # that members prove themselves by to each other, hex; spares get none
 
     def __post_init__(self) -> None:
-        _check_terms(self.sequence_cost)
+        _check_cost_terms(self.sequence_cost)
         _check_secret(self.secret)
 
     def to_json(self) -> dict[str, Any]:
-        return _record(self)
+        return _to_record(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field."""
         if isinstance(data, Mapping) and "role" not in data:
             raise InputError("plan.role: must be given; is the sidecar of another version than the operator?")
-        return _read(cls, data, "plan", "is the sidecar of another version than the operator?")
+        return _read_plan(cls, data, "plan", "is the sidecar of another version than the operator?")
 
 
-_COMMON = (
+_SHARED_FIELDS = (
     *("version", "membership", "round", "restarts", "checkpoint_request", "evidence_request", "evidence_parts"),
     *("profile", "figures_band", "step_seconds", "sync_every", "sync_seconds", "garbage_every", "stop"),
 )
 """Fields that a plan and all of its parts have alike."""
 
 
-def meeting_place(ports: Sequence[int], secret: str) -> tuple[int, str]:
+def choose_rendezvous(ports: Sequence[int], secret: str) -> tuple[int, str]:
     """The `store_port` and `secret` of a new membership, from the `meeting_port`s of its members' heartbeats in rank
     order. `secret`: a fresh one.
 
@@ -410,7 +410,7 @@ def meeting_place(ports: Sequence[int], secret: str) -> tuple[int, str]:
     return (ports[0] if ports and ports[0] else Plan.store_port), (secret if ports and all(ports) else "")
 
 
-def _by_position(paths: Paths, members: Sequence[Member]) -> Mapping[int, WorkerPaths]:
+def _split_paths_by_position(paths: Paths, members: Sequence[Member]) -> Mapping[int, WorkerPaths]:
     """Of each member those that leave or reach it, as many as it takes; what stays within it takes none."""
     holders = {rank: position for position, member in enumerate(members) for rank in member.ranks}
     addresses: dict[str, tuple[str, ...]] = {}
@@ -420,7 +420,7 @@ def _by_position(paths: Paths, members: Sequence[Member]) -> Mapping[int, Worker
     for path in paths.wanted:
         ends = holders[path.source], holders[path.destination]
         for here, there in (ends, ends[::-1]) if ends[0] != ends[1] else ():
-            if len(own[here]) < MOST_PATHS_OF_WORKER:
+            if len(own[here]) < MAX_WORKER_PATHS:
                 hops, peer = addresses.get(path.spine, ()), members[there]
                 ranks = path.source, path.destination
                 own[here].append(WorkerPath(*ranks, path.spine, hops, peer.worker, peer.address, path.draw))
@@ -446,29 +446,29 @@ def _check_address(field: str, address: str) -> None:
 
 def _check_ports(first: int, last: int) -> None:
     """Raises InputError where a job has no room in them."""
-    if last - first < LEAST_PORTS:
-        raise InputError(f"plan.paths: ports {first} to {last} are too few; give {LEAST_PORTS} at least")
+    if last - first < MIN_JOB_PORTS:
+        raise InputError(f"plan.paths: ports {first} to {last} are too few; give {MIN_JOB_PORTS} at least")
 
 
-def _read(cls: type[_Record], data: Mapping[str, Any], path: str, remedy: str) -> _Record:
+def _read_plan(cls: type[_Record], data: Mapping[str, Any], path: str, remedy: str) -> _Record:
     """`remedy`: what whoever reads the error is to do."""
     if not isinstance(data, Mapping):
-        return read(cls, data, path)
+        return read_dataclass(cls, data, path)
     _check_secret(data.get("secret", ""))  # whatever it is, no error shows it
-    given = {**data, "evidence_parts": _parts(data), "sequence_cost": _terms(data.get("sequence_cost"))}
+    given = {**data, "evidence_parts": _keep_known_evidence_parts(data), "sequence_cost": _parse_cost_terms(data.get("sequence_cost"))}
     try:
-        return read(cls, given, path)
+        return read_dataclass(cls, given, path)
     except InputError as error:
         raise InputError(f"{error}; {remedy}") from error
 
 
-def _parts(data: Mapping[str, Any]) -> object:
+def _keep_known_evidence_parts(data: Mapping[str, Any]) -> object:
     """Those of another version that are not known here are left out."""
     given = data.get("evidence_parts", (EvidencePart.WINDOWS,))
     return [part for part in given if part in tuple(EvidencePart)] if isinstance(given, (list, tuple)) else given
 
 
-def _terms(given: Any) -> tuple[float, float, float] | None:
+def _parse_cost_terms(given: Any) -> tuple[float, float, float] | None:
     """Raises InputError where these are not three numbers."""
     if given is None:
         return None
@@ -476,12 +476,12 @@ def _terms(given: Any) -> tuple[float, float, float] | None:
         fixed, per_token, per_token_squared = (float(term) for term in given)
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(
-            f"plan.sequence_cost: {brief(given)} must be three numbers: fixed, per token, per token squared"
+            f"plan.sequence_cost: {abbreviate_value(given)} must be three numbers: fixed, per token, per token squared"
         ) from error
     return fixed, per_token, per_token_squared
 
 
-def _check_terms(terms: tuple[float, float, float] | None) -> None:
+def _check_cost_terms(terms: tuple[float, float, float] | None) -> None:
     """Raises InputError where these are no cost."""
     if terms is not None:
         try:
@@ -498,18 +498,18 @@ def _check_secret(secret: object) -> None:
         raise InputError("plan.secret: must be hexadecimal digits; the operator makes it, do not edit it") from None
 
 
-def _record(value: Any, leave_out: Container[str] = ()) -> dict[str, Any]:
+def _to_record(value: Any, leave_out: Container[str] = ()) -> dict[str, Any]:
     names = (name for name in value.__dataclass_fields__ if name not in leave_out)
-    return {name: _jsonable(getattr(value, name)) for name in names}
+    return {name: _to_jsonable(getattr(value, name)) for name in names}
 
 
-def _jsonable(value: Any) -> Any:
+def _to_jsonable(value: Any) -> Any:
     """Tuples as lists, records as objects, enumerations as strings, so that what is written equals what is read."""
-    if value is None or type(value) in _PLAIN:
+    if value is None or type(value) in _JSON_SCALAR_TYPES:
         return value
     if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    return str(value) if isinstance(value, StrEnum) else _record(value)
+        return [_to_jsonable(item) for item in value]
+    return str(value) if isinstance(value, StrEnum) else _to_record(value)
 
 
-_PLAIN = frozenset({str, int, float, bool})
+_JSON_SCALAR_TYPES = frozenset({str, int, float, bool})

@@ -12,12 +12,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MINIMAL_WIN = 0.02
+MIN_REMEDY_WIN = 0.02
 """A change for less than this relative win would only make the job flap."""
-LASTING_WIN = 0.005
+MIN_LASTING_WIN = 0.005
 """The same of what does not flap: it stays once it is taken, or is bought by what has been lost."""
 
-NEARLY = 1.15
+MAX_EXACT_STEP_TIME_RATIO = 1.15
 """Synchronous SGD is exact, so it is kept, or preferred, where its steps take at most this many times as long as those
 of Local-SGD. What Local-SGD wins beyond mending the fault (a slowdown below 1) does not count."""
 
@@ -31,7 +31,7 @@ class Option:
     slowdown_after: float  # what is left of the slowdown under it, by simulation; 1: nothing
     refused: str = ""  # why it may not be taken (not allowed, no spare, budget spent); "": it may
     exact: bool = True  # the job stays synchronous SGD; False: it trains by Local-SGD
-    least_win: float = MINIMAL_WIN  # of its steps, relative, below which it is not worth the change
+    least_win: float = MIN_REMEDY_WIN  # of its steps, relative, below which it is not worth the change
     awaited: bool = False  # dear, and so good that nothing inexact is taken before it, where it mends nearly as well
 
 
@@ -54,7 +54,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Loss:
+class AccumulatedLoss:
     """What a fault has cost since its first sign, and costs on, whatever is done about it meanwhile.
 
     Plain numbers, to be kept with the job; times are seconds of any one clock.
@@ -64,21 +64,21 @@ class Loss:
     at: float
     slowdown: float  # since then
 
-    def by(self, now: float) -> float:
+    def compute_seconds(self, now: float) -> float:
         """Seconds lost until `now`."""
-        return self.seconds + max(0.0, now - self.at) * loss_rate(self.slowdown)
+        return self.seconds + max(0.0, now - self.at) * compute_loss_rate(self.slowdown)
 
-    def goes_on(self, now: float, slowdown: float) -> Loss:
+    def continue_at(self, now: float, slowdown: float) -> AccumulatedLoss:
         """From `now` on at another rate: a remedy has left `slowdown`, or the fault has changed."""
-        return Loss(self.by(now), now, slowdown)
+        return AccumulatedLoss(self.compute_seconds(now), now, slowdown)
 
-    def told(self, now: float, slowdown: float) -> Loss:
+    def observe(self, now: float, slowdown: float) -> AccumulatedLoss:
         """What is seen of the same fault now: since the last look it has cost what both say, on average."""
-        rate = (loss_rate(self.slowdown) + loss_rate(slowdown)) / 2
-        return Loss(self.seconds + max(0.0, now - self.at) * rate, now, slowdown)
+        rate = (compute_loss_rate(self.slowdown) + compute_loss_rate(slowdown)) / 2
+        return AccumulatedLoss(self.seconds + max(0.0, now - self.at) * rate, now, slowdown)
 
 
-def choose(
+def choose_remedy(
     options: Sequence[Option],
     slowdown: float,
     lost_seconds: float,
@@ -98,20 +98,20 @@ def choose(
     once the loss has reached its cost, if it wins something beside what is free; of several, the one with the least
     cost plus remaining loss is taken. Nothing inexact is taken while an exact one is `awaited`.
     """
-    horizon = remaining_seconds if math.isfinite(remaining_seconds) else _LONG
-    free = [_free_price(option, slowdown, horizon) for option in options if option.cost_seconds == 0]
-    best_free = _best_free([price for price in free if price.due], mended)
+    horizon = remaining_seconds if math.isfinite(remaining_seconds) else _UNBOUNDED_FAULT_SECONDS
+    free = [_price_free_option(option, slowdown, horizon) for option in options if option.cost_seconds == 0]
+    best_free = _choose_best_free([price for price in free if price.due], mended)
     left = slowdown if best_free is None else best_free.option.slowdown_after
     inexact = best_free is not None and not best_free.option.exact
     dear = [
         # What is awaited is taken instead of what is free and inexact, not beside it.
-        _dear_price(option, slowdown, slowdown if option.awaited and inexact else left, lost_seconds, horizon)
+        _price_costly_option(option, slowdown, slowdown if option.awaited and inexact else left, lost_seconds, horizon)
         for option in options
         if option.cost_seconds
     ]
 
     def whole_cost(price: Price) -> float:
-        return price.option.cost_seconds + horizon * loss_rate(price.option.slowdown_after)
+        return price.option.cost_seconds + horizon * compute_loss_rate(price.option.slowdown_after)
 
     best_dear = min((price for price in dear if price.due), key=whole_cost, default=None)
     by_kind = iter(free), iter(dear)
@@ -127,31 +127,31 @@ def _is_awaited(price: Price, slowdown: float, left: float) -> bool:
     """It keeps the job exact, mends nearly as well as the best of what is free, which leaves `left`, and will win more
     than it costs."""
     option = price.option
-    if not (option.awaited and option.exact) or option.refused or not wins(slowdown, option.slowdown_after):
+    if not (option.awaited and option.exact) or option.refused or not is_worth_change(slowdown, option.slowdown_after):
         return False
-    return option.slowdown_after <= NEARLY * max(1.0, left) and price.gain_seconds > option.cost_seconds
+    return option.slowdown_after <= MAX_EXACT_STEP_TIME_RATIO * max(1.0, left) and price.gain_seconds > option.cost_seconds
 
 
-_LONG = 86_400.0
+_UNBOUNDED_FAULT_SECONDS = 86_400.0
 """Horizon for a fault that does not pass by itself: what is left of the slowdown then outweighs any restart."""
 
 
-def loss_rate(slowdown: float) -> float:
+def compute_loss_rate(slowdown: float) -> float:
     """Seconds of training lost a second: 1 − 1/S."""
     return 1.0 if math.isinf(slowdown) else 1.0 - 1.0 / max(slowdown, 1.0)
 
 
-def wins(slowdown: float, after: float, least: float = MINIMAL_WIN) -> bool:
+def is_worth_change(slowdown: float, after: float, least: float = MIN_REMEDY_WIN) -> bool:
     """Whether steps at slowdown `after` are enough faster than at `slowdown` to change anything."""
     return math.isinf(slowdown) or max(after, 1.0) <= (1.0 - least) * slowdown
 
 
 def outweighs_exact(slowdown: float, after: float) -> bool:
     """Whether Local-SGD at slowdown `after` is worth leaving exact steps at `slowdown`."""
-    return slowdown >= NEARLY * max(1.0, after)
+    return slowdown >= MAX_EXACT_STEP_TIME_RATIO * max(1.0, after)
 
 
-def expected_remaining(elapsed_seconds: float, durations: Sequence[float], prior_seconds: float = 600.0) -> float:
+def estimate_remaining_seconds(elapsed_seconds: float, durations: Sequence[float], prior_seconds: float = 600.0) -> float:
     """Expected rest of a fault that has lasted `elapsed_seconds`, from the durations of earlier ones of its class.
 
     The mean residual life of the earlier ones that lasted longer, with two pseudo-observations of the prior: an
@@ -162,7 +162,7 @@ def expected_remaining(elapsed_seconds: float, durations: Sequence[float], prior
     return (2 * prior_seconds + sum(longer)) / (2 + len(longer))
 
 
-def _best_free(due: Sequence[Price], mended: float) -> Price | None:
+def _choose_best_free(due: Sequence[Price], mended: float) -> Price | None:
     best = min(due, key=lambda price: price.option.slowdown_after, default=None)
     preferred = min(
         (price for price in due if price.option.exact), key=lambda price: price.option.slowdown_after, default=None
@@ -170,11 +170,11 @@ def _best_free(due: Sequence[Price], mended: float) -> Price | None:
     if best is None or preferred is None:
         return best
     after = preferred.option.slowdown_after
-    return preferred if after < mended or after <= NEARLY * max(1.0, best.option.slowdown_after) else best
+    return preferred if after < mended or after <= MAX_EXACT_STEP_TIME_RATIO * max(1.0, best.option.slowdown_after) else best
 
 
-def _free_price(option: Option, slowdown: float, horizon: float) -> Price:
-    saved = loss_rate(slowdown) - loss_rate(option.slowdown_after)
+def _price_free_option(option: Option, slowdown: float, horizon: float) -> Price:
+    saved = compute_loss_rate(slowdown) - compute_loss_rate(option.slowdown_after)
     gain = saved * horizon
     if option.refused:
         return Price(option, gain, False, option.refused)
@@ -188,13 +188,13 @@ def _free_price(option: Option, slowdown: float, horizon: float) -> Price:
     return Price(option, gain, True, f"free, {relative:.0%} faster steps")
 
 
-def _dear_price(option: Option, slowdown: float, left: float, lost_seconds: float, horizon: float) -> Price:
+def _price_costly_option(option: Option, slowdown: float, left: float, lost_seconds: float, horizon: float) -> Price:
     """`left`: the slowdown under the best of what is free."""
     cost = option.cost_seconds
-    gain = max(0.0, loss_rate(slowdown) - loss_rate(option.slowdown_after)) * horizon
+    gain = max(0.0, compute_loss_rate(slowdown) - compute_loss_rate(option.slowdown_after)) * horizon
     if option.refused:
         return Price(option, gain, False, option.refused)
-    if not wins(left, option.slowdown_after, option.least_win):
+    if not is_worth_change(left, option.slowdown_after, option.least_win):
         return Price(option, gain, False, "wins nothing" if left == slowdown else "wins nothing beside what is free")
     if math.isinf(left):
         return Price(option, gain, True, "the job stands still")

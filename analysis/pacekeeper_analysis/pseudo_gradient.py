@@ -21,7 +21,7 @@ from .errors import InputError
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-GROWTHS = np.array([0.5, 1.0])
+GROWTH_EXPONENTS = np.array([0.5, 1.0])
 """A healthy norm grows with the steps done as steps^p: p = ½ where the gradients are noise, 1 where all agree."""
 
 
@@ -54,7 +54,7 @@ class Penalty:
     (see `paper`)."""
 
     @classmethod
-    def paper(cls, warmup: int = 100) -> Self:
+    def from_paper(cls, warmup: int = 100) -> Self:
         """The rules and constants that EDiT has published (arXiv 2412.07210, section 3.3), without our changes.
 
         Anomalous is z = (G − μ) / σ > 3, with μ ← αG + (1 − α)μ and σ² ← α(G − μ)² + (1 − α)σ² by the new μ, α = 0.02;
@@ -91,7 +91,7 @@ class Penalty:
 
 
 @dataclass(frozen=True)
-class Statistics:
+class NormStatistics:
     """Exponentially weighted mean and variance of each unit's norm on each replica, for each law of growth.
 
     A norm is divided by steps^p first, p of GROWTHS, so that numbers of steps may vary.
@@ -107,8 +107,8 @@ class Statistics:
     """[units, replicas] anomalous finite norms in a row, up to now."""
 
     @classmethod
-    def fresh(cls, units: int, replicas: int) -> Self:
-        shape = (len(GROWTHS), units, replicas)
+    def build_empty(cls, units: int, replicas: int) -> Self:
+        shape = (len(GROWTH_EXPONENTS), units, replicas)
         counts = np.zeros(shape[1:], np.int64)
         return cls(np.zeros(shape), np.zeros(shape), counts, counts)
 
@@ -135,12 +135,12 @@ class Statistics:
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"not statistics of pseudo-gradients: {error!r}") from error
         counts, norms = statistics.count.shape, statistics.mean.shape
-        if len(counts) != 2 or norms != (len(GROWTHS), *counts) or statistics.variance.shape != norms:
+        if len(counts) != 2 or norms != (len(GROWTH_EXPONENTS), *counts) or statistics.variance.shape != norms:
             raise InputError(f"not statistics of pseudo-gradients: shapes {norms} and {counts} do not fit")
         return statistics
 
 
-class Weights(NamedTuple):
+class ReplicaWeights(NamedTuple):
     """What is made of one synchronisation's norms."""
 
     weights: Floats
@@ -151,13 +151,13 @@ class Weights(NamedTuple):
     """[units]: no replica has a good pseudo-gradient, and the unit goes back to where it was."""
 
 
-def weigh(
+def weigh_replicas(
     norms: ArrayLike,
     steps: ArrayLike,
-    statistics: Statistics,
+    statistics: NormStatistics,
     penalty: Penalty,
     samples: ArrayLike | None = None,
-) -> tuple[Weights, Statistics]:
+) -> tuple[ReplicaWeights, NormStatistics]:
     """The weight of each replica's pseudo-gradient in each unit, and the statistics after.
 
     norms: [units, replicas], ‖Δ‖ over all shards of the replica; not finite: the replica has gone bad.
@@ -168,35 +168,35 @@ def weigh(
     """
     norms, steps = np.asarray(norms, np.float64), np.asarray(steps, np.float64)
     samples = steps if samples is None else np.asarray(samples, np.float64)
-    _check(norms, steps, samples, statistics)
-    base = np.broadcast_to(_share_of_data(samples, penalty.rho), norms.shape)
+    _check_inputs(norms, steps, samples, statistics)
+    base = np.broadcast_to(_compute_data_shares(samples, penalty.rho), norms.shape)
     if not penalty.enabled:
         nothing = np.zeros(norms.shape, np.bool_)
-        return Weights(base, nothing, nothing[:, 0]), statistics
+        return ReplicaWeights(base, nothing, nothing[:, 0]), statistics
     finite = np.broadcast_to(np.isfinite(norms).all(axis=0), norms.shape)
     moved = finite & ((norms > 0) | penalty.as_published)
-    growths = np.zeros_like(GROWTHS) if penalty.as_published else GROWTHS
+    growths = np.zeros_like(GROWTH_EXPONENTS) if penalty.as_published else GROWTH_EXPONENTS
     grown = np.where(moved, norms, 0.0) / np.maximum(steps, 1.0) ** growths[:, None, None]
-    anomalous = ~finite | _outliers(grown, statistics, penalty)
+    anomalous = ~finite | _find_outliers(grown, statistics, penalty)
     counted = moved & ~anomalous
-    excess = _above_least(grown[0], counted) if penalty.as_published else _excess(grown, counted)
+    excess = _compute_excess_over_minimum(grown[0], counted) if penalty.as_published else _compute_excess(grown, counted)
     weights = np.where(anomalous, 0.0, base * np.exp(-excess / penalty.temperature))
     total = weights.sum(axis=1, keepdims=True)
     rolled_back = total[:, 0] == 0
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-    learnt = _learn_as_published if penalty.as_published else _learn
+    learnt = _update_statistics_as_published if penalty.as_published else _update_statistics
     statistics = learnt(statistics, grown, counted, penalty.alpha)
-    return Weights(weights, anomalous, rolled_back), _count_strikes(statistics, anomalous, finite, penalty.patience)
+    return ReplicaWeights(weights, anomalous, rolled_back), _count_strikes(statistics, anomalous, finite, penalty.patience)
 
 
-def _share_of_data(samples: Floats, rho: float) -> Floats:
+def _compute_data_shares(samples: Floats, rho: float) -> Floats:
     """[replicas] that sum to 1."""
     alike = np.full(len(samples), 1 / len(samples))
     total = samples.sum()
     return alike if total == 0 else (1 - rho) * alike + rho * samples / total
 
 
-def _outliers(grown: Floats, statistics: Statistics, penalty: Penalty) -> Flags:
+def _find_outliers(grown: Floats, statistics: NormStatistics, penalty: Penalty) -> Flags:
     """[units, replicas] norms that are far above their own mean under every law of growth."""
     deviation = np.maximum(np.sqrt(statistics.variance), penalty.least_deviation * statistics.mean)
     above = grown > statistics.mean + penalty.threshold * deviation
@@ -204,7 +204,7 @@ def _outliers(grown: Floats, statistics: Statistics, penalty: Penalty) -> Flags:
     return outliers
 
 
-def _excess(grown: Floats, counted: Flags) -> Floats:
+def _compute_excess(grown: Floats, counted: Flags) -> Floats:
     """[units, replicas] by how much a norm is above the counted replicas' median, as a share of that; 0: it is not.
 
     Of the laws of growth, the one that excuses it most. The median is the lower one, so that of two replicas the
@@ -218,7 +218,7 @@ def _excess(grown: Floats, counted: Flags) -> Floats:
     return excess
 
 
-def _above_least(norms: Floats, counted: Flags) -> Floats:
+def _compute_excess_over_minimum(norms: Floats, counted: Flags) -> Floats:
     """[units, replicas] by how much a norm is above the counted replicas' least.
 
     exp(−this) is softmax(−norm), scaled so that it never vanishes for all.
@@ -227,7 +227,7 @@ def _above_least(norms: Floats, counted: Flags) -> Floats:
     return np.where(counted, norms - least, 0.0)
 
 
-def _learn(statistics: Statistics, grown: Floats, counted: Flags, alpha: float) -> Statistics:
+def _update_statistics(statistics: NormStatistics, grown: Floats, counted: Flags, alpha: float) -> NormStatistics:
     """With the counted norms taken in. The first ones move the mean as a plain average does."""
     rate = np.maximum(alpha, 1 / (statistics.count + 1))
     difference = grown - statistics.mean
@@ -241,7 +241,7 @@ def _learn(statistics: Statistics, grown: Floats, counted: Flags, alpha: float) 
     )
 
 
-def _learn_as_published(statistics: Statistics, grown: Floats, counted: Flags, alpha: float) -> Statistics:
+def _update_statistics_as_published(statistics: NormStatistics, grown: Floats, counted: Flags, alpha: float) -> NormStatistics:
     """With the counted norms taken in, each by `alpha`; the variance by the difference from the new mean."""
     mean = (1 - alpha) * statistics.mean + alpha * grown
     variance = (1 - alpha) * statistics.variance + alpha * (grown - mean) ** 2
@@ -253,11 +253,11 @@ def _learn_as_published(statistics: Statistics, grown: Floats, counted: Flags, a
     )
 
 
-def _count_strikes(statistics: Statistics, anomalous: Flags, finite: Flags, patience: int) -> Statistics:
+def _count_strikes(statistics: NormStatistics, anomalous: Flags, finite: Flags, patience: int) -> NormStatistics:
     """What has been anomalous too often in a row is learnt anew."""
     strikes = np.where(anomalous, statistics.strikes + finite, 0)
     forget = strikes >= patience
-    return Statistics(
+    return NormStatistics(
         np.where(forget, 0.0, statistics.mean),
         np.where(forget, 0.0, statistics.variance),
         np.where(forget, 0, statistics.count),
@@ -265,7 +265,7 @@ def _count_strikes(statistics: Statistics, anomalous: Flags, finite: Flags, pati
     )
 
 
-def _check(norms: Floats, steps: Floats, samples: Floats, statistics: Statistics) -> None:
+def _check_inputs(norms: Floats, steps: Floats, samples: Floats, statistics: NormStatistics) -> None:
     if norms.ndim != 2 or norms.shape[1] < 1:
         raise InputError(f"norms: shape {norms.shape} must be [units, replicas]")
     if steps.shape != norms.shape[1:] or samples.shape != norms.shape[1:]:

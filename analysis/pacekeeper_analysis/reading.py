@@ -32,14 +32,14 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Longest:
+class MaxLength:
     """A name of so many characters at most, all of them printable; or a list of so many items."""
 
     count: int
 
 
 @dataclass(frozen=True)
-class Cut:
+class Truncated:
     """Words for people: more than `count` characters are cut off at the front, since the end says most."""
 
     count: int
@@ -52,16 +52,16 @@ class OneOf:
     words: frozenset[str]
 
 
-def read(cls: type[Record], data: object, path: str = "") -> Record:
+def read_dataclass(cls: type[Record], data: object, path: str = "") -> Record:
     """`path` is where `data` stands in what was sent, for messages: `windows[3]`; "": it is all of it.
 
     Fields that `cls` does not know are left out, so that versions may differ. Raises InputError that names the field.
     """
     path = path or cls.__name__
     if not isinstance(data, Mapping):
-        raise InputError(f"{path}: must be an object, not {brief(data)}")
-    readers = _readers(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
-    missing = [name for name in _required(cls) if name not in data]  # type: ignore[arg-type]  # as above
+        raise InputError(f"{path}: must be an object, not {abbreviate_value(data)}")
+    readers = _build_readers(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
+    missing = [name for name in _list_required_fields(cls) if name not in data]  # type: ignore[arg-type]  # as above
     if missing:
         raise InputError(f"{path}: {', '.join(missing)} must be given")
     return cls(**{name: reader(data[name], f"{path}.{name}") for name, reader in readers.items() if name in data})
@@ -75,7 +75,7 @@ def parse_json(text: str | bytes, what: str = "this", *, finite: bool = False) -
     """
     try:
         words = text.decode() if isinstance(text, bytes) else text
-        return json.loads(words, parse_constant=_no_number if finite else None)
+        return json.loads(words, parse_constant=_reject_constant if finite else None)
     except RecursionError as error:
         raise InputError(f"{what}: is nested too deeply") from error
     except ValueError as error:
@@ -87,113 +87,113 @@ def read_tuple(
 ) -> tuple[Record, ...]:
     """A list, each of whose items `item` reads. Raises InputError."""
     if not isinstance(data, (list, tuple)):
-        raise InputError(f"{path}: must be a list, not {brief(data)}")
+        raise InputError(f"{path}: must be a list, not {abbreviate_value(data)}")
     if len(data) > longest:
         raise InputError(f"{path}: {len(data)} items are more than the {longest} that are taken")
     return tuple(item(element, f"{path}[{position}]") for position, element in enumerate(data))
 
 
-def _no_number(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number")
 
 
 @cache
-def _readers(cls: type[Any]) -> dict[str, _Reader]:
+def _build_readers(cls: type[Any]) -> dict[str, _Reader]:
     """Of its fields, by name: what their types ask for is looked up once."""
-    return {name: _reader(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
+    return {name: _build_reader(hint) for name, hint in get_type_hints(cls, include_extras=True).items()}
 
 
 @cache
-def _required(cls: type[Any]) -> tuple[str, ...]:
+def _list_required_fields(cls: type[Any]) -> tuple[str, ...]:
     return tuple(item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING)
 
 
-def _reader(hint: Any, bounds: _Bounds = ()) -> _Reader:
+def _build_reader(hint: Any, bounds: _Bounds = ()) -> _Reader:
     """Of values of this type; it raises InputError."""
     if get_origin(hint) is Annotated:
         inner, *more = get_args(hint)
-        return _reader(inner, (*bounds, *more))
+        return _build_reader(inner, (*bounds, *more))
     if get_origin(hint) in (Union, UnionType):  # a value, or null
-        (given,) = (_reader(each, bounds) for each in get_args(hint) if each is not NoneType)
+        (given,) = (_build_reader(each, bounds) for each in get_args(hint) if each is not NoneType)
         return lambda value, path: None if value is None else given(value, path)
     if get_origin(hint) is tuple:
-        longest = next((bound.count for bound in bounds if isinstance(bound, Longest)), 0)
-        item = _reader(get_args(hint)[0])
+        longest = next((bound.count for bound in bounds if isinstance(bound, MaxLength)), 0)
+        item = _build_reader(get_args(hint)[0])
         return lambda value, path: read_tuple(item, value, path, longest)
     if get_origin(hint) is dict:
-        value_of = _reader(get_args(hint)[1])
-        return lambda value, path: _mapping(value_of, value, path)
+        value_of = _build_reader(get_args(hint)[1])
+        return lambda value, path: _read_mapping(value_of, value, path)
     if is_dataclass(hint):
-        return lambda value, path: read(hint, value, path)  # type: ignore[arg-type]  # it is a class: hints are
+        return lambda value, path: read_dataclass(hint, value, path)  # type: ignore[arg-type]  # it is a class: hints are
     if issubclass(hint, StrEnum):
         words = frozenset(hint)
-        return lambda value, path: hint(_word(value, path, words))
+        return lambda value, path: hint(_read_choice(value, path, words))
     if issubclass(hint, IntEnum):
         numbers = frozenset(hint)
-        return lambda value, path: hint(_number_of(value, path, numbers))
+        return lambda value, path: hint(_read_enum_number(value, path, numbers))
     if hint is bool:
-        return _truth
+        return _read_bool
     if hint is str:
-        return lambda value, path: _text(value, path, bounds)
+        return lambda value, path: _read_text(value, path, bounds)
     within = next((bound for bound in bounds if isinstance(bound, Within)), Within())
-    number = {int: _whole, float: _number}[hint]
+    number = {int: _read_int, float: _read_float}[hint]
     return lambda value, path: number(value, path, within)
 
 
-def _mapping(item: _Reader, data: object, path: str) -> dict[str, Any]:
+def _read_mapping(item: _Reader, data: object, path: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        raise InputError(f"{path}: must be an object, not {brief(data)}")
-    return {key: item(value, f"{path}.{brief(key)}") for key, value in data.items()}
+        raise InputError(f"{path}: must be an object, not {abbreviate_value(data)}")
+    return {key: item(value, f"{path}.{abbreviate_value(key)}") for key, value in data.items()}
 
 
-def _truth(value: object, path: str) -> bool:
+def _read_bool(value: object, path: str) -> bool:
     if not isinstance(value, bool):
-        raise InputError(f"{path}: {brief(value)} must be true or false")
+        raise InputError(f"{path}: {abbreviate_value(value)} must be true or false")
     return value
 
 
-def _whole(value: object, path: str, within: Within) -> int:
+def _read_int(value: object, path: str, within: Within) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InputError(f"{path}: {brief(value)} must be a whole number")
-    _check(value, path, within)
+        raise InputError(f"{path}: {abbreviate_value(value)} must be a whole number")
+    _check_range(value, path, within)
     return value
 
 
-def _number(value: object, path: str, within: Within) -> float:
+def _read_float(value: object, path: str, within: Within) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise InputError(f"{path}: {brief(value)} must be a number")
-    _check(value, path, within)
+        raise InputError(f"{path}: {abbreviate_value(value)} must be a number")
+    _check_range(value, path, within)
     return float(value)
 
 
-def _check(value: float, path: str, within: Within) -> None:
+def _check_range(value: float, path: str, within: Within) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"{path}: {value} must be finite")
     if not within.low <= value <= within.high:
-        raise InputError(f"{path}: {brief(value)} must be from {within.low:g} to {within.high:g}")
+        raise InputError(f"{path}: {abbreviate_value(value)} must be from {within.low:g} to {within.high:g}")
 
 
-def _text(value: object, path: str, bounds: _Bounds) -> str:
+def _read_text(value: object, path: str, bounds: _Bounds) -> str:
     if not isinstance(value, str):
-        raise InputError(f"{path}: {brief(value)} must be a string")
+        raise InputError(f"{path}: {abbreviate_value(value)} must be a string")
     for bound in bounds:
         match bound:
             case OneOf():
-                return _word(value, path, bound.words)
-            case Cut():
+                return _read_choice(value, path, bound.words)
+            case Truncated():
                 return value[-bound.count :].encode(errors="replace").decode()  # half a surrogate pair is no text
-            case Longest() if len(value) > bound.count or not (value.isprintable() and _is_text(value)):
-                raise InputError(f"{path}: must be {bound.count} printable characters at most, not {brief(value)}")
+            case MaxLength() if len(value) > bound.count or not (value.isprintable() and _is_encodable(value)):
+                raise InputError(f"{path}: must be {bound.count} printable characters at most, not {abbreviate_value(value)}")
     return value
 
 
-def _number_of(value: object, path: str, numbers: frozenset[int]) -> int:
+def _read_enum_number(value: object, path: str, numbers: frozenset[int]) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value not in numbers:
-        raise InputError(f"{path}: {brief(value)} is not one of {', '.join(map(str, sorted(numbers)))}")
+        raise InputError(f"{path}: {abbreviate_value(value)} is not one of {', '.join(map(str, sorted(numbers)))}")
     return value
 
 
-def _is_text(value: str) -> bool:
+def _is_encodable(value: str) -> bool:
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -201,16 +201,16 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _word(value: object, path: str, words: frozenset[str]) -> str:
+def _read_choice(value: object, path: str, words: frozenset[str]) -> str:
     if not isinstance(value, str) or value not in words:
         known = ", ".join(sorted(word or '""' for word in words))
         raise InputError(
-            f"{path}: {brief(value)} is not one of {known}; do sidecar and operator have the same version?"
+            f"{path}: {abbreviate_value(value)} is not one of {known}; do sidecar and operator have the same version?"
         )
     return str(value)
 
 
-def brief(value: object) -> str:
+def abbreviate_value(value: object) -> str:
     """For messages, whatever it is: some integers are too long to be written down."""
     try:
         text = ascii(value)

@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """What a record is about."""
 
     STEP = 1  # one optimizer step, from the end of the one before to its own end; value = samples of this rank
@@ -84,7 +84,7 @@ class StateOrigin(IntEnum):
     CHECKPOINT = 4  # the volume
 
 
-SYMMETRIC = frozenset(
+SYMMETRIC_COLLECTIVES = frozenset(
     {Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.BARRIER}
 )
 """Collectives in which the last to arrive made the others wait; a broadcast would blame the innocent."""
@@ -92,7 +92,7 @@ SYMMETRIC = frozenset(
 NOTICED_LATE = 1
 """Flag of a collective's record: its end was noticed only when the rank entered the next one; an upper bound."""
 
-RECORD = np.dtype(
+RING_RECORD = np.dtype(
     [
         ("index", "<u8"),  # position in the rank's history, from 1; 0: never written. A reader checks it for torn slots
         ("kind", "u1"),
@@ -112,14 +112,14 @@ RECORD = np.dtype(
 )
 """One record, 64 bytes."""
 
-RECORD_FORMAT = "<QBBBBIIIqqqdii"
+RING_RECORD_FORMAT = "<QBBBBIIIqqqdii"
 """The same for `struct`, which writes one in under a microsecond."""
 
-ENTERED_PLACES = 64
+MAX_ENTERED_GROUPS = 64
 """Groups of which a rank's state says how far it has come. The first place is nobody's: there those count in vain that
 find no other free."""
 
-STATE = np.dtype(
+RING_STATE = np.dtype(
     [
         ("magic", "<u8"),
         ("capacity", "<u8"),
@@ -157,7 +157,7 @@ STATE = np.dtype(
         ("peer", "<i4"),  # global rank that it sends to or receives from now; -1: whoever comes
         ("owner", "<i4"),  # process id of who alone may take the ring; 0: any may; -1: the first that does
         # How far it has come in each group: so a peer knows whether it has ever entered what others wait in.
-        ("entered", [("group", "<u8"), ("sequence", "<i8")], (ENTERED_PLACES,)),
+        ("entered", [("group", "<u8"), ("sequence", "<i8")], (MAX_ENTERED_GROUPS,)),
         ("total_steps", "<i8"),  # optimizer steps that the script wants of the job; 0: without end, or not known
         # When the rank, in this round, … 0: it has not yet, or its script does not tell.
         ("device_ns", "<i8"),  # … had its device
@@ -170,16 +170,16 @@ STATE = np.dtype(
 )
 """The rank's present state, at the beginning of the ring's header page."""
 
-LOOKED_UP = ("device", "device_collective", "device_group", "device_sequence")
+POLLED_DEVICE_FIELDS = ("device", "device_collective", "device_group", "device_sequence")
 """Fields of the state whose change is no progress of the rank."""
 
-MAGIC = 0x504B_5249_4E47_0001
+RING_MAGIC = 0x504B_5249_4E47_0001
 """Of this layout. What is added at the end of the state, with 0 for what is not known, leaves it as it is."""
-HEADER_BYTES = 4096
-assert RECORD.itemsize == 64
-assert STATE.itemsize <= HEADER_BYTES
+RING_HEADER_BYTES = 4096
+assert RING_RECORD.itemsize == 64
+assert RING_STATE.itemsize <= RING_HEADER_BYTES
 
 
-def ring_bytes(capacity: int) -> int:
+def compute_ring_bytes(capacity: int) -> int:
     """Size of a ring file that holds the last `capacity` records."""
-    return HEADER_BYTES + capacity * RECORD.itemsize
+    return RING_HEADER_BYTES + capacity * RING_RECORD.itemsize

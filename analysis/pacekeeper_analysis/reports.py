@@ -12,24 +12,24 @@ from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, Self
 
-from .communicators import MOST_COMMUNICATORS, Communicator, check_room, parse_entered
+from .communicators import MAX_COMMUNICATORS, Communicator, check_communicators_size, parse_entered
 from .errors import InputError
-from .operations import MOST_CHARACTERS, decode
-from .plan import MOST_PATHS_OF_WORKER, SyncMode
-from .reading import Cut, Longest, OneOf, Within, read, read_tuple
+from .operations import MAX_OPERATIONS_CHARACTERS, decode_operations
+from .plan import MAX_WORKER_PATHS, SyncMode
+from .reading import Truncated, MaxLength, OneOf, Within, read_dataclass, read_tuple
 from .records import Collective, Device, Phase, StateOrigin
 
-LONGEST_WINDOW = 4096
+MAX_WINDOW_STEPS = 4096
 """Steps of a rank's window that are taken."""
-MOST_RANKS = 1024
+MAX_WORKER_RANKS = 1024
 """Of one worker."""
-MOST_GPUS = 32
+MAX_WORKER_GPUS = 32
 """Of one worker."""
-MOST_FLOWS = 4096
+MAX_WORKER_FLOWS = 4096
 """Of one worker."""
 
-Name = Annotated[str, Longest(253)]
-Words = Annotated[str, Cut(2_000)]
+Name = Annotated[str, MaxLength(253)]
+MessageText = Annotated[str, Truncated(2_000)]
 Count = Annotated[int, Within(0)]
 Position = Annotated[int, Within(-1)]
 """A step, or a rank; -1: none."""
@@ -37,12 +37,12 @@ Seconds = Annotated[float, Within(0, 1e12)]
 Samples = Annotated[int, Within(0, 2**31)]
 """Of one rank in one step."""
 Mode = Annotated[str, OneOf(frozenset({"", *SyncMode}))]
-Groups = Annotated[tuple[Communicator, ...], Longest(MOST_COMMUNICATORS)]
-ByStep = Annotated[tuple[Annotated[float, Within(0, 1e24)], ...], Longest(LONGEST_WINDOW)]
+Groups = Annotated[tuple[Communicator, ...], MaxLength(MAX_COMMUNICATORS)]
+StepSeries = Annotated[tuple[Annotated[float, Within(0, 1e24)], ...], MaxLength(MAX_WINDOW_STEPS)]
 
 
 @dataclass(frozen=True)
-class RankFigures:
+class RankMetrics:
     """How a rank trains now: means over its window of steps. 0 where nothing is known (yet)."""
 
     rank: Count
@@ -73,7 +73,7 @@ class GpuHealth:
     """What NVML says of one GPU, over the last ten minutes; 0: not known, or nothing to tell."""
 
     gpu: Name  # UUID
-    signs: Annotated[tuple[Annotated[str, Longest(40)], ...], Longest(16)] = ()  # of diagnose.gpu_health.Sign
+    signs: Annotated[tuple[Annotated[str, MaxLength(40)], ...], MaxLength(16)] = ()  # of diagnose.gpu_health.Sign
     memory_errors: Count = 0  # uncorrected
     lifetime_errors: Count = 0  # the same in its whole life
     remapped_rows: Count = 0  # in its whole life
@@ -121,7 +121,7 @@ class StartStage(StrEnum):
 
 
 @dataclass(frozen=True)
-class StageReached:
+class ReachedStage:
     """When the last of a worker's ranks had come so far in this round."""
 
     stage: StartStage
@@ -152,36 +152,36 @@ class Heartbeat:
     first_step_at: Seconds = 0.0  # end of the first optimizer step of the round; 0: none yet
     # How the round started; told with its first step.
     teardown_seconds: Seconds = 0.0  # from when the round before was seen to end here until its ranks were gone
-    start: Annotated[tuple[StageReached, ...], Longest(len(StartStage))] = ()  # (): not yet, or nobody tells
+    start: Annotated[tuple[ReachedStage, ...], MaxLength(len(StartStage))] = ()  # (): not yet, or nobody tells
     origin: Annotated[str, OneOf(frozenset(origin.name for origin in StateOrigin))] = StateOrigin.UNKNOWN.name
     """Where the ranks' state came from: the farthest of their origins."""
     steered: bool = False  # the script uses the library (it can follow shares and modes), not only pacekeeper.auto
     sync_mode: Mode = ""  # a plan.SyncMode, the one in force on this worker's ranks; "": not steered, or not known yet
-    refused: Words = ""  # why the ranks do not follow the newest plan, in words for people; "": they do
+    refused: MessageText = ""  # why the ranks do not follow the newest plan, in words for people; "": they do
     bad_loss_rank: Position = -1  # a rank here whose loss is not finite; -1: none
     bad_loss_step: Position = -1  # first step of this round in which that was so
     launcher_silent_seconds: Seconds = 0.0  # since its last sign of life, by the sidecar; 0 also: it starts, or is over
-    unkillable_ranks: Annotated[tuple[Count, ...], Longest(MOST_RANKS)] = ()  # still there long after SIGKILL
+    unkillable_ranks: Annotated[tuple[Count, ...], MaxLength(MAX_WORKER_RANKS)] = ()  # still there long after SIGKILL
     # Of the checkpoints of the whole job; only the worker of rank 0 tells.
     checkpoint_failed_rank: Position = -1  # on which the newest checkpoint could not be kept; -1: it was
-    checkpoint_error: Words = ""  # its path and why; "": it was kept, or none was due
+    checkpoint_error: MessageText = ""  # its path and why; "": it was kept, or none was due
     checkpoint_age_seconds: Annotated[float, Within(-1, 1e12)] = -1.0  # of the newest that is kept; -1: none is known
     meeting_port: Annotated[int, Within(0, 65535)] = 0  # at which this launcher can serve a meeting; 0: an older one
     probe_port: Annotated[int, Within(0, 65535)] = 0  # at which it answers probes of links; 0: an older one
-    figures: Annotated[tuple[RankFigures, ...], Longest(MOST_RANKS)] = ()  # of the ranks here; (): none trains yet
-    gpus: Annotated[tuple[GpuHealth, ...], Longest(MOST_GPUS)] = ()  # as NVML in the pod says
-    paths: Annotated[tuple[PathReport, ...], Longest(MOST_PATHS_OF_WORKER)] = ()  # that begin here
+    figures: Annotated[tuple[RankMetrics, ...], MaxLength(MAX_WORKER_RANKS)] = ()  # of the ranks here; (): none trains yet
+    gpus: Annotated[tuple[GpuHealth, ...], MaxLength(MAX_WORKER_GPUS)] = ()  # as NVML in the pod says
+    paths: Annotated[tuple[PathReport, ...], MaxLength(MAX_WORKER_PATHS)] = ()  # that begin here
     sent_at: Seconds = 0.0  # by the same clock as the other times, which tells how far it is off; 0: not said
 
     def to_json(self) -> dict[str, Any]:
         """Without what is as it is where nothing is said: a third is left of a worker's with eight GPUs, which
         thousands send and one process reads."""
-        return _said(self)
+        return _drop_defaults(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field."""
-        return read(cls, data)
+        return read_dataclass(cls, data)
 
     @property
     def gpu_signs(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -202,10 +202,10 @@ class FaultKind(StrEnum):
 FINISHED_MESSAGE = "pacekeeper: the ranks have finished"
 """Line of a trainer's termination message. Exit code 0 alone proves nothing: behind a pipe it is another command's."""
 
-GONE = ("Z", "X", "")
+EXITED_PROCESS_STATES = ("Z", "X", "")
 """State letters of a process that has exited."""
 
-DEBUGGER = "a debugger"
+DEBUGGER_WAIT = "a debugger"
 """In `RankState.waits_for`: somebody looks into the rank, for as long as that takes."""
 
 
@@ -223,9 +223,9 @@ class RankState:
     sequence: Position  # of the last collective entered in the group
     collectives_entered: Count  # in this round, over all groups: the lowest of the job was left behind
     waiting_seconds: Seconds  # since it entered the collective, or since its last sign of progress
-    process_state: Annotated[str, Longest(1)]  # letter of /proc/<pid>/stat: R, S, D, T (stopped), Z; "": gone
+    process_state: Annotated[str, MaxLength(1)]  # letter of /proc/<pid>/stat: R, S, D, T (stopped), Z; "": gone
     moving: bool  # its stack changed between two looks, or its processor time, unless it may spin for its GPU
-    stack: Annotated[str, Cut(16_000)] = ""  # innermost call last; "" where it could not be taken
+    stack: Annotated[str, Truncated(16_000)] = ""  # innermost call last; "" where it could not be taken
     overdue: bool = False  # it has shown no progress for longer than its phase may take
     device: Annotated[str, OneOf(frozenset(device.name for device in Device))] = Device.NONE.name
     # The oldest collective that its GPU has not completed; meaningful where `device` says SCHEDULED or STARTED.
@@ -233,10 +233,10 @@ class RankState:
     device_group: Count = 0
     device_sequence: Count = 0
     peer: Position = -1  # global rank that it sends to or receives from; -1: neither, or whoever comes
-    entered: Annotated[str, Longest(2_000)] = ""
+    entered: Annotated[str, MaxLength(2_000)] = ""
     """How far it has come in each of its groups (`communicators.format_entered`); "": its library does not say."""
     ended: bool = False  # its process has exited with code 0
-    waits_for: Annotated[str, Cut(200)] = ""
+    waits_for: Annotated[str, Truncated(200)] = ""
     """What its process waits for that no rank gives: a child process, a file, a clock. "": nothing of the kind."""
     excused: bool = False  # it may wait for that still: `hangSeconds` have not passed
 
@@ -251,12 +251,12 @@ class BlockedConnection:
     nothing, although its window is open."""
 
     rank: Count  # that owns it
-    remote: Annotated[str, Longest(64)]  # address:port
+    remote: Annotated[str, MaxLength(64)]  # address:port
     seconds: Seconds  # for which nothing has been acknowledged, at least
 
 
 @dataclass(frozen=True)
-class Fault:
+class FaultReport:
     """One thing that a worker noticed, sent until the operator has acknowledged it. `name` is unique in the job."""
 
     name: Name
@@ -271,15 +271,15 @@ class Fault:
     completed_step: bool = False  # whether the rank had completed a step in this round
     step: Position = -1
     ended_peer: Position = -1  # rank that had exited with code 0, which this one waited for; -1: none
-    error: Annotated[str, Cut(8_000)] = ""  # the script's last lines
-    ranks: Annotated[tuple[RankState, ...], Longest(MOST_RANKS)] = ()  # of a stall
-    unreachable: Annotated[tuple[Name, ...], Longest(64)] = ()  # neighbours that did not answer, of a stall
-    missing: Annotated[tuple[Name, ...], Longest(64)] = ()  # workers that did not come, of a round that could not start
+    error: Annotated[str, Truncated(8_000)] = ""  # the script's last lines
+    ranks: Annotated[tuple[RankState, ...], MaxLength(MAX_WORKER_RANKS)] = ()  # of a stall
+    unreachable: Annotated[tuple[Name, ...], MaxLength(64)] = ()  # neighbours that did not answer, of a stall
+    missing: Annotated[tuple[Name, ...], MaxLength(64)] = ()  # workers that did not come, of a round that could not start
     communicators: Groups = ()  # that `ranks` speak of, of a stall
-    blocked: Annotated[tuple[BlockedConnection, ...], Longest(64)] = ()  # the longest first, of a stall
+    blocked: Annotated[tuple[BlockedConnection, ...], MaxLength(64)] = ()  # the longest first, of a stall
     # Of a stall, for people; "": nothing is known.
-    ras: Words = ""  # what NCCL's own watch (RAS) says of the communicators
-    transfers: Words = ""  # what running transfers over NCCL wait for
+    ras: MessageText = ""  # what NCCL's own watch (RAS) says of the communicators
+    transfers: MessageText = ""  # what running transfers over NCCL wait for
     xid: Count = 0
     sent_at: Seconds = 0.0  # by the same clock as `noticed_at`, which tells how far it is off; 0: not said
 
@@ -289,8 +289,8 @@ class Fault:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field."""
-        check_room(data)
-        return read(cls, data)
+        check_communicators_size(data)
+        return read_dataclass(cls, data)
 
 
 @dataclass(frozen=True)
@@ -298,15 +298,15 @@ class RankWindow:
     """A rank's last steps, one number a step (seconds), oldest first; the lists by step are equally long."""
 
     rank: Count
-    steps: Annotated[tuple[Count, ...], Longest(LONGEST_WINDOW)]
-    step_seconds: ByStep
-    compute_seconds: ByStep  # own work, without the waits for peers
-    samples: Annotated[tuple[Samples, ...], Longest(LONGEST_WINDOW)]
-    garbage_seconds: ByStep = ()  # of each step; (): not recorded
-    lengths: ByStep = ()  # of each step's samples, in sum (tokens, say); (): not known
-    squares: ByStep = ()  # of these lengths, in sum; (): only the sums of the lengths are known
+    steps: Annotated[tuple[Count, ...], MaxLength(MAX_WINDOW_STEPS)]
+    step_seconds: StepSeries
+    compute_seconds: StepSeries  # own work, without the waits for peers
+    samples: Annotated[tuple[Samples, ...], MaxLength(MAX_WINDOW_STEPS)]
+    garbage_seconds: StepSeries = ()  # of each step; (): not recorded
+    lengths: StepSeries = ()  # of each step's samples, in sum (tokens, say); (): not known
+    squares: StepSeries = ()  # of these lengths, in sum; (): only the sums of the lengths are known
     sync_mode: Mode = ""  # a plan.SyncMode, in force during the whole window
-    transfers: ByStep = ()  # of the last synchronisations in Local-SGD modes: seconds that they held it up
+    transfers: StepSeries = ()  # of the last synchronisations in Local-SGD modes: seconds that they held it up
     baseline_seconds: Seconds = 0.0  # median time of the job's first steady steps as seen here; 0: not known
     baseline_own_seconds: Seconds = 0.0  # median own work in these steps; 0: not known
     share_grain: Annotated[int, Within(1, 2**31)] = 1  # samples that a rank's share is a multiple of (static shapes)
@@ -330,19 +330,19 @@ class RankOperations:
     """The collectives of a rank's last whole steps."""
 
     rank: Count
-    operations: Annotated[str, Longest(MOST_CHARACTERS)]  # as `operations.encode` writes them
+    operations: Annotated[str, MaxLength(MAX_OPERATIONS_CHARACTERS)]  # as `operations.encode` writes them
 
     def __post_init__(self) -> None:
         """Raises InputError where `operations` are none."""
-        decode(self.operations)
+        decode_operations(self.operations)
 
 
 @dataclass(frozen=True)
 class LinkWindow:
     """One end of a connection during one window of some seconds, by the kernel's own counters (TCP_INFO)."""
 
-    local: Annotated[str, Longest(64)]  # address:port
-    remote: Annotated[str, Longest(64)]
+    local: Annotated[str, MaxLength(64)]  # address:port
+    remote: Annotated[str, MaxLength(64)]
     rank: Position = -1  # that owns it; -1: not a rank's, or not known
     age: Count = 0  # windows ago: 0 is the newest
     seconds: Seconds = 0.0  # that the window took
@@ -378,7 +378,7 @@ class LinkProbe:
     bytes_per_second: Seconds = 0.0  # of the fastest transfer; 0: none came through
     ping_seconds: Seconds = 0.0  # median; 0: none was answered
     pings_lost: Count = 0
-    failed: Words = ""  # why it could not be measured; "": it was
+    failed: MessageText = ""  # why it could not be measured; "": it was
 
 
 @dataclass(frozen=True)
@@ -388,48 +388,48 @@ class Evidence:
     request: Name
     worker: Name
     round: Count
-    windows: Annotated[tuple[RankWindow, ...], Longest(MOST_RANKS)] = ()
+    windows: Annotated[tuple[RankWindow, ...], MaxLength(MAX_WORKER_RANKS)] = ()
     communicators: Groups = ()  # of the ranks here
-    operations: Annotated[tuple[RankOperations, ...], Longest(MOST_RANKS)] = ()
-    links: Annotated[tuple[LinkWindow, ...], Longest(4096)] = ()
-    flows: Annotated[tuple[FlowWindow, ...], Longest(MOST_FLOWS)] = ()
-    probes: Annotated[tuple[LinkProbe, ...], Longest(64)] = ()
+    operations: Annotated[tuple[RankOperations, ...], MaxLength(MAX_WORKER_RANKS)] = ()
+    links: Annotated[tuple[LinkWindow, ...], MaxLength(4096)] = ()
+    flows: Annotated[tuple[FlowWindow, ...], MaxLength(MAX_WORKER_FLOWS)] = ()
+    probes: Annotated[tuple[LinkProbe, ...], MaxLength(64)] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Of links and flows, which may be thousands, what is as usual is left out."""
-        short = {"links": _plain(self.links), "flows": _plain(self.flows)}
+        short = {"links": _to_plain_json(self.links), "flows": _to_plain_json(self.flows)}
         return {**asdict(replace(self, links=(), flows=())), **short}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field. A window that is not sound costs itself only: it is left out."""
         if not isinstance(data, Mapping):
-            return read(cls, data)
-        check_room(data)
-        windows = read_tuple(_sound, data.get("windows", ()), "Evidence.windows", MOST_RANKS)
-        told = read(cls, {**data, "windows": ()})
+            return read_dataclass(cls, data)
+        check_communicators_size(data)
+        windows = read_tuple(_read_rank_window, data.get("windows", ()), "Evidence.windows", MAX_WORKER_RANKS)
+        told = read_dataclass(cls, {**data, "windows": ()})
         return replace(told, windows=tuple(window for window in windows if window is not None))
 
 
-def _said(record: Any) -> dict[str, Any]:
+def _drop_defaults(record: Any) -> dict[str, Any]:
     """What is not as it is where nothing is said, of a dataclass and of those in its tuples."""
-    usual = _usual(type(record))  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
-    return {name: _plain(value) for name, value in vars(record).items() if value != usual[name]}
+    usual = _get_field_defaults(type(record))  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
+    return {name: _to_plain_json(value) for name, value in vars(record).items() if value != usual[name]}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_json(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return _said(value) if is_dataclass(value) else value
+        return [_to_plain_json(each) for each in value]
+    return _drop_defaults(value) if is_dataclass(value) else value
 
 
 @cache
-def _usual(cls: type[Any]) -> dict[str, Any]:
+def _get_field_defaults(cls: type[Any]) -> dict[str, Any]:
     return {field.name: field.default for field in fields(cls)}
 
 
-def _sound(window: object, path: str) -> RankWindow | None:
+def _read_rank_window(window: object, path: str) -> RankWindow | None:
     try:
-        return read(RankWindow, window, path)
+        return read_dataclass(RankWindow, window, path)
     except InputError:
         return None

@@ -22,65 +22,65 @@ from .errors import InputError
 
 Seconds = npt.NDArray[np.float64]
 Shares = npt.NDArray[np.int64]
-Kinds = npt.NDArray[np.int64]
+RankClasses = npt.NDArray[np.int64]
 
-MINIMAL_WIN = 0.02
+MIN_REBALANCE_WIN = 0.02
 """Shares are not worth a change for less than this relative win: it would only make the job flap."""
 
-KNOWN_WIN = 0.01
+MIN_KNOWN_RANKS_WIN = 0.01
 """The same of ranks whose paces are known by many steps: their shares do not flap."""
 
-SURE_WIN = 0.01
+MIN_HALF_WINDOW_WIN = 0.01
 """The same of each half of the steps that are looked at: what only one of them shows is luck."""
 
-KNOWN = 0.1
+MAX_FIXED_COST_ERROR = 0.1
 """The fixed part counts as identified where its standard error is below this part of the rank's own work."""
 
-FIXED = 0.05
+ASSUMED_FIXED_COST_SHARE = 0.05
 """Part of a rank's own work that is taken to be fixed where that cannot be identified."""
 
-_STEPS_COMPARED = 128
+_MAX_STEPS_COMPARED = 128
 """Steps of which all pairs are compared for a slope: enough for 1 % at 10 % noise, and a millisecond a rank."""
 
-UNLIKE = 3.0
+MIN_DISTINCT_STANDARD_ERRORS = 3.0
 """Standard errors by which a rank varies more than the others, to be one that comes and goes, or is farther from ranks
 that are slow, to be not as slow as they are."""
 
-LUCK, MORE_LUCK = 2.0, 4.0
+CHANCE_STANDARD_ERRORS, REPEATED_CHANCE_STANDARD_ERRORS = 2.0, 4.0
 """Standard errors by which a rank is off by luck: by the few steps of one look, and in one of many looks."""
 
-_ROWS = 512
+_BOOTSTRAP_DRAWS = 512
 """Steps that are put together from the ranks' own, and draws of them that shares are fitted to."""
 
-_CANDIDATES = 8
+_MAX_MOVE_CANDIDATES = 8
 """Ranks that might give, and might take, which are tried in all pairs for each move."""
 
 
 @dataclass(frozen=True)
-class Costs:
+class ShareCosts:
     """What a step costs each rank: `fixed + per_sample · samples` seconds; arrays of shape (ranks,)."""
 
     fixed: Seconds
     per_sample: Seconds
     identified: npt.NDArray[np.bool_]  # False: the samples hardly varied; all is in `per_sample`, see `supposed`
 
-    def seconds(self, samples: npt.ArrayLike) -> Seconds:
+    def compute_seconds(self, samples: npt.ArrayLike) -> Seconds:
         """Expected own work under these samples, shape (…, ranks)."""
         return np.asarray(self.fixed + self.per_sample * np.asarray(samples))
 
-    def supposed(self, samples: npt.ArrayLike) -> Costs:
+    def with_assumed_fixed_cost(self, samples: npt.ArrayLike) -> ShareCosts:
         """With FIXED of what a step of these samples costs taken for fixed, where it is not known: no rank's steps are
         without any such part, and who does not reckon with it expects too much of other shares."""
-        known, seconds = self.identified, self.seconds(samples)
+        known, seconds = self.identified, self.compute_seconds(samples)
         return replace(
             self,
-            fixed=np.where(known, self.fixed, FIXED * seconds),
-            per_sample=np.where(known, self.per_sample, (1.0 - FIXED) * seconds / np.asarray(samples)),
+            fixed=np.where(known, self.fixed, ASSUMED_FIXED_COST_SHARE * seconds),
+            per_sample=np.where(known, self.per_sample, (1.0 - ASSUMED_FIXED_COST_SHARE) * seconds / np.asarray(samples)),
         )
 
 
 @dataclass(frozen=True)
-class Balance:
+class ShareBalance:
     """Shares in rank order and the step time (seconds) expected of the present shares and of these. sure: either half
     of the steps says so. least_win: below which they are not worth a change."""
 
@@ -88,7 +88,7 @@ class Balance:
     seconds_now: float
     seconds_after: float
     sure: bool = True
-    least_win: float = MINIMAL_WIN
+    least_win: float = MIN_REBALANCE_WIN
 
     @property
     def win(self) -> float:
@@ -96,20 +96,20 @@ class Balance:
         return 1.0 - self.seconds_after / self.seconds_now if self.seconds_now > 0 else 0.0
 
     @property
-    def worthwhile(self) -> bool:
+    def is_worthwhile(self) -> bool:
         return self.sure and self.win >= self.least_win
 
 
-def rebalance(
+def rebalance_shares(
     compute_seconds: npt.ArrayLike,
     samples: npt.ArrayLike,
     *,
-    costs: Costs | None = None,
+    costs: ShareCosts | None = None,
     minimum: int = 1,
     maximum: int | None = None,
-    grain: int = 1,
+    granularity: int = 1,
     known: Mapping[int, float] | None = None,
-) -> Balance:
+) -> ShareBalance:
     """The best shares, from windows of own work; the present shares are those of the last step.
 
     compute_seconds, samples: shape (steps, ranks), oldest first. costs: as far as they are known already, None: what
@@ -118,46 +118,46 @@ def rebalance(
     that by many more steps take so many times as long a sample as the median rank. Raises InputError where the input
     does not fit.
     """
-    seconds, amounts = _checked(compute_seconds, samples)
+    seconds, amounts = _check_window(compute_seconds, samples)
     if known and not {*known} <= {*range(amounts.shape[1])}:
         raise InputError(f"known paces of ranks {sorted(known)} do not fit {amounts.shape[1]} ranks; leave others out")
-    costs = (fit(seconds, amounts) if costs is None else costs).supposed(amounts[-1])
-    relative = _without_pauses(seconds / costs.seconds(amounts))
-    per_sample = (relative * costs.seconds(amounts) - costs.fixed) / amounts
+    costs = (fit_costs(seconds, amounts) if costs is None else costs).with_assumed_fixed_cost(amounts[-1])
+    relative = _replace_pauses(seconds / costs.compute_seconds(amounts))
+    per_sample = (relative * costs.compute_seconds(amounts) - costs.fixed) / amounts
     per_sample = np.maximum(
         per_sample, 0.05 * costs.per_sample
     )  # noise on a large fixed part must not make it negative
     current = tuple(int(n) for n in amounts[-1])
 
-    def best(of: Seconds, draws: int) -> Balance:
-        drawn, alike = _shrunk(of, known)
-        return balance(
+    def best(of: Seconds, draws: int) -> ShareBalance:
+        drawn, alike = _shrink_costs(of, known)
+        return optimize_shares(
             drawn,
             current,
             fixed=costs.fixed,
             alike=alike,
             minimum=minimum,
             maximum=maximum,
-            grain=grain,
+            granularity=granularity,
             draws=draws,
         )
 
-    found = best(per_sample, _ROWS)
+    found = best(per_sample, _BOOTSTRAP_DRAWS)
     if known:
-        others, _ = _shrunk(per_sample, known, seed=2)  # than those that it was fitted to
-        win = min(found.win, _win(found.shares, current, others, costs.fixed))
-        return Balance(found.shares, found.seconds_now, found.seconds_now * (1.0 - win), least_win=KNOWN_WIN)
+        others, _ = _shrink_costs(per_sample, known, seed=2)  # than those that it was fitted to
+        win = min(found.win, _compute_win(found.shares, current, others, costs.fixed))
+        return ShareBalance(found.shares, found.seconds_now, found.seconds_now * (1.0 - win), least_win=MIN_KNOWN_RANKS_WIN)
     halves = per_sample[0::2], per_sample[1::2]
     if found.shares == current or len(halves[1]) < 2:
         return found
     # What was fitted to these steps looks better on them than it is: its win is what each half's shares win on the
     # other half.
-    wins = [_win(best(of, 64).shares, current, on, costs.fixed) for of, on in (halves, halves[::-1])]
+    wins = [_compute_win(best(of, 64).shares, current, on, costs.fixed) for of, on in (halves, halves[::-1])]
     win = min(found.win, float(np.mean(wins)))
-    return Balance(found.shares, found.seconds_now, found.seconds_now * (1.0 - win), min(wins) >= SURE_WIN)
+    return ShareBalance(found.shares, found.seconds_now, found.seconds_now * (1.0 - win), min(wins) >= MIN_HALF_WINDOW_WIN)
 
 
-def fit(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> Costs:
+def fit_costs(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> ShareCosts:
     """Each rank's fixed cost and cost per sample, by a robust line through its steps.
 
     compute_seconds: own work without waits, samples: of the same steps (or their cost units), both (steps, ranks).
@@ -165,7 +165,7 @@ def fit(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> Costs:
     (Theil–Sen, Sievers 1978): up to a quarter of the steps may be outliers. Raises InputError where values are not
     finite and positive.
     """
-    seconds, amounts = _checked(compute_seconds, samples)
+    seconds, amounts = _check_window(compute_seconds, samples)
     usual = np.median(seconds, axis=0)
     mean = amounts.mean(axis=0)
     per_sample = np.median(seconds / amounts, axis=0)
@@ -173,11 +173,11 @@ def fit(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> Costs:
     identified = np.zeros(len(usual), dtype=bool)
     for rank in np.flatnonzero(np.ptp(amounts, axis=0) > 0):
         own, n = seconds[:, rank], amounts[:, rank]
-        slope = _slope(own, n)
+        slope = _estimate_slope(own, n)
         residual = own - slope * n
         noise = 1.4826 * float(np.median(np.abs(residual - np.median(residual))))
         error = noise / float(np.sqrt(((n - mean[rank]) ** 2).sum())) * mean[rank]
-        if error > KNOWN * usual[rank]:
+        if error > MAX_FIXED_COST_ERROR * usual[rank]:
             continue
         variable = slope * mean[rank]
         if not -max(2 * error, 0.1 * usual[rank]) <= variable <= usual[rank] + max(2 * error, 0.1 * usual[rank]):
@@ -186,34 +186,34 @@ def fit(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> Costs:
         # Noise can push either part below zero, and a cost that no share could lower has no best share.
         per_sample[rank] = np.clip(slope, 0.02 * per_sample[rank], per_sample[rank])
         fixed[rank] = max(0.0, float(np.median(own - per_sample[rank] * n)))
-    return Costs(fixed, per_sample, identified)
+    return ShareCosts(fixed, per_sample, identified)
 
 
-def fit_each(compute_seconds: Sequence[npt.ArrayLike], samples: Sequence[npt.ArrayLike]) -> Costs:
+def fit_costs_per_rank(compute_seconds: Sequence[npt.ArrayLike], samples: Sequence[npt.ArrayLike]) -> ShareCosts:
     """`fit` for ranks whose steps are not the same ones: for each rank, shape (its steps,)."""
     ranks = [
-        fit(np.reshape(own, (-1, 1)), np.reshape(amounts, (-1, 1)))
+        fit_costs(np.reshape(own, (-1, 1)), np.reshape(amounts, (-1, 1)))
         for own, amounts in zip(compute_seconds, samples, strict=True)
     ]
-    return Costs(
+    return ShareCosts(
         np.concatenate([rank.fixed for rank in ranks]),
         np.concatenate([rank.per_sample for rank in ranks]),
         np.concatenate([rank.identified for rank in ranks]),
     )
 
 
-def balance(
+def optimize_shares(
     cost_per_sample: Seconds,
     current: tuple[int, ...],
     *,
     fixed: Seconds | None = None,
-    alike: Kinds | None = None,
+    alike: RankClasses | None = None,
     minimum: int = 1,
     maximum: int | None = None,
-    grain: int = 1,
-    draws: int = _ROWS,
+    granularity: int = 1,
+    draws: int = _BOOTSTRAP_DRAWS,
     seed: int = 0,
-) -> Balance:
+) -> ShareBalance:
     """Integer shares, summing to sum(current), that minimise the expected maximum over ranks of `fixed + share · cost`.
 
     cost_per_sample: seconds a sample, shape (steps observed, ranks). fixed: seconds a step whatever the share, shape
@@ -221,24 +221,24 @@ def balance(
     follow it, None: none. minimum, maximum: of each share; grain: what each is a multiple of. The expectation is over
     `draws` bootstrapped steps, each rank drawn by itself, the same ones for every candidate.
     """
-    if grain > 1:  # a unit of so many samples takes the place of a sample
-        units = balance(
-            cost_per_sample * grain,
-            _units(current, grain),
+    if granularity > 1:  # a unit of so many samples takes the place of a sample
+        units = optimize_shares(
+            cost_per_sample * granularity,
+            _count_granules(current, granularity),
             fixed=fixed,
             alike=alike,
-            minimum=-(-minimum // grain),
-            maximum=None if maximum is None else maximum // grain,
+            minimum=-(-minimum // granularity),
+            maximum=None if maximum is None else maximum // granularity,
             draws=draws,
             seed=seed,
         )
-        return replace(units, shares=tuple(grain * count for count in units.shares))
+        return replace(units, shares=tuple(granularity * count for count in units.shares))
     steps, ranks = cost_per_sample.shape
     total = sum(current)
     ceiling = total if maximum is None else maximum
-    _check(cost_per_sample, current, minimum, ceiling)
+    _check_bounds(cost_per_sample, current, minimum, ceiling)
     offset = np.zeros(ranks) if fixed is None else np.asarray(fixed, dtype=np.float64)
-    kinds = np.arange(ranks) if alike is None else _kinds(alike, offset / cost_per_sample.mean(axis=0))
+    kinds = np.arange(ranks) if alike is None else _number_rank_classes(alike, offset / cost_per_sample.mean(axis=0))
     random = np.random.default_rng(seed)
     drawn = cost_per_sample[random.integers(0, steps, size=(draws, ranks)), np.arange(ranks)]
 
@@ -247,36 +247,36 @@ def balance(
 
     # A rank that is erratic must finish early on average: starts from several quantiles of the costs see to that.
     costs = [cost_per_sample.mean(axis=0), *np.quantile(cost_per_sample, [0.75, 0.9, 0.97], axis=0)]
-    starts = (_level(_common(cost, kinds), offset, total, minimum, ceiling) for cost in costs)
+    starts = (_divide_by_cost(_average_classes(cost, kinds), offset, total, minimum, ceiling) for cost in costs)
     start = min(starts, key=expected)
-    best = _evened(_descend(start, offset, drawn, kinds, minimum, ceiling), kinds)
+    best = _equalize_classes(_improve_shares(start, offset, drawn, kinds, minimum, ceiling), kinds)
     now = expected(np.asarray(current, dtype=np.int64))
     after = expected(best)
-    return Balance(tuple(int(n) for n in best), now, after) if after < now else Balance(current, now, now)
+    return ShareBalance(tuple(int(n) for n in best), now, after) if after < now else ShareBalance(current, now, now)
 
 
-def equal(total: int, ranks: int, grain: int = 1) -> tuple[int, ...]:
+def divide_equally(total: int, ranks: int, granularity: int = 1) -> tuple[int, ...]:
     """Shares as equal as multiples of `grain` allow; the first ranks get the remainder. InputError where a rank would
     get none, or `total` is no multiple."""
-    (units,) = _units((total,), grain)
+    (units,) = _count_granules((total,), granularity)
     if units < ranks:
         raise InputError(
-            f"global batch {total} is too small for {ranks} ranks with {grain} samples or more each; raise the batch "
+            f"global batch {total} is too small for {ranks} ranks with {granularity} samples or more each; raise the batch "
             "or lower spec.replicas"
         )
-    return tuple(grain * (units // ranks + (rank < units % ranks)) for rank in range(ranks))
+    return tuple(granularity * (units // ranks + (rank < units % ranks)) for rank in range(ranks))
 
 
-def _units(samples: Sequence[int], grain: int) -> tuple[int, ...]:
+def _count_granules(samples: Sequence[int], grain: int) -> tuple[int, ...]:
     if any(count % grain for count in samples):
         raise InputError(f"{list(samples)} samples must all be multiples of the shares' grain, {grain}")
     return tuple(count // grain for count in samples)
 
 
-def _slope(seconds: Seconds, amounts: Seconds) -> float:
+def _estimate_slope(seconds: Seconds, amounts: Seconds) -> float:
     """Weighted median of the slopes between all pairs of steps (of many: evenly chosen ones) with different amounts."""
     by_amount = np.argsort(amounts, kind="stable")
-    chosen = by_amount[np.unique(np.linspace(0, len(seconds) - 1, _STEPS_COMPARED).round().astype(int))]
+    chosen = by_amount[np.unique(np.linspace(0, len(seconds) - 1, _MAX_STEPS_COMPARED).round().astype(int))]
     first, second = np.triu_indices(len(chosen), k=1)
     apart = amounts[chosen][second] - amounts[chosen][first]
     different = apart != 0
@@ -286,7 +286,7 @@ def _slope(seconds: Seconds, amounts: Seconds) -> float:
     return float(slopes[order][np.searchsorted(weight, weight[-1] / 2)])
 
 
-def _without_pauses(relative: Seconds) -> Seconds:
+def _replace_pauses(relative: Seconds) -> Seconds:
     """A rank's rare long steps at its usual time. relative: seconds over the expected, (steps, ranks).
 
     What happens in more than a tenth of the steps is no exception but the rank's distribution, and stays.
@@ -298,13 +298,13 @@ def _without_pauses(relative: Seconds) -> Seconds:
     return np.where(long & rare, usual, relative)
 
 
-def _win(new: tuple[int, ...], old: tuple[int, ...], per_sample: Seconds, fixed: Seconds) -> float:
+def _compute_win(new: tuple[int, ...], old: tuple[int, ...], per_sample: Seconds, fixed: Seconds) -> float:
     """Relative win of the new shares on these costs a sample (steps, ranks)."""
     after, before = ((fixed + per_sample * np.array(shares)).max(axis=1).mean() for shares in (new, old))
     return float(1.0 - after / before)
 
 
-def _shrunk(per_sample: Seconds, known: Mapping[int, float] | None = None, seed: int = 1) -> tuple[Seconds, Kinds]:
+def _shrink_costs(per_sample: Seconds, known: Mapping[int, float] | None = None, seed: int = 1) -> tuple[Seconds, RankClasses]:
     """Costs a sample (steps, ranks), with ranks that differ from the others by no more than chance at their pace, and
     of whom no more is known than that they vary as the others do, by all of their steps; and which of them are alike,
     as `balance` takes it. known: paces that are known better.
@@ -321,52 +321,52 @@ def _shrunk(per_sample: Seconds, known: Mapping[int, float] | None = None, seed:
     varied = np.maximum(0.05, 1.0 + (per_sample / mean - 1.0) * scale)
     spread = varied.std(axis=0)
     most = np.sort(spread)[(ranks - 1) // 2]
-    like = spread <= most * _most_by_luck(steps, ranks)
+    like = spread <= most * _compute_max_chance_spread(steps, ranks)
     usual = float(np.median(mean))
     error = np.where(like, most, spread) * mean / np.sqrt(steps)
-    deviation = _pooled(mean - usual, error, MORE_LUCK if known else LUCK)
+    deviation = _pool_deviations(mean - usual, error, REPEATED_CHANCE_STANDARD_ERRORS if known else CHANCE_STANDARD_ERRORS)
     for rank, pace in (known or {}).items():
         deviation[rank] = usual * (pace - 1.0)
     random = np.random.default_rng(seed)  # another one than `balance` draws by
-    drawn = varied[random.integers(0, steps, size=(_ROWS, ranks)), np.arange(ranks)]
+    drawn = varied[random.integers(0, steps, size=(_BOOTSTRAP_DRAWS, ranks)), np.arange(ranks)]
     # A healthy rank's step may be any of theirs: how far each one's few are from their own mean is luck.
     alike = like & (deviation == 0)
     pool = per_sample[:, alike] / mean[alike].mean() if alike.any() else varied[:, like]
-    drawn[:, like] = random.choice(pool.ravel(), size=(_ROWS, int(like.sum())))
+    drawn[:, like] = random.choice(pool.ravel(), size=(_BOOTSTRAP_DRAWS, int(like.sum())))
     _, kinds = np.unique(np.where(like, deviation, np.nan), return_inverse=True, equal_nan=False)
     return np.asarray(drawn * (usual + deviation)), kinds
 
 
-def _most_by_luck(steps: int, ranks: int) -> float:
+def _compute_max_chance_spread(steps: int, ranks: int) -> float:
     """So many times the usual deviation none of so many ranks that vary alike shows in so many steps: UNLIKE standard
     errors, or what one in twenty times some rank exceeds (χ², by Wilson and Hilferty 1931)."""
     error = 2.0 / (9.0 * max(1, steps - 1))
-    errors = max(UNLIKE, NormalDist().inv_cdf(1.0 - 0.05 / ranks))
+    errors = max(MIN_DISTINCT_STANDARD_ERRORS, NormalDist().inv_cdf(1.0 - 0.05 / ranks))
     return float((1.0 + errors * np.sqrt(error) / (1.0 - error)) ** 1.5)
 
 
-def _pooled(deviation: Seconds, error: Seconds, luck: float) -> Seconds:
+def _pool_deviations(deviation: Seconds, error: Seconds, luck: float) -> Seconds:
     """Deviations and standard errors (ranks,): what of them is not luck, of those that are as slow as each other by
     their mean. luck: standard errors."""
     luck = max(luck, NormalDist().inv_cdf(1.0 - 0.5 / len(deviation)))  # of one of so many
-    found = _sure(deviation, luck * error)
+    found = _shrink_deviations(deviation, luck * error)
     slow = found > 0
     if slow.any():
-        of_one = UNLIKE * error * np.sqrt(1.0 - 1.0 / slow.sum())  # from a mean that it is part of
+        of_one = MIN_DISTINCT_STANDARD_ERRORS * error * np.sqrt(1.0 - 1.0 / slow.sum())  # from a mean that it is part of
         alike = slow & (np.abs(deviation - np.median(deviation[slow])) <= of_one)
         if alike.sum() > 1:
             of_mean = luck * error[alike].mean() / np.sqrt(alike.sum())
-            found[alike] = _sure(deviation[alike].mean(), of_mean)
+            found[alike] = _shrink_deviations(deviation[alike].mean(), of_mean)
     return found
 
 
-def _sure(deviation: npt.ArrayLike, by_luck: npt.ArrayLike) -> Seconds:
+def _shrink_deviations(deviation: npt.ArrayLike, by_luck: npt.ArrayLike) -> Seconds:
     """What is left of deviations that may be off by so much (positive-part shrinkage)."""
     of = np.asarray(deviation, dtype=np.float64)
     return np.asarray(of * np.maximum(0.0, 1.0 - np.square(by_luck) / np.maximum(np.square(of), 1e-30)))
 
 
-def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int) -> Shares:
+def _divide_by_cost(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int) -> Shares:
     """Each next sample to the rank that would be done with it first: optimal where costs do not vary.
 
     All samples but the last few of each rank at once: those that fit below a common finish time, found by bisection.
@@ -389,7 +389,7 @@ def _level(cost: Seconds, fixed: Seconds, total: int, minimum: int, maximum: int
     return shares
 
 
-def _descend(shares: Shares, fixed: Seconds, cost: Seconds, kinds: Kinds, minimum: int, maximum: int) -> Shares:
+def _improve_shares(shares: Shares, fixed: Seconds, cost: Seconds, kinds: RankClasses, minimum: int, maximum: int) -> Shares:
     """Move samples from ranks that are often last to early ones, many at a time first, while the mean maximum falls.
 
     cost: seconds a sample in each drawn step, (draws, ranks). kinds: no samples are moved between ranks of the same.
@@ -397,7 +397,7 @@ def _descend(shares: Shares, fixed: Seconds, cost: Seconds, kinds: Kinds, minimu
     shares, times = shares.copy(), fixed + cost * shares
     amount = 1 << max(0, int(shares.mean()).bit_length() - 3)
     while amount:
-        move = _best_move(shares, times, cost, kinds, amount, minimum, maximum)
+        move = _find_best_move(shares, times, cost, kinds, amount, minimum, maximum)
         if move is None:
             amount //= 2
             continue
@@ -409,19 +409,19 @@ def _descend(shares: Shares, fixed: Seconds, cost: Seconds, kinds: Kinds, minimu
     return shares
 
 
-def _kinds(alike: Kinds, fixed: Seconds) -> Kinds:
+def _number_rank_classes(alike: RankClasses, fixed: Seconds) -> RankClasses:
     """The same, 0, 1 …, but for ranks whose fixed parts, in samples, are not one that they have in common."""
     _, kinds = np.unique(alike, return_inverse=True)
-    apart = np.round(fixed - _common(fixed, kinds))
+    apart = np.round(fixed - _average_classes(fixed, kinds))
     return np.unique(np.stack([kinds, apart]), axis=1, return_inverse=True)[1].ravel()
 
 
-def _common(of_each: Seconds, kinds: Kinds) -> Seconds:
+def _average_classes(of_each: Seconds, kinds: RankClasses) -> Seconds:
     """For each rank the mean of its kind."""
     return np.asarray((np.bincount(kinds, of_each) / np.bincount(kinds))[kinds])
 
 
-def _evened(shares: Shares, kinds: Kinds) -> Shares:
+def _equalize_classes(shares: Shares, kinds: RankClasses) -> Shares:
     """Within each kind all as equal as whole samples allow; the first ranks get the remainder."""
     count, total = np.bincount(kinds), np.bincount(kinds, shares).astype(np.int64)
     order = np.argsort(kinds, kind="stable")
@@ -430,8 +430,8 @@ def _evened(shares: Shares, kinds: Kinds) -> Shares:
     return np.asarray((total // count)[kinds] + (place < (total % count)[kinds]))
 
 
-def _best_move(
-    shares: Shares, times: Seconds, cost: Seconds, kinds: Kinds, amount: int, minimum: int, maximum: int
+def _find_best_move(
+    shares: Shares, times: Seconds, cost: Seconds, kinds: RankClasses, amount: int, minimum: int, maximum: int
 ) -> tuple[int, int] | None:
     """The giver and the taker of `amount` samples that lower the mean maximum most; None: no pair lowers it."""
     rows = np.arange(len(times))
@@ -446,8 +446,8 @@ def _best_move(
     losses = np.maximum(times + amount * cost - longest[:, None], 0.0).sum(axis=0)
     gains[shares - amount < minimum] = -1.0
     losses[shares + amount > maximum] = np.inf
-    givers = _of_each_kind(-gains.astype(np.float64), -shares, kinds)[:_CANDIDATES]
-    takers = _of_each_kind(losses, shares, kinds)[:_CANDIDATES]
+    givers = _pick_rank_per_class(-gains.astype(np.float64), -shares, kinds)[:_MAX_MOVE_CANDIDATES]
+    takers = _pick_rank_per_class(losses, shares, kinds)[:_MAX_MOVE_CANDIDATES]
     givers, takers = givers[gains[givers] > 0], takers[np.isfinite(losses[takers])]
     if not len(givers) or not len(takers):
         return None
@@ -462,7 +462,7 @@ def _best_move(
     return int(givers[best // len(takers)]), int(takers[best % len(takers)])
 
 
-def _of_each_kind(cost: Seconds, shares: Shares, kinds: Kinds) -> npt.NDArray[np.int64]:
+def _pick_rank_per_class(cost: Seconds, shares: Shares, kinds: RankClasses) -> npt.NDArray[np.int64]:
     """One rank of each kind, cheapest first: of those with its least shares the one of median cost, since the cheapest
     is so by luck of the draws."""
     order = np.lexsort((cost, shares, kinds))
@@ -472,7 +472,7 @@ def _of_each_kind(cost: Seconds, shares: Shares, kinds: Kinds) -> npt.NDArray[np
     return np.asarray(chosen[np.argsort(cost[chosen], kind="stable")])
 
 
-def _checked(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> tuple[Seconds, Seconds]:
+def _check_window(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> tuple[Seconds, Seconds]:
     seconds, amounts = np.asarray(compute_seconds, dtype=np.float64), np.asarray(samples, dtype=np.float64)
     if seconds.ndim != 2 or seconds.shape != amounts.shape or 0 in seconds.shape:
         raise InputError(
@@ -484,7 +484,7 @@ def _checked(compute_seconds: npt.ArrayLike, samples: npt.ArrayLike) -> tuple[Se
     return seconds, amounts
 
 
-def _check(cost: Seconds, current: tuple[int, ...], minimum: int, maximum: int) -> None:
+def _check_bounds(cost: Seconds, current: tuple[int, ...], minimum: int, maximum: int) -> None:
     steps, ranks = cost.shape
     total = sum(current)
     if steps == 0 or not np.isfinite(cost).all() or (cost <= 0).any():

@@ -18,7 +18,7 @@ from .records import Collective
 from .reports import FlowWindow
 
 
-class Flag(IntFlag):
+class OperationFlag(IntFlag):
     """Of an operation's record."""
 
     SEND = 1  # else a receive
@@ -31,7 +31,7 @@ class Flag(IntFlag):
     WAITS_FOR_CREDIT = 64
 
 
-HEADER = np.dtype(
+TRANSPORT_HEADER = np.dtype(
     [
         ("magic", "<u8"),
         ("capacity", "<u8"),  # records that the file holds
@@ -47,7 +47,7 @@ HEADER = np.dtype(
 )
 """The file's first page."""
 
-COMMUNICATOR = np.dtype(
+TRANSPORT_COMMUNICATOR = np.dtype(
     [
         ("order", "<u8"),  # of creation in this process, from 1; 0: void
         ("id", "<u8"),  # NCCL's, the same on all its ranks
@@ -61,7 +61,7 @@ COMMUNICATOR = np.dtype(
 )
 """A communicator of the process; behind the header, the newest COMMUNICATORS of them."""
 
-OPERATION = np.dtype(
+PROXY_OPERATION = np.dtype(
     [
         ("index", "<u8"),  # from 1; 0: void. A reader checks it for torn slots
         ("communicator", "<u8"),  # its id; 0: not known
@@ -82,25 +82,25 @@ OPERATION = np.dtype(
 )
 """One proxy operation, 64 bytes; behind the communicators, the newest OPERATIONS of them."""
 
-MAGIC = 0x504B_4E43_434C_0001
-COMMUNICATORS, OPERATIONS = 256, 16_384
-COMMUNICATORS_AT = HEADER.itemsize
-OPERATIONS_AT = COMMUNICATORS_AT + COMMUNICATORS * COMMUNICATOR.itemsize
-FILE_BYTES = OPERATIONS_AT + OPERATIONS * OPERATION.itemsize
-STEPS_UNTIL_AT = 24
+TRANSPORT_MAGIC = 0x504B_4E43_434C_0001
+MAX_RECORDED_COMMUNICATORS, MAX_RECORDED_OPERATIONS = 256, 16_384
+COMMUNICATORS_OFFSET = TRANSPORT_HEADER.itemsize
+OPERATIONS_OFFSET = COMMUNICATORS_OFFSET + MAX_RECORDED_COMMUNICATORS * TRANSPORT_COMMUNICATOR.itemsize
+TRANSPORT_FILE_BYTES = OPERATIONS_OFFSET + MAX_RECORDED_OPERATIONS * PROXY_OPERATION.itemsize
+STEPS_UNTIL_OFFSET = 24
 """Where `steps_until_ns` stands in the file."""
-NAMED = 4
+MAX_TRANSFERS_NAMED = 4
 """Transfers that are named where words tell of them."""
 
 
-WINDOWS = 3
-SHORTEST_WINDOW_NS, LONGEST_WINDOW_NS = 1_000_000_000, 5_000_000_000
+FLOW_WINDOW_COUNT = 3
+MIN_FLOW_WINDOW_NS, MAX_FLOW_WINDOW_NS = 1_000_000_000, 5_000_000_000
 """A file of a job with many small messages keeps few seconds."""
-MOST_BYTES = 1 << 38
+MAX_PROXY_OPERATION_BYTES = 1 << 38
 """Of one operation; more makes no sense."""
 
 
-def flows(
+def collect_flow_windows(
     operations: NDArray[np.void], communicators: NDArray[np.void], rank: int, now_ns: int
 ) -> tuple[FlowWindow, ...]:
     """What a rank has exchanged with its peers lately, by window.
@@ -111,16 +111,16 @@ def flows(
     sender; a peer that only receives is told, too, since without that nobody could tell which rank it is.
     """
     end, nbytes, flags = operations["end_ns"], operations["bytes"], operations["flags"]
-    sound = (end > 0) & (end <= now_ns) & (nbytes >= 0) & (nbytes <= MOST_BYTES)
-    told = operations[sound & (flags & (Flag.MEASURED | Flag.FOREIGN) == Flag.MEASURED)]
+    sound = (end > 0) & (end <= now_ns) & (nbytes >= 0) & (nbytes <= MAX_PROXY_OPERATION_BYTES)
+    told = operations[sound & (flags & (OperationFlag.MEASURED | OperationFlag.FOREIGN) == OperationFlag.MEASURED)]
     if not len(told):
         return ()
     ago = now_ns - told["end_ns"]
-    window = min(max(int(ago.max()) // WINDOWS + 1, SHORTEST_WINDOW_NS), LONGEST_WINDOW_NS)
+    window = min(max(int(ago.max()) // FLOW_WINDOW_COUNT + 1, MIN_FLOW_WINDOW_NS), MAX_FLOW_WINDOW_NS)
     keys = np.empty(len(told), [("communicator", "u8"), ("peer", "i4"), ("age", "i8")])
     keys["communicator"], keys["peer"], keys["age"] = told["communicator"], told["peer"], ago // window
     names, members = np.unique(keys, return_inverse=True)
-    sends = told["flags"] & Flag.SEND != 0
+    sends = told["flags"] & OperationFlag.SEND != 0
     sent = np.bincount(members, weights=np.where(sends, told["bytes"], 0))
     network = np.bincount(members, weights=np.where(sends, told["network_us"], 0)) * 1e-6
     shapes = {int(each["id"]): (int(each["rank"]), int(each["size"])) for each in communicators}
@@ -128,43 +128,43 @@ def flows(
     for name, sent_bytes, seconds in zip(names, sent.tolist(), network.tolist(), strict=True):
         communicator, peer, age = name.tolist()
         place, size = shapes.get(communicator, (-1, 0))
-        if 0 <= place < size and 0 <= peer < size and age < WINDOWS:
+        if 0 <= place < size and 0 <= peer < size and age < FLOW_WINDOW_COUNT:
             found.append(FlowWindow(communicator, place, peer, rank, age, int(sent_bytes), round(seconds, 6)))
     return tuple(found)
 
 
-def running_in_words(rank: int, operations: NDArray[np.void], communicators: NDArray[np.void], now_ns: int) -> str:
+def describe_running_transfers(rank: int, operations: NDArray[np.void], communicators: NDArray[np.void], now_ns: int) -> str:
     """What a rank's transfers (`OPERATION`) that have not ended wait for, the longest first; "": there are none."""
-    begun = operations[(operations["end_ns"] == 0) & (operations["flags"] & Flag.BEGUN != 0)]
+    begun = operations[(operations["end_ns"] == 0) & (operations["flags"] & OperationFlag.BEGUN != 0)]
     told = begun[np.argsort(begun["start_ns"])]
     known = {int(communicator["id"]): communicator for communicator in communicators}
-    words = [_running(operation, known, now_ns) for operation in told[:NAMED]]
-    if len(told) > NAMED:
-        words.append(f"and {len(told) - NAMED} more")
+    words = [_describe_transfer(operation, known, now_ns) for operation in told[:MAX_TRANSFERS_NAMED]]
+    if len(told) > MAX_TRANSFERS_NAMED:
+        words.append(f"and {len(told) - MAX_TRANSFERS_NAMED} more")
     return f"rank {rank}: {'; '.join(words)}" if words else ""
 
 
-def _running(operation: np.void, communicators: Mapping[int, np.void], now_ns: int) -> str:
+def _describe_transfer(operation: np.void, communicators: Mapping[int, np.void], now_ns: int) -> str:
     communicator = communicators.get(int(operation["communicator"]))
     where = "of another process" if communicator is None else f"in a communicator of {communicator['size']}"
-    waits = _waits(int(operation["flags"]))
+    waits = _describe_waits(int(operation["flags"]))
     return (
-        f"{'sends to' if operation['flags'] & Flag.SEND else 'receives from'} rank {operation['peer']} {where} "
-        f"({_collective(int(operation['collective']))} {operation['sequence']}, channel {operation['channel']}) for "
+        f"{'sends to' if operation['flags'] & OperationFlag.SEND else 'receives from'} rank {operation['peer']} {where} "
+        f"({_name_collective(int(operation['collective']))} {operation['sequence']}, channel {operation['channel']}) for "
         f"{max(now_ns - int(operation['start_ns']), 0) * 1e-9:.1f} s{waits}"
     )
 
 
-def _waits(flags: int) -> str:
+def _describe_waits(flags: int) -> str:
     """What the steps wait for; "": that was not measured."""
-    names: Iterable[tuple[Flag, str]] = (
-        (Flag.WAITS_FOR_NETWORK, "the network"),
-        (Flag.WAITS_FOR_GPU, "the GPU"),
-        (Flag.WAITS_FOR_CREDIT, "the receiver"),
+    names: Iterable[tuple[OperationFlag, str]] = (
+        (OperationFlag.WAITS_FOR_NETWORK, "the network"),
+        (OperationFlag.WAITS_FOR_GPU, "the GPU"),
+        (OperationFlag.WAITS_FOR_CREDIT, "the receiver"),
     )
     waits = [name for flag, name in names if flags & flag]
     return f", waits for {' and '.join(waits)}" if waits else ""
 
 
-def _collective(number: int) -> str:
+def _name_collective(number: int) -> str:
     return Collective(number).name if number in set(Collective) else "operation"

@@ -20,8 +20,8 @@ from pacekeeper_analysis.diagnose.finding import Finding
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.fabric.view import FabricLink as FabricLink
 from pacekeeper_analysis.fabric.view import LinkState as LinkState
-from pacekeeper_analysis.plan import Sources, SyncMode
-from pacekeeper_analysis.reading import Longest, Within, brief
+from pacekeeper_analysis.plan import SourceNaming, SyncMode
+from pacekeeper_analysis.reading import MaxLength, Within, abbreviate_value
 
 from .codec import Converters, from_json, to_json, to_patch
 
@@ -38,26 +38,26 @@ LABEL_WORKER = f"{GROUP}/worker"
 """On pods: the worker's ordinal."""
 LABEL_PROBE = f"{GROUP}/probe"
 """On probe pods: the node's UID."""
-LABEL_CIRCLE = f"{GROUP}/circle"
+LABEL_PROBE_GROUP = f"{GROUP}/circle"
 """On probe pods: what those have in common that are looked after together."""
 LABEL_NO_QUARANTINE = f"{GROUP}/no-quarantine"
 """On nodes, with any value: the platform team's opt-out."""
-ANNOTATION_AVOIDS = f"{GROUP}/avoids"
+ANNOTATION_AVOIDED_NODES = f"{GROUP}/avoids"
 """Of a worker's pod: names of the nodes that it was kept off when it was made."""
 ANNOTATION_PROFILE = f"{GROUP}/profile"
 """On jobs: another value asks for a behaviour window at once."""
 ANNOTATION_RETAIN_UNTIL = f"{GROUP}/retain-until"
 """On incidents, RFC 3339: deleted afterwards. Remove the annotation to keep the incident."""
-UNREAD = f"{GROUP}/unread"
+DROPPED_TEMPLATE_KEY = f"{GROUP}/unread"
 """Key of what stands for a template that is too large to be kept: why, with the remedy."""
-PAUSE = "pacekeeper-pause"
+PAUSE_CONFIG_MAP = "pacekeeper-pause"
 """ConfigMap of the operator's namespace: while it exists, no remedy is applied. Its key `reason` says why."""
 LABEL_QUEUE = "kueue.x-k8s.io/queue-name"
 LABEL_PRIORITY = "kueue.x-k8s.io/priority-class"
 """On jobs: the WorkloadPriorityClass by which they stand in their queue."""
 LABEL_PREBUILT = "kueue.x-k8s.io/prebuilt-workload-name"
 """On a copy that MultiKueue has made of a job of another cluster: its Workload, which comes from there, too."""
-MANAGER = f"{GROUP}/operator"
+DEFAULT_MANAGER = f"{GROUP}/operator"
 """Who runs a job whose `managedBy` names nobody else."""
 TAINT_QUARANTINE = f"{GROUP}/quarantine"
 """Key of the taint (effect NoSchedule) of a quarantined node."""
@@ -70,15 +70,15 @@ FIELD_MANAGER_CONDITION = "pacekeeper-condition"
 FIELD_MANAGER_CORDON = "pacekeeper-quarantine"
 """Owner of taint and cordon (server-side apply): giving up the ownership leaves a cordon that somebody else owns."""
 
-TRAINER = "trainer"
+TRAINER_CONTAINER = "trainer"
 """The container of the template that runs `pacekeeper run`."""
-SIDECAR = "pacekeeper-sidecar"
+SIDECAR_CONTAINER = "pacekeeper-sidecar"
 MAX_JOB_NAME = 40
-MAX_PROFILE_WANTED = 64
+MAX_PROFILE_REQUEST_CHARACTERS = 64
 """Characters of the annotation that are looked at."""
 MAX_NODE_INCIDENTS = 64
 """Of a NodeHistory: the newest are kept."""
-MAX_EVIDENCE = 64
+MAX_EVIDENCE_ITEMS = 64
 MAX_EVIDENCE_CHARACTERS = 8192
 TOKEN_AUDIENCE = "pacekeeper"
 METRICS_PORT = 9464
@@ -99,14 +99,14 @@ class Remedy(StrEnum):
     PLAN_TRAFFIC = "PlanTraffic"
 
 
-class Mode(StrEnum):
+class RemediationMode(StrEnum):
     """Whether remedies are applied, or only decided and written down."""
 
     ACT = "Act"
     RECOMMEND = "Recommend"
 
 
-class WantedMode(StrEnum):
+class RequestedSyncMode(StrEnum):
     """How the ranks shall keep their parameters alike: a mode of `SyncMode`, or the operator's choice."""
 
     AUTO = "Auto"
@@ -135,7 +135,7 @@ class JobPhase(StrEnum):
     FAILED = "Failed"
 
 
-class Condition(StrEnum):
+class JobCondition(StrEnum):
     """Types of a job's conditions."""
 
     READY = "Ready"  # for tools, by kstatus' conventions: exactly one of these three is True
@@ -221,7 +221,7 @@ class Reason(StrEnum):
     ACCEPTED = "PodAccepted"
 
 
-class Cause(StrEnum):
+class IncidentCause(StrEnum):
     """What an incident is about; part of its name."""
 
     CRASH = "crash"  # a rank ended
@@ -242,7 +242,7 @@ class Cause(StrEnum):
     SLOW_STEPS = "slow-steps"  # on all ranks alike, or as somebody had them looked into by hand
 
 
-class Class(StrEnum):
+class IncidentClass(StrEnum):
     """Whose fault it is."""
 
     APPLICATION = "Application"
@@ -252,7 +252,7 @@ class Class(StrEnum):
     UNKNOWN = "Unknown"
 
 
-class Outcome(StrEnum):
+class IncidentOutcome(StrEnum):
     """What became of an incident, measured after the fact."""
 
     RECOVERED = "Recovered"  # training goes on as before
@@ -283,7 +283,7 @@ class Witness(StrEnum):
     PERSON = "Person"  # whoever has made or approved the NodeQuarantine
 
 
-class Verdict(StrEnum):
+class QuarantineVerdict(StrEnum):
     """What has become of a node that a job blames; the reason of its condition `Quarantined`."""
 
     QUARANTINED = "Quarantined"
@@ -298,19 +298,19 @@ class Verdict(StrEnum):
     RELEASING = "Releasing"  # an earlier quarantine of this node is just ending
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """Nothing more will come of this suspicion."""
         return self not in (
-            Verdict.SUSPECTED,
-            Verdict.AWAITS_APPROVAL,
-            Verdict.BREAKER,
-            Verdict.BUDGET_SPENT,
-            Verdict.PAUSED,
-            Verdict.RELEASING,
+            QuarantineVerdict.SUSPECTED,
+            QuarantineVerdict.AWAITS_APPROVAL,
+            QuarantineVerdict.BREAKER,
+            QuarantineVerdict.BUDGET_SPENT,
+            QuarantineVerdict.PAUSED,
+            QuarantineVerdict.RELEASING,
         )
 
 
-class Inconclusive(StrEnum):
+class InconclusiveReason(StrEnum):
     """Why a probe has said nothing about its node."""
 
     SLOW = "Slow"  # beside other nodes, which is to be confirmed: it may have been its neighbours for a moment
@@ -321,7 +321,7 @@ class Inconclusive(StrEnum):
     ALONE = "Alone"  # no probe pod on another node has passed the check in which it failed
 
 
-class NodeTrouble(StrEnum):
+class NodeIncidentKind(StrEnum):
     """Kinds of Incidents that a NodeHistory counts."""
 
     LOST = "Lost"
@@ -395,7 +395,7 @@ class CheckpointSpec:
 
 @dataclass(frozen=True)
 class ProfileSpec:
-    sources: Sources = Sources.HASH  # how behaviour windows name the job's own files
+    sources: SourceNaming = SourceNaming.HASH  # how behaviour windows name the job's own files
 
 
 @dataclass(frozen=True)
@@ -416,7 +416,7 @@ class ExitCodesSpec:
 
 @dataclass(frozen=True)
 class RemediationSpec:
-    mode: Mode = Mode.ACT
+    mode: RemediationMode = RemediationMode.ACT
     allow: tuple[Remedy, ...] = tuple(Remedy)
     max_restarts: int = 10  # within `restart_window`; disruptions and suspend never count
     restart_window: float = 3600.0  # seconds
@@ -450,17 +450,17 @@ class JobSpec:
     spares: int = 0
     nproc_per_node: int = 1
     suspend: bool = False
-    sync_mode: WantedMode = WantedMode.AUTO
+    sync_mode: RequestedSyncMode = RequestedSyncMode.AUTO
     scheduling_timeout: float = 300.0  # seconds
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     detection: DetectionSpec = field(default_factory=DetectionSpec)
     remediation: RemediationSpec = field(default_factory=RemediationSpec)
     run_policy: RunPolicySpec = field(default_factory=RunPolicySpec)
     preflight: PreflightSpec = field(default_factory=PreflightSpec)
-    managed_by: str = MANAGER
+    managed_by: str = DEFAULT_MANAGER
 
     @property
-    def fewest_replicas(self) -> int:
+    def effective_min_replicas(self) -> int:
         return self.replicas if self.min_replicas is None else self.min_replicas
 
     @classmethod
@@ -472,7 +472,7 @@ class JobSpec:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A TrainingJob: who it is, and what its user wants."""
 
     namespace: str
@@ -496,15 +496,15 @@ class Job:
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
         """`body`: the whole object. Raises InputError that names the field."""
-        return cls._of(body["metadata"], JobSpec.parse(body["spec"]))
+        return cls._from_metadata(body["metadata"], JobSpec.parse(body["spec"]))
 
     @classmethod
-    def named(cls, body: Mapping[str, Any]) -> Self:
+    def parse_identity(cls, body: Mapping[str, Any]) -> Self:
         """The same without what its user wants: who it is can always be read."""
-        return cls._of(body["metadata"], JobSpec(template={}))
+        return cls._from_metadata(body["metadata"], JobSpec(template={}))
 
     @classmethod
-    def _of(cls, metadata: Mapping[str, Any], spec: JobSpec) -> Self:
+    def _from_metadata(cls, metadata: Mapping[str, Any], spec: JobSpec) -> Self:
         labels = metadata.get("labels") or {}
         return cls(
             namespace=metadata["namespace"],
@@ -517,7 +517,7 @@ class Job:
             queue=str(labels.get(LABEL_QUEUE, "")),
             priority_class=str(labels.get(LABEL_PRIORITY, "")),
             prebuilt=str(labels.get(LABEL_PREBUILT, "")),
-            profile_wanted=str((metadata.get("annotations") or {}).get(ANNOTATION_PROFILE, ""))[:MAX_PROFILE_WANTED],
+            profile_wanted=str((metadata.get("annotations") or {}).get(ANNOTATION_PROFILE, ""))[:MAX_PROFILE_REQUEST_CHARACTERS],
         )
 
 
@@ -531,7 +531,7 @@ class WorkerCounts:
     summary: str = ""  # the column WORKERS
 
     @classmethod
-    def of(cls, desired: int, ready: int, spare: int) -> Self:
+    def from_counts(cls, desired: int, ready: int, spare: int) -> Self:
         return cls(desired, ready, spare, f"{ready}/{desired}" + (f"+{spare}" if spare else ""))
 
 
@@ -584,10 +584,10 @@ class JobStatus:
 
     @classmethod
     def parse(cls, status: Mapping[str, Any]) -> Self:
-        return from_json(cls, status, "status", _TIMES)
+        return from_json(cls, status, "status", _TIME_PARSERS)
 
     def to_patch(self) -> dict[str, Any]:
-        return to_patch(self, {**_TIMES_OUT, "slowdown": round_figure, "goodput": round_figure})
+        return to_patch(self, {**_TIME_FORMATTERS, "slowdown": round_for_json, "goodput": round_for_json})
 
 
 @dataclass(frozen=True)
@@ -613,8 +613,8 @@ class IncidentSpec:
     """What happened, where and to whom; written once."""
 
     job_ref: ObjectRef
-    cause: Cause
-    class_: Class = Class.UNKNOWN
+    cause: IncidentCause
+    class_: IncidentClass = IncidentClass.UNKNOWN
     round: int = 0
     rank: int | None = None
     worker: str | None = None
@@ -627,7 +627,7 @@ class IncidentSpec:
         return from_json(cls, spec, "spec", {})
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, {"evidence": _shortened})
+        return to_json(self, {"evidence": _shorten_evidence})
 
 
 class RestartPartName(StrEnum):
@@ -662,7 +662,7 @@ class Restart:
 class IncidentStatus:
     """How the incident goes on. Times are seconds since the epoch; durations count from `first_sign`."""
 
-    mode: Mode | None = None
+    mode: RemediationMode | None = None
     remedy: str | None = None  # the chosen one
     considered: tuple[RemedyPrice, ...] = ()
     first_sign: float | None = None
@@ -679,19 +679,19 @@ class IncidentStatus:
     predicted_gain: float | None = None  # seconds of training
     measured_gain: float | None = None
     diagnosis: Finding | None = None
-    outcome: Outcome | None = None
+    outcome: IncidentOutcome | None = None
     message: str | None = None
 
     @classmethod
     def parse(cls, status: Mapping[str, Any]) -> Self:
-        return from_json(cls, status, "status", _TIMES)
+        return from_json(cls, status, "status", _TIME_PARSERS)
 
     def to_patch(self) -> dict[str, Any]:
-        return to_patch(self, {**_TIMES_OUT, **dict.fromkeys(_INCIDENT_FIGURES, round_figure)})
+        return to_patch(self, {**_TIME_FORMATTERS, **dict.fromkeys(_ROUNDED_INCIDENT_FIELDS, round_for_json)})
 
 
 @dataclass(frozen=True)
-class Sign:
+class NodeSuspicion:
     """What one namespace's jobs say against a node, last; or the platform itself, in the operator's own namespace."""
 
     namespace: str
@@ -703,12 +703,12 @@ class Sign:
     since: float | None = None  # when the namespace said it first; None: at `at`
 
     @property
-    def first(self) -> float:
+    def first_reported_at(self) -> float:
         """When the namespace said it first, seconds since the epoch."""
         return self.at if self.since is None else self.since
 
     @property
-    def by_platform(self) -> bool:
+    def is_from_platform(self) -> bool:
         return not self.incident
 
 
@@ -721,7 +721,7 @@ class QuarantineSpec:
     incident_ref: ObjectRef | None = None
     expires_after: float = 3600.0  # seconds, from cordonedAt
     approved: bool = False
-    signs: tuple[Sign, ...] = ()  # (): somebody has made it by hand, and needs no witness
+    signs: tuple[NodeSuspicion, ...] = ()  # (): somebody has made it by hand, and needs no witness
 
     @classmethod
     def parse(cls, spec: Mapping[str, Any]) -> Self:
@@ -740,14 +740,14 @@ _Share = Annotated[float, Within(0.0, 1.0)]
 class ProbeLink:
     """The way from one probe pod to another, as the first has measured it."""
 
-    peer: Annotated[str, Longest(253)]  # its node
+    peer: Annotated[str, MaxLength(253)]  # its node
     up: _Rate  # bytes a second
     down: _Rate
     ping: _Seconds  # there and back, the median
 
 
 @dataclass(frozen=True)
-class ProbeFigures:
+class ProbeMetrics:
     """What a probe pod has measured of its node. Others say whether that is slow: `decide.node_figures`."""
 
     core_seconds: _Seconds  # processor time of a fixed piece of work, the median of the cores
@@ -759,10 +759,10 @@ class ProbeFigures:
     pressure: _Share = 0.0  # of the last ten seconds something on the node waited for a core
     frequency: Annotated[float, Within(0.0, 10.0)] = 0.0  # of the first core over its highest; 0: not known
     memory_bytes_per_second: _Rate = 0.0
-    links: Annotated[tuple[ProbeLink, ...], Longest(8)] = ()
+    links: Annotated[tuple[ProbeLink, ...], MaxLength(8)] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, _FIGURES_OUT)
+        return to_json(self, _PROBE_METRIC_FORMATTERS)
 
 
 @dataclass(frozen=True)
@@ -774,8 +774,8 @@ class ProbeResult:
     finished: float | None = None
     passed: bool | None = None  # None: it still runs, or has said nothing about the node
     message: str = ""
-    inconclusive: Inconclusive | None = None
-    figures: ProbeFigures | None = None
+    inconclusive: InconclusiveReason | None = None
+    figures: ProbeMetrics | None = None
 
 
 @dataclass(frozen=True)
@@ -790,10 +790,10 @@ class QuarantineStatus:
 
     @classmethod
     def parse(cls, status: Mapping[str, Any]) -> Self:
-        return from_json(cls, status, "status", _TIMES)
+        return from_json(cls, status, "status", _TIME_PARSERS)
 
     def to_patch(self) -> dict[str, Any]:
-        return to_patch(self, {**_TIMES_OUT, **_FIGURES_OUT})
+        return to_patch(self, {**_TIME_FORMATTERS, **_PROBE_METRIC_FORMATTERS})
 
 
 @dataclass(frozen=True)
@@ -804,7 +804,7 @@ class NodeProbe:
     at: float  # seconds since the epoch
     passed: bool | None = None  # None: it could not be found out
     message: str = ""
-    figures: ProbeFigures | None = None
+    figures: ProbeMetrics | None = None
     gpus_left_alone: bool = False  # its free GPUs were not looked at
 
     @classmethod
@@ -813,7 +813,7 @@ class NodeProbe:
         return from_json(cls, spec, "spec", {"at": parse_time})
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, {"at": format_time, **_FIGURES_OUT})
+        return to_json(self, {"at": format_time, **_PROBE_METRIC_FORMATTERS})
 
 
 @dataclass(frozen=True)
@@ -822,16 +822,16 @@ class NodeIncident:
 
     namespace: str
     name: str
-    kind: NodeTrouble
+    kind: NodeIncidentKind
     at: float  # when it was detected, seconds since the epoch
     left_with_node: bool | None = None  # None: its worker was not moved, or what came of it is not known
 
 
 @dataclass(frozen=True)
-class TroubleCount:
+class NodeIncidentCount:
     """How many Incidents of one kind a node has had. Times are seconds since the epoch."""
 
-    kind: NodeTrouble
+    kind: NodeIncidentKind
     count: int
     first_at: float
     last_at: float
@@ -842,22 +842,22 @@ class NodeHistoryStatus:
     """`incidents`: the newest first. `counts`: the same by kind, for people."""
 
     incidents: tuple[NodeIncident, ...] = ()
-    counts: tuple[TroubleCount, ...] = ()
+    counts: tuple[NodeIncidentCount, ...] = ()
 
     @classmethod
-    def of(cls, incidents: tuple[NodeIncident, ...]) -> Self:
+    def from_incidents(cls, incidents: tuple[NodeIncident, ...]) -> Self:
         """With their counts."""
-        times = {kind: [one.at for one in incidents if one.kind is kind] for kind in NodeTrouble}
-        counts = (TroubleCount(kind, len(at), min(at), max(at)) for kind, at in times.items() if at)
+        times = {kind: [one.at for one in incidents if one.kind is kind] for kind in NodeIncidentKind}
+        counts = (NodeIncidentCount(kind, len(at), min(at), max(at)) for kind, at in times.items() if at)
         return cls(incidents, tuple(counts))
 
     @classmethod
     def parse(cls, status: Mapping[str, Any]) -> Self:
         """Raises InputError that names the field."""
-        return from_json(cls, status, "status", _HISTORY_TIMES)
+        return from_json(cls, status, "status", _HISTORY_TIME_PARSERS)
 
     def to_patch(self) -> dict[str, Any]:
-        return to_patch(self, _HISTORY_TIMES_OUT)
+        return to_patch(self, _HISTORY_TIME_FORMATTERS)
 
 
 @dataclass(frozen=True)
@@ -875,14 +875,14 @@ class NodeHistory:
         is left out, and the others count."""
         metadata, spec, status = body["metadata"], body.get("spec") or {}, body.get("status") or {}
         written = status.get("incidents")
-        found = tuple(_node_incidents(written if isinstance(written, list) else ()))
+        found = tuple(_parse_node_incidents(written if isinstance(written, list) else ()))
         return cls(metadata["name"], str(spec.get("nodeUID", "")), found, metadata.get("uid", ""))
 
 
-def _node_incidents(items: Iterable[Any]) -> Iterator[NodeIncident]:
+def _parse_node_incidents(items: Iterable[Any]) -> Iterator[NodeIncident]:
     for item in items:
         with suppress(InputError):
-            yield from_json(NodeIncident, item if isinstance(item, Mapping) else {}, "status.incidents", _HISTORY_TIMES)
+            yield from_json(NodeIncident, item if isinstance(item, Mapping) else {}, "status.incidents", _HISTORY_TIME_PARSERS)
 
 
 @dataclass(frozen=True)
@@ -949,10 +949,10 @@ class FabricStatus:
 
     @classmethod
     def parse(cls, status: Mapping[str, Any]) -> Self:
-        return from_json(cls, status, "status", _TIMES)
+        return from_json(cls, status, "status", _TIME_PARSERS)
 
     def to_json(self) -> dict[str, Any]:
-        return to_json(self, _TIMES_OUT)
+        return to_json(self, _TIME_FORMATTERS)
 
 
 @dataclass(frozen=True)
@@ -984,37 +984,37 @@ class Fabric:
         return cls(metadata["name"], metadata["uid"], generation, created_at, spec, status, unreadable)
 
 
-_RATE_TEXT = re.compile(r"([1-9]\d{0,5}(?:\.\d{1,3})?)([MGT])", re.ASCII)
+_RATE_PATTERN = re.compile(r"([1-9]\d{0,5}(?:\.\d{1,3})?)([MGT])", re.ASCII)
 
 
 def parse_rate(text: str) -> float:
     """Bits a second of `400G`. Raises InputError."""
-    match = _RATE_TEXT.fullmatch(text) if isinstance(text, str) else None
+    match = _RATE_PATTERN.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise InputError(f"{brief(text)} is no rate: write bits a second in M, G or T, like 400G")
+        raise InputError(f"{abbreviate_value(text)} is no rate: write bits a second in M, G or T, like 400G")
     return float(match[1]) * {"M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 
-_PORTS = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
+_PORT_RANGE_PATTERN = re.compile(r"(\d{1,5})-(\d{1,5})", re.ASCII)
 
 
 def parse_ports(text: str) -> tuple[int, int]:
     """The first and the last of `20000-29999`. Raises InputError."""
-    match = _PORTS.fullmatch(text) if isinstance(text, str) else None
+    match = _PORT_RANGE_PATTERN.fullmatch(text) if isinstance(text, str) else None
     first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1024 <= first < last <= 65535:
-        raise InputError(f"{brief(text)} must be two ports from 1024 to 65535, the lower one first, like 20000-29999")
+        raise InputError(f"{abbreviate_value(text)} must be two ports from 1024 to 65535, the lower one first, like 20000-29999")
     return first, last
 
 
-_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_GO_DURATION_PATTERN = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
 def parse_duration(text: str) -> float:
     """Seconds of `1h30m`, `5m`, `90s`. Raises InputError."""
-    match = _DURATION.fullmatch(text) if isinstance(text, str) and text else None
+    match = _GO_DURATION_PATTERN.fullmatch(text) if isinstance(text, str) and text else None
     if match is None:
-        raise InputError(f"{brief(text)} is not a duration: write whole hours, minutes, seconds like 1h30m, 5m or 90s")
+        raise InputError(f"{abbreviate_value(text)} is not a duration: write whole hours, minutes, seconds like 1h30m, 5m or 90s")
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(3600 * hours + 60 * minutes + seconds)
 
@@ -1032,7 +1032,7 @@ def parse_time(text: str) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError as error:
-        raise InputError(f"{brief(text)} is not a time in RFC 3339, like 2026-01-31T12:00:00Z") from error
+        raise InputError(f"{abbreviate_value(text)} is not a time in RFC 3339, like 2026-01-31T12:00:00Z") from error
 
 
 def format_time(seconds: float) -> str:
@@ -1040,13 +1040,13 @@ def format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
-def round_figure(value: float) -> float | None:
+def round_for_json(value: float) -> float | None:
     """Three digits after the point; None for what JSON cannot carry (a slowdown of infinity: the job stands still)."""
     return round(value, 3) if math.isfinite(value) else None
 
 
-def _shortened(evidence: tuple[str, ...]) -> list[str]:
-    return [item[:MAX_EVIDENCE_CHARACTERS] for item in evidence[:MAX_EVIDENCE]]
+def _shorten_evidence(evidence: tuple[str, ...]) -> list[str]:
+    return [item[:MAX_EVIDENCE_CHARACTERS] for item in evidence[:MAX_EVIDENCE_ITEMS]]
 
 
 def _parse_hang_seconds(value: str | int) -> float | None:
@@ -1078,16 +1078,16 @@ _TIME_FIELDS = (
     "started",
     "finished",
 )
-_TIMES: Converters = dict.fromkeys(_TIME_FIELDS, parse_time)
-_TIMES_OUT: Converters = dict.fromkeys(_TIME_FIELDS, format_time)
-_FIGURES_OUT: Converters = {
+_TIME_PARSERS: Converters = dict.fromkeys(_TIME_FIELDS, parse_time)
+_TIME_FORMATTERS: Converters = dict.fromkeys(_TIME_FIELDS, format_time)
+_PROBE_METRIC_FORMATTERS: Converters = {
     **dict.fromkeys(("core_seconds", "slowest_core_seconds", "ping"), lambda seconds: round(seconds, 7)),
-    **dict.fromkeys(("held_back", "idle_cores", "throttled", "pressure", "frequency"), round_figure),
+    **dict.fromkeys(("held_back", "idle_cores", "throttled", "pressure", "frequency"), round_for_json),
     **dict.fromkeys(("memory_bytes_per_second", "up", "down"), round),
 }
-_HISTORY_TIMES: Converters = dict.fromkeys(("at", "first_at", "last_at"), parse_time)
-_HISTORY_TIMES_OUT: Converters = dict.fromkeys(("at", "first_at", "last_at"), format_time)
-_INCIDENT_FIGURES = (
+_HISTORY_TIME_PARSERS: Converters = dict.fromkeys(("at", "first_at", "last_at"), parse_time)
+_HISTORY_TIME_FORMATTERS: Converters = dict.fromkeys(("at", "first_at", "last_at"), format_time)
+_ROUNDED_INCIDENT_FIELDS = (
     "seconds",
     "gain_seconds",
     "cost_seconds",

@@ -27,19 +27,19 @@ from . import api, transfer
 
 Object = api.Object
 Objects = list[Object]
-Kept = TypeVar("Kept")
+Collected = TypeVar("Collected")
 
 REQUEST_SECONDS = 15
 WATCH_SECONDS = 300
 """So long the API server tells of changes before it ends a watch."""
-SILENT_SECONDS = 75.0
+WATCH_IDLE_TIMEOUT_SECONDS = 75.0
 """A watch that says nothing for so long has ended; it says once a minute that there is nothing."""
-PAGE = 500
+LIST_PAGE_OBJECTS = 500
 """Objects of a list that come at once, at most: `transfer.Pages` bounds their bytes. Thousands would hold up everything
 else while they are read: a Lease, say."""
-CALLS_AT_ONCE = 32
+MAX_CONCURRENT_API_CALLS = 32
 """Of one connection; others wait. More would make no answer come sooner, and each of them later."""
-BUSY_SECONDS, LONGEST_BUSY_SECONDS = 2.0, 60.0
+API_BUSY_RETRY_SECONDS, MAX_API_BUSY_RETRY_SECONDS = 2.0, 60.0
 """Until the next call to an API server that has too much to do and does not say when; and at most."""
 FIELD_MANAGER = "pacekeeper"
 
@@ -52,7 +52,7 @@ class Conflict(kopf.TemporaryError):
     """The object has changed since it was read, or exists already."""
 
 
-class Refused(kopf.PermanentError):
+class ObjectRejected(kopf.PermanentError):
     """The API server does not accept the object; the message is the server's."""
 
 
@@ -60,23 +60,23 @@ class Denied(kopf.TemporaryError):
     """The API server does not allow it now (quota, a policy, a missing right); the message is the server's."""
 
 
-class Busy(kopf.TemporaryError):
+class ApiServerBusy(kopf.TemporaryError):
     """The API server has more to do than it takes; `delay` is what it asks for."""
 
 
-class Gone(kopf.TemporaryError):
+class ResourceVersionExpired(kopf.TemporaryError):
     """What has happened since is not known any more, or not yet, where an etcd was restored: list it anew."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class ResourceKind:
     """A kind of objects and where the API server keeps them."""
 
     path: str  # /api/v1 or /apis/<group>/<version>
     plural: str
     namespaced: bool = True
 
-    def places(self, namespaces: Sequence[str]) -> Sequence[str]:
+    def list_scopes(self, namespaces: Sequence[str]) -> Sequence[str]:
         """Which lists and watches have all of it that is in these namespaces (none: in all); "": one for all."""
         return namespaces if self.namespaced and namespaces else ("",)
 
@@ -90,7 +90,7 @@ class Listing:
 
 
 @dataclass(frozen=True)
-class Change:
+class WatchEvent:
     """What a watch tells."""
 
     body: Object | None  # of the object, as it is now or was when it went; None: all that was is known up to `version`
@@ -98,33 +98,33 @@ class Change:
     deleted: bool = False
 
 
-PODS = Kind("/api/v1", "pods")
-NODES = Kind("/api/v1", "nodes", namespaced=False)
-CONFIG_MAPS = Kind("/api/v1", "configmaps")
-SECRETS = Kind("/api/v1", "secrets")
-EVENTS = Kind("/apis/events.k8s.io/v1", "events")
-LEASES = Kind("/apis/coordination.k8s.io/v1", "leases")
-TOKEN_REVIEWS = Kind("/apis/authentication.k8s.io/v1", "tokenreviews", namespaced=False)
-POLICIES = Kind("/apis/networking.k8s.io/v1", "networkpolicies")
-JOBS = Kind(f"/apis/{api.API_VERSION}", "trainingjobs")
-STATES = Kind(f"/apis/{api.API_VERSION}", "trainingjobstates")
-BEHAVIOURS = Kind(f"/apis/{api.API_VERSION}", "behaviourwindows")
-INCIDENTS = Kind(f"/apis/{api.API_VERSION}", "incidents")
-FABRICS = Kind(f"/apis/{api.API_VERSION}", "fabrics", namespaced=False)
-NODE_PROBES = Kind(f"/apis/{api.API_VERSION}", "nodeprobes", namespaced=False)
-NODE_HISTORIES = Kind(f"/apis/{api.API_VERSION}", "nodehistories", namespaced=False)
-QUARANTINES = Kind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
+PODS = ResourceKind("/api/v1", "pods")
+NODE_OBJECTS = ResourceKind("/api/v1", "nodes", namespaced=False)
+CONFIG_MAPS = ResourceKind("/api/v1", "configmaps")
+SECRETS = ResourceKind("/api/v1", "secrets")
+EVENTS = ResourceKind("/apis/events.k8s.io/v1", "events")
+LEASES = ResourceKind("/apis/coordination.k8s.io/v1", "leases")
+TOKEN_REVIEWS = ResourceKind("/apis/authentication.k8s.io/v1", "tokenreviews", namespaced=False)
+NETWORK_POLICIES = ResourceKind("/apis/networking.k8s.io/v1", "networkpolicies")
+TRAINING_JOBS = ResourceKind(f"/apis/{api.API_VERSION}", "trainingjobs")
+TRAINING_JOB_STATES = ResourceKind(f"/apis/{api.API_VERSION}", "trainingjobstates")
+PROFILE_WINDOWS = ResourceKind(f"/apis/{api.API_VERSION}", "behaviourwindows")
+INCIDENT_OBJECTS = ResourceKind(f"/apis/{api.API_VERSION}", "incidents")
+FABRICS = ResourceKind(f"/apis/{api.API_VERSION}", "fabrics", namespaced=False)
+NODE_PROBES = ResourceKind(f"/apis/{api.API_VERSION}", "nodeprobes", namespaced=False)
+NODE_HISTORIES = ResourceKind(f"/apis/{api.API_VERSION}", "nodehistories", namespaced=False)
+NODE_QUARANTINES = ResourceKind(f"/apis/{api.API_VERSION}", "nodequarantines", namespaced=False)
 
-_OF_ANYBODY = (LEASES.path, TOKEN_REVIEWS.path)
+_PATHS_WITHOUT_LEADERSHIP = (LEASES.path, TOKEN_REVIEWS.path)
 """What an operator writes that does not lead: it changes nothing that another decides upon."""
 
-JSON = "application/json"
+JSON_CONTENT_TYPE = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
 
 @dataclass(frozen=True)
-class Answer:
+class ApiResponse:
     """Of the API server. What is no JSON object stands in the body's `message`."""
 
     status: int
@@ -133,12 +133,12 @@ class Answer:
     date: float = 0.0  # seconds since the epoch, by the server's clock; 0: it does not say
 
 
-class Connection(Protocol):
+class ApiConnection(Protocol):
     """The way to the API server: the one thing about it that a simulation replaces."""
 
     async def request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, style: str
-    ) -> Answer:
+    ) -> ApiResponse:
         """`style`: the body's media type. Raises aiohttp.ClientError, TimeoutError or OSError where there is no answer
         within REQUEST_SECONDS."""
 
@@ -150,63 +150,63 @@ class Connection(Protocol):
 class Cluster:
     """The API server. Use `connect()`."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ApiConnection) -> None:
         self._connection = connection
-        self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
-        self.before_write: Callable[[], None] = _go_on
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_API_CALLS)
+        self.before_write: Callable[[], None] = _allow_write
         """Called before whatever changes the cluster is sent; it raises where this operator may not act."""
-        self.hear_date: Callable[[float], None] = _pass_over
+        self.on_server_date: Callable[[float], None] = _ignore_date
         """Called with the date of each answer that has one, in seconds since the epoch by the API server's clock."""
 
-    async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
-        return await self._call("GET", _path(kind, namespace, name))
+    async def get(self, kind: ResourceKind, name: str, namespace: str = "") -> Object:
+        return await self._call("GET", _build_path(kind, namespace, name))
 
-    async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
+    async def find(self, kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
         """The object, or None where it does not exist."""
         try:
             return await self.get(kind, name, namespace)
         except NotFound:
             return None
 
-    async def served(self, group: str, versions: Sequence[str]) -> str:
+    async def find_served_version(self, group: str, versions: Sequence[str]) -> str:
         """The first of these versions that the API group is served in; "": it is in none of them, or unknown."""
-        found = await self.find(Kind("/apis", group, namespaced=False), "")
+        found = await self.find(ResourceKind("/apis", group, namespaced=False), "")
         there = set() if found is None else {each["version"] for each in found["versions"]}
         return next((version for version in versions if version in there), "")
 
-    async def list(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Objects:
+    async def list(self, kind: ResourceKind, namespace: str = "", *, labels: str = "", fields: str = "") -> Objects:
         """All objects, none staler than the call; of all namespaces where none is given."""
-        return (await self.listing(kind, namespace, labels=labels, fields=fields)).items
+        return (await self.list_with_version(kind, namespace, labels=labels, fields=fields)).items
 
-    async def listing(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Listing:
+    async def list_with_version(self, kind: ResourceKind, namespace: str = "", *, labels: str = "", fields: str = "") -> Listing:
         """The same, and as of when."""
         items: Objects = []
         version = 0
-        async for page in self.pages(kind, namespace, labels=labels, fields=fields):
+        async for page in self.list_pages(kind, namespace, labels=labels, fields=fields):
             items += page.items
             version = page.version
         return Listing(items, version)
 
     async def collect(
-        self, kind: Kind, keep: Callable[[Object], Kept], namespace: str = "", *, labels: str = "", fields: str = ""
-    ) -> Sequence[Kept]:
+        self, kind: ResourceKind, convert: Callable[[Object], Collected], namespace: str = "", *, labels: str = "", fields: str = ""
+    ) -> Sequence[Collected]:
         """What `keep` makes of each object. For objects of tenants, who decide how large they are: no more than a page
         of them is held at once."""
-        kept: list[Kept] = []
-        async with aclosing(self.pages(kind, namespace, labels=labels, fields=fields)) as pages:
+        kept: list[Collected] = []
+        async with aclosing(self.list_pages(kind, namespace, labels=labels, fields=fields)) as pages:
             async for page in pages:
-                kept += map(keep, page.items)
+                kept += map(convert, page.items)
         return kept
 
-    async def pages(
-        self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = ""
+    async def list_pages(
+        self, kind: ResourceKind, namespace: str = "", *, labels: str = "", fields: str = ""
     ) -> AsyncGenerator[Listing]:
         """The same in parts, for whoever keeps little of each object: thousands of pods take hundreds of megabytes. A
         page is emptied before the next one is asked for."""
-        query = {"limit": str(PAGE)} | ({"labelSelector": labels} if labels else {})
+        query = {"limit": str(LIST_PAGE_OBJECTS)} | ({"labelSelector": labels} if labels else {})
         query |= {"fieldSelector": fields} if fields else {}
         while True:
-            answer = await self._call("GET", _path(kind, namespace), query)
+            answer = await self._call("GET", _build_path(kind, namespace), query)
             if "items" not in answer:
                 words = f"the API server has answered a list of {kind.plural} without a list"
                 raise kopf.TemporaryError(words, delay=2)
@@ -217,35 +217,35 @@ class Cluster:
             if not query["continue"]:
                 return
 
-    async def watch(self, kind: Kind, version: int, namespace: str = "", *, labels: str = "") -> AsyncGenerator[Change]:
+    async def watch(self, kind: ResourceKind, version: int, namespace: str = "", *, labels: str = "") -> AsyncGenerator[WatchEvent]:
         """What has changed since `version`, until the API server ends it. Raises Gone."""
         query = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": str(version)}
         query |= {"timeoutSeconds": str(WATCH_SECONDS)} | ({"labelSelector": labels} if labels else {})
-        path = _path(kind, namespace)
+        path = _build_path(kind, namespace)
         try:
             async with aclosing(self._connection.watch(path, query)) as events:
                 async for event in events:
-                    yield _change(event, path)
+                    yield _parse_watch_event(event, path)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise kopf.TemporaryError(
                 f"the API server does not answer a watch of {path}: {error!r}", delay=2
             ) from error
 
-    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(self, kind: ResourceKind, body: Object, *, dry_run: bool = False) -> Object:
         """Raises Conflict where it exists already, Refused where the server does not accept it, Denied where it does
         not now. A dry run is strict: a field that the server does not know is refused rather than dropped."""
         query = {"fieldManager": FIELD_MANAGER} | ({"dryRun": "All", "fieldValidation": "Strict"} if dry_run else {})
-        return await self._call("POST", _path(kind, body["metadata"].get("namespace", "")), query, body)
+        return await self._call("POST", _build_path(kind, body["metadata"].get("namespace", "")), query, body)
 
-    async def replace(self, kind: Kind, body: Object) -> Object:
+    async def replace(self, kind: ResourceKind, body: Object) -> Object:
         """Compare-and-swap on metadata.resourceVersion. Raises Conflict where somebody was faster."""
         metadata = body["metadata"]
-        path = _path(kind, metadata.get("namespace", ""), metadata["name"])
+        path = _build_path(kind, metadata.get("namespace", ""), metadata["name"])
         return await self._call("PUT", path, {"fieldManager": FIELD_MANAGER}, body)
 
     async def patch(
         self,
-        kind: Kind,
+        kind: ResourceKind,
         name: str,
         body: Object | Objects,
         namespace: str = "",
@@ -253,17 +253,17 @@ class Cluster:
         subresource: str = "",
         style: str = MERGE_PATCH,
     ) -> Object:
-        path = _path(kind, namespace, name, subresource)
+        path = _build_path(kind, namespace, name, subresource)
         return await self._call("PATCH", path, {"fieldManager": FIELD_MANAGER}, body, style)
 
-    async def apply(self, kind: Kind, body: Object, *, manager: str, subresource: str = "") -> Object:
+    async def apply(self, kind: ResourceKind, body: Object, *, manager: str, subresource: str = "") -> Object:
         """Server-side apply: `manager` owns exactly the fields of `body`, and gives up those it no longer names."""
         metadata = body["metadata"]
-        path = _path(kind, metadata.get("namespace", ""), metadata["name"], subresource)
+        path = _build_path(kind, metadata.get("namespace", ""), metadata["name"], subresource)
         return await self._call("PATCH", path, {"fieldManager": manager, "force": "true"}, body, APPLY_PATCH)
 
     async def delete(
-        self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", grace: int | None = None
+        self, kind: ResourceKind, name: str, namespace: str = "", *, uid: str = "", grace: int | None = None
     ) -> None:
         """Gone already is fine. `uid` protects a successor of the same name; grace 0 does not wait for the kubelet."""
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
@@ -272,7 +272,7 @@ class Cluster:
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         try:
-            await self._call("DELETE", _path(kind, namespace, name), body=body)
+            await self._call("DELETE", _build_path(kind, namespace, name), body=body)
         except (NotFound, Conflict):
             return
 
@@ -282,10 +282,10 @@ class Cluster:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Object | Objects | None = None,
-        style: str = JSON,
+        style: str = JSON_CONTENT_TYPE,
     ) -> Object:
         async with self._slots:
-            if method != "GET" and not path.startswith(_OF_ANYBODY):
+            if method != "GET" and not path.startswith(_PATHS_WITHOUT_LEADERSHIP):
                 self.before_write()  # now, not before it had to wait
             try:
                 answer = await self._connection.request(method, path, query or {}, body, style)
@@ -293,10 +293,10 @@ class Cluster:
                 words = f"the API server does not answer {method} {path}: {error!r}"
                 raise kopf.TemporaryError(words, delay=2) from error
         if answer.date:
-            self.hear_date(answer.date)
+            self.on_server_date(answer.date)
         if answer.status < 300:
             return answer.body
-        raise _error(answer, method, path)
+        raise _build_error(answer, method, path)
 
 
 class HttpConnection:
@@ -307,26 +307,26 @@ class HttpConnection:
 
     async def request(
         self, method: str, path: str, query: Mapping[str, str], body: Object | Objects | None, style: str
-    ) -> Answer:
-        answer = await self._ask(method, path, query, body, style, REQUEST_SECONDS)
+    ) -> ApiResponse:
+        answer = await self._send_request(method, path, query, body, style, REQUEST_SECONDS)
         asked = answer.headers.get("Retry-After", "")
-        date = _date(answer.headers.get("Date", ""))
-        return Answer(answer.status, parse(await answer.read()), float(asked) if asked.isdecimal() else 0.0, date)
+        date = _parse_http_date(answer.headers.get("Date", ""))
+        return ApiResponse(answer.status, parse_response(await answer.read()), float(asked) if asked.isdecimal() else 0.0, date)
 
     async def watch(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[Object]:
-        patience = aiohttp.ClientTimeout(total=None, connect=REQUEST_SECONDS, sock_read=SILENT_SECONDS)
-        answer = await self._ask("GET", path, query, None, JSON, patience)
+        patience = aiohttp.ClientTimeout(total=None, connect=REQUEST_SECONDS, sock_read=WATCH_IDLE_TIMEOUT_SECONDS)
+        answer = await self._send_request("GET", path, query, None, JSON_CONTENT_TYPE, patience)
         try:
             if answer.status >= 300:
-                yield {"type": "ERROR", "object": parse(await answer.read()) | {"code": answer.status}}
+                yield {"type": "ERROR", "object": parse_response(await answer.read()) | {"code": answer.status}}
                 return
-            async with aclosing(transfer.lines(answer.response.content)) as lines:
+            async with aclosing(transfer.read_lines(answer.response.content)) as lines:
                 async for line in lines:
-                    yield parse(line)
+                    yield parse_response(line)
         finally:
             answer.response.close()
 
-    async def _ask(
+    async def _send_request(
         self,
         method: str,
         path: str,
@@ -344,7 +344,7 @@ class HttpConnection:
 
 
 @asynccontextmanager
-async def connect() -> AsyncIterator[Cluster]:
+async def connect_to_cluster() -> AsyncIterator[Cluster]:
     """By the pod's service account, or outside of a cluster by the kubeconfig ($KUBECONFIG)."""
     configuration = client.Configuration()
     try:
@@ -352,21 +352,21 @@ async def connect() -> AsyncIterator[Cluster]:
     except config.ConfigException:
         await config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     # Only for the sake of a proxy: else aiohttp looks for a .netrc, and proxies, with every call.
-    configuration.client_session_kwargs = {"trust_env": bool(getproxies()), **transfer.session_options()}
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies()), **transfer.build_session_options()}
     configuration.connection_pool_maxsize = 0  # calls are bounded here, and watches need one for each namespace
     async with client.ApiClient(configuration) as connection:
         yield Cluster(HttpConnection(connection))
 
 
-def _go_on() -> None:
+def _allow_write() -> None:
     return None
 
 
-def _pass_over(_date: float) -> None:
+def _ignore_date(_date: float) -> None:
     return None
 
 
-def _date(text: str) -> float:
+def _parse_http_date(text: str) -> float:
     """Seconds since the epoch of a date in HTTP's form; 0: it is none."""
     try:
         return parsedate_to_datetime(text).timestamp()
@@ -374,12 +374,12 @@ def _date(text: str) -> float:
         return 0.0
 
 
-def _path(kind: Kind, namespace: str = "", name: str = "", subresource: str = "") -> str:
+def _build_path(kind: ResourceKind, namespace: str = "", name: str = "", subresource: str = "") -> str:
     scope = f"/namespaces/{namespace}" if kind.namespaced and namespace else ""
     return "/".join(part for part in (f"{kind.path}{scope}", kind.plural, name, subresource) if part)
 
 
-def parse(data: bytes) -> Object:
+def parse_response(data: bytes) -> Object:
     """An answer, or a line of a watch."""
     try:
         parsed = orjson.loads(data)
@@ -391,18 +391,18 @@ def parse(data: bytes) -> Object:
     return parsed if isinstance(parsed, dict) else {"message": str(parsed)}
 
 
-def _change(event: Object, path: str) -> Change:
+def _parse_watch_event(event: Object, path: str) -> WatchEvent:
     """Raises what an event of type ERROR says."""
     if event.keys() != {"type", "object"}:
         raise kopf.TemporaryError(f"the API server has answered a watch of {path} without an event", delay=2)
     kind, body = event["type"], event["object"]
     if kind == "ERROR":
         status = int(body.get("code") or 500)
-        raise Gone(body.get("message", "")) if status == 410 else _error(Answer(status, body), "WATCH", path)
-    return Change(None if kind == "BOOKMARK" else body, int(body["metadata"]["resourceVersion"]), kind == "DELETED")
+        raise ResourceVersionExpired(body.get("message", "")) if status == 410 else _build_error(ApiResponse(status, body), "WATCH", path)
+    return WatchEvent(None if kind == "BOOKMARK" else body, int(body["metadata"]["resourceVersion"]), kind == "DELETED")
 
 
-def _error(answer: Answer, method: str, path: str) -> Exception:
+def _build_error(answer: ApiResponse, method: str, path: str) -> Exception:
     status = answer.status
     text = answer.body.get("message", "") or f"{method} {path}: status {status}"
     match status:
@@ -411,17 +411,17 @@ def _error(answer: Answer, method: str, path: str) -> Exception:
         case 409:
             return Conflict(text, delay=1)
         case 400 | 422:
-            return Refused(text)
+            return ObjectRejected(text)
         case 403 if "violates PodSecurity" in text or "denied the request" in text:
-            return Refused(text)
+            return ObjectRejected(text)
         case 403:
             return Denied(text, delay=5)
         case 429:
-            asked = answer.retry_after or BUSY_SECONDS
-            return Busy(f"{method} {path}: status {status}: {text}", delay=min(asked, LONGEST_BUSY_SECONDS))
+            asked = answer.retry_after or API_BUSY_RETRY_SECONDS
+            return ApiServerBusy(f"{method} {path}: status {status}: {text}", delay=min(asked, MAX_API_BUSY_RETRY_SECONDS))
         case 401:
             return kopf.TemporaryError(f"the API server does not know the operator: {method} {path}: {text}", delay=15)
         case 504 if "Too large resource version" in text:
-            return Gone(text)
+            return ResourceVersionExpired(text)
         case _:
             return kopf.TemporaryError(f"{method} {path}: status {status}: {text}", delay=2)

@@ -15,37 +15,37 @@ from functools import cache
 from typing import Any, TypeVar
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import brief
+from pacekeeper_analysis.reading import abbreviate_value
 
 Converters = Mapping[str, Callable[[Any], Any]]
 Record = TypeVar("Record")
-_PLAIN = frozenset({str, int, float, bool})
+_SCALAR_TYPES = frozenset({str, int, float, bool})
 _Writer = Callable[[Any, Converters], dict[str, Any]]
 
 
 def from_json(cls: type[Record], data: Mapping[str, Any], path: str, converters: Converters) -> Record:
     """`path` is where `data` stands, for messages: `spec.checkpoint`. Absent and null fields take their default."""
-    known = hints(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
+    known = list_field_hints(cls)  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
     values: dict[str, Any] = {}
     for name, key, hint in known:
         value = data.get(key)
         if value is not None:
-            values[name] = _read(hint, value, f"{path}.{key}", converters, converters.get(name))
+            values[name] = _read_value(hint, value, f"{path}.{key}", converters, converters.get(name))
     try:
         return cls(**values)
     except TypeError as error:
-        missing = [camel_case(name) for name in _required(cls) if name not in values]
+        missing = [camel_case(name) for name in _list_required_fields(cls) if name not in values]
         raise InputError(f"{path}: {', '.join(missing)} must be given") from error
 
 
 def to_json(record: Any, converters: Converters) -> dict[str, Any]:
     """Without the fields that are None."""
-    return {key: value for key, value in _fields(record, converters, to_json) if value is not None}
+    return {key: value for key, value in _iterate_fields(record, converters, to_json) if value is not None}
 
 
 def to_patch(record: Any, converters: Converters) -> dict[str, Any]:
     """For a merge patch: a field that is None is null, which removes it. Lists are replaced whole, without nulls."""
-    return dict(_fields(record, converters, to_patch))
+    return dict(_iterate_fields(record, converters, to_patch))
 
 
 @cache
@@ -56,7 +56,7 @@ def camel_case(name: str) -> str:
 
 
 @cache
-def hints(cls: type[Any]) -> tuple[tuple[str, str, Any], ...]:
+def list_field_hints(cls: type[Any]) -> tuple[tuple[str, str, Any], ...]:
     """(field, key, annotation) of each field."""
     return tuple((name, camel_case(name), hint) for name, hint in typing.get_type_hints(cls).items())
 
@@ -67,12 +67,12 @@ class _Shape(Enum):
     TUPLE = auto()
     MAPPING = auto()
     RECORD = auto()
-    WORD = auto()
+    ENUM = auto()
     OTHER = auto()
 
 
 @cache
-def _shape(hint: Any) -> tuple[_Shape, Any]:
+def _classify_hint(hint: Any) -> tuple[_Shape, Any]:
     """With what the annotation comes down to: of a tuple or an object, that of its items."""
     if isinstance(hint, types.UnionType):
         hint = next(option for option in typing.get_args(hint) if option is not types.NoneType)
@@ -83,64 +83,64 @@ def _shape(hint: Any) -> tuple[_Shape, Any]:
     if is_dataclass(hint):
         return _Shape.RECORD, hint
     if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return _Shape.WORD, hint
+        return _Shape.ENUM, hint
     return _Shape.OTHER, hint
 
 
-def _required(cls: type[Any]) -> list[str]:
+def _list_required_fields(cls: type[Any]) -> list[str]:
     """The fields that have no default."""
     return [item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING]
 
 
-def _read(hint: Any, value: Any, path: str, converters: Converters, convert: Callable[[Any], Any] | None) -> Any:
+def _read_value(hint: Any, value: Any, path: str, converters: Converters, convert: Callable[[Any], Any] | None) -> Any:
     if convert is not None:
         try:
             return convert(value)
         except (InputError, TypeError, ValueError) as error:
             raise InputError(f"{path}: {error}") from error
-    shape, hint = _shape(hint)
+    shape, hint = _classify_hint(hint)
     if shape is _Shape.TUPLE:
         if not isinstance(value, list):
-            raise InputError(f"{path}: must be a list, not {brief(value)}")
-        return tuple(_read(hint, element, f"{path}[{i}]", converters, None) for i, element in enumerate(value))
+            raise InputError(f"{path}: must be a list, not {abbreviate_value(value)}")
+        return tuple(_read_value(hint, element, f"{path}[{i}]", converters, None) for i, element in enumerate(value))
     if shape is _Shape.MAPPING:
         if not isinstance(value, Mapping):
-            raise InputError(f"{path}: must be an object, not {brief(value)}")
-        return {key: _read(hint, item, f"{path}.{brief(key)}", converters, None) for key, item in value.items()}
+            raise InputError(f"{path}: must be an object, not {abbreviate_value(value)}")
+        return {key: _read_value(hint, item, f"{path}.{abbreviate_value(key)}", converters, None) for key, item in value.items()}
     if shape is _Shape.RECORD:
         if not isinstance(value, Mapping):
-            raise InputError(f"{path}: must be an object, not {brief(value)}")
+            raise InputError(f"{path}: must be an object, not {abbreviate_value(value)}")
         return from_json(hint, value, path, converters)
-    if shape is _Shape.WORD:
+    if shape is _Shape.ENUM:
         try:
             return hint(value)
         except ValueError as error:
-            raise InputError(f"{path}: {brief(value)} is not one of {', '.join(hint)}") from error
+            raise InputError(f"{path}: {abbreviate_value(value)} is not one of {', '.join(hint)}") from error
     if hint is float and type(value) is int:
         return float(value)
-    if hint in _PLAIN and type(value) is not hint:
-        raise InputError(f"{path}: {brief(value)} must be of type {hint.__name__}")
+    if hint in _SCALAR_TYPES and type(value) is not hint:
+        raise InputError(f"{path}: {abbreviate_value(value)} must be of type {hint.__name__}")
     return value
 
 
-def _fields(record: Any, converters: Converters, nested: _Writer) -> Iterator[tuple[str, Any]]:
-    for name in _names(type(record)):  # type: ignore[arg-type]  # as above
+def _iterate_fields(record: Any, converters: Converters, nested: _Writer) -> Iterator[tuple[str, Any]]:
+    for name in _list_field_names(type(record)):  # type: ignore[arg-type]  # as above
         value = getattr(record, name)
-        yield camel_case(name), None if value is None else _write(value, converters, converters.get(name), nested)
+        yield camel_case(name), None if value is None else _write_value(value, converters, converters.get(name), nested)
 
 
 @cache
-def _names(cls: type[Any]) -> tuple[str, ...]:
+def _list_field_names(cls: type[Any]) -> tuple[str, ...]:
     return tuple(item.name for item in fields(cls))
 
 
-def _write(value: Any, converters: Converters, convert: Callable[[Any], Any] | None, nested: _Writer) -> Any:
+def _write_value(value: Any, converters: Converters, convert: Callable[[Any], Any] | None, nested: _Writer) -> Any:
     if convert is not None:
         return convert(value)
-    if type(value) in _PLAIN:
+    if type(value) in _SCALAR_TYPES:
         return value
     if isinstance(value, tuple):
-        return [_write(item, converters, None, to_json) for item in value]
+        return [_write_value(item, converters, None, to_json) for item in value]
     if is_dataclass(value):
         return nested(value, converters)
     return str(value) if isinstance(value, StrEnum) else value

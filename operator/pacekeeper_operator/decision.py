@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pacekeeper_analysis.adapt import Trouble, Way
+from pacekeeper_analysis.adapt import Bottleneck, Strategy
 from pacekeeper_analysis.diagnose.finding import Finding
-from pacekeeper_analysis.diagnose.repetition import Repetition
+from pacekeeper_analysis.diagnose.repetition import RepeatedFailure
 
-from .api import Cause, Class, Job, Reason, Remedy, RemedyPrice, Witness
-from .network import Pair
+from .api import IncidentCause, IncidentClass, TrainingJob, Reason, Remedy, RemedyPrice, Witness
+from .network import RankPair
 from .observation import GpuValue
-from .subject import Subject
+from .subject import IncidentKey
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class ReplaceWorker:
     disruption: bool = False  # somebody wanted it, or none is left: burns no budget
     never_ready: bool = False  # its trainer ended before it was ready
     refused: bool = False  # its kubelet has not even begun it
-    patient: bool = False  # nothing is broken so far: the checkpoint is waited for, however long it takes
+    waits_for_checkpoint: bool = False  # nothing is broken so far: the checkpoint is waited for, however long it takes
 
 
 @dataclass(frozen=True)
 class Adapt:
     """Another way to train, live, on one step: other shares, a Local-SGD mode, planned garbage collections."""
 
-    way: Way
-    trouble: Trouble
-    mended: bool  # well enough: nothing more is looked for until the loss has reached the price of a spare
+    strategy: Strategy
+    bottleneck: Bottleneck
+    sufficient: bool  # well enough: nothing more is looked for until the loss has reached the price of a spare
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class PlanTraffic:
     """The next round, by the same workers, over the ways that joint planning wants by now; or, where nobody plans any,
     with other ports for one pair; or over the ways of before."""
 
-    reroll: Pair | None = None
-    back: bool = False
-    paces: Mapping[Pair, float] = field(default_factory=dict)  # bytes a second by the ways so far, where that is known
+    reroll: RankPair | None = None
+    revert: bool = False
+    rates: Mapping[RankPair, float] = field(default_factory=dict)  # bytes a second by the ways so far, where that is known
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ Action = CountRestart | RestartRanks | BackOff | ReplaceWorker | Adapt | PlanTra
 class Decision:
     """One fault, and what is to be done about it."""
 
-    subject: Subject
-    class_: Class
+    incident_key: IncidentKey
+    class_: IncidentClass
     message: str  # one sentence for people
     first_sign: float  # seconds since the epoch
     actions: tuple[Action, ...] = ()
@@ -101,9 +101,9 @@ class Decision:
     rank: int | None = None
     worker: str | None = None
     node: str | None = None
-    settles: tuple[str, ...] = ()  # names of the faults that it deals with
-    gpu_seen: tuple[GpuValue, ...] = ()  # readings that it deals with
-    continues: str = ""  # name of the open incident to which this is a further remedy
+    settled_faults: tuple[str, ...] = ()  # names of the faults that it deals with
+    gpu_readings: tuple[GpuValue, ...] = ()  # readings that it deals with
+    continued_incident: str = ""  # name of the open incident to which this is a further remedy
     covered_by: str = ""  # name of the open incident that covers this fault, too: no other one is opened
     live: bool = False  # changes no round
     routine: bool = False  # what Kubernetes or torchrun would do: also where remedies are only recommended
@@ -114,17 +114,17 @@ class Decision:
     predicted_gain: float | None = None  # seconds of training
     finding: Finding | None = None  # the diagnosis; None: what happened says all
     error: str = ""  # the script's own words, which tell a repetition
-    barren: bool = False  # the round had no completed step
-    repetition: Repetition | None = None  # how often rounds have ended at the same step by now
+    no_progress: bool = False  # the round had no completed step
+    repetition: RepeatedFailure | None = None  # how often rounds have ended at the same step by now
 
     @property
-    def cause(self) -> Cause:
-        return self.subject.cause
+    def cause(self) -> IncidentCause:
+        return self.incident_key.cause
 
     @property
     def round(self) -> int:
         """In which it happened."""
-        return self.subject.round
+        return self.incident_key.round
 
-    def incident_name(self, job: Job) -> str:
-        return self.continues or self.subject.incident_name(job)
+    def incident_name(self, job: TrainingJob) -> str:
+        return self.continued_incident or self.incident_key.incident_name(job)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .gangs import Gang
-from .queues import Stage
-from .state import Incident, WantedQuarantine, Worker
+from .queues import WorkloadProgress
+from .state import Incident, QuarantineRequest, WorkerRecord
 
 
 @dataclass(frozen=True)
-class TryTemplate:
+class ValidateTemplate:
     """Ask the API server, by a dry run, whether it accepts the job's pods."""
 
     generation: int
@@ -29,7 +29,7 @@ class CreatePod:
     """Of a worker whose name is reserved. `spare`: it is kept off the others' nodes; `avoid`: nodes under suspicion, or
     that are to be empty; `unreliable`: nodes that it is placed on only where there is no other as good."""
 
-    worker: Worker
+    worker: WorkerRecord
     spare: bool = False
     avoid: tuple[str, ...] = ()
     unreliable: tuple[str, ...] = ()
@@ -56,18 +56,18 @@ class DeletePod:
 
 
 @dataclass(frozen=True)
-class AskForQuarantine:
+class RequestQuarantine:
     """Hand a node's case on to those who decide about nodes."""
 
-    wanted: WantedQuarantine
+    request: QuarantineRequest
 
     @property
     def key(self) -> str:
-        return f"node {self.wanted.node} {self.wanted.incident}"
+        return f"node {self.request.node} {self.request.incident}"
 
 
 @dataclass(frozen=True)
-class LookAtNodes:
+class CheckNodes:
     """Find out whether nodes (name, UID) can be used before ranks start there. `since`: when the last of the workers
     was made that they are for."""
 
@@ -80,7 +80,7 @@ class LookAtNodes:
 
 
 @dataclass(frozen=True)
-class Localise:
+class LocalizeProfile:
     """Find out what a behaviour window's patterns say, in a thread of its own. `expected`: ranks of the job."""
 
     window: str
@@ -92,7 +92,7 @@ class Localise:
 
 
 @dataclass(frozen=True)
-class KeepBehaviour:
+class SaveProfile:
     """What people may want to see of a window, beside the incident that tells of it."""
 
     window: str
@@ -108,7 +108,7 @@ class WriteIncident:
     """Into its own object, with events at its beginning and end. `before`: as it is written there; None: not at all."""
 
     incident: Incident
-    before: Incident | None = None
+    previous: Incident | None = None
 
     @property
     def key(self) -> str:
@@ -116,10 +116,10 @@ class WriteIncident:
 
 
 @dataclass(frozen=True)
-class AttendQueue:
+class SyncWorkload:
     """The job's Workload is as it shall be, and what its queue says of it is known."""
 
-    stage: Stage
+    progress: WorkloadProgress
 
     @property
     def key(self) -> str:
@@ -127,7 +127,7 @@ class AttendQueue:
 
 
 @dataclass(frozen=True)
-class GuardNetwork:
+class ApplyNetworkPolicy:
     """The job's NetworkPolicy is as it shall be."""
 
     generation: int
@@ -149,15 +149,15 @@ class DeleteJob:
 
 
 Effect = (
-    TryTemplate
+    ValidateTemplate
     | CreatePod
     | DeletePod
-    | AskForQuarantine
-    | LookAtNodes
-    | Localise
-    | KeepBehaviour
+    | RequestQuarantine
+    | CheckNodes
+    | LocalizeProfile
+    | SaveProfile
     | WriteIncident
-    | AttendQueue
-    | GuardNetwork
+    | SyncWorkload
+    | ApplyNetworkPolicy
     | DeleteJob
 )

@@ -8,16 +8,16 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
-RESERVED = 256
+RESERVED_FILES = 256
 """For what is neither: the API server's watches and calls, Prometheus, certificates, the log."""
-PROBES_SHARE = 8
+PROBE_FILES_DIVISOR = 8
 """One in so many of the rest is for the operator's own probes,"""
-MOST_PROBES = 1_024
+MAX_CONCURRENT_REACH_PROBES = 1_024
 """but no more: so many answers at once still come in well within a probe's time-out."""
 
 
 @dataclass(frozen=True)
-class Files:
+class FileLimits:
     """The shares of a limit."""
 
     limit: int
@@ -25,28 +25,28 @@ class Files:
     @property
     def probes(self) -> int:
         """Of workers and nodes, that may be under way at a time."""
-        return min(MOST_PROBES, max(1, (self.limit - RESERVED) // PROBES_SHARE))
+        return min(MAX_CONCURRENT_REACH_PROBES, max(1, (self.limit - RESERVED_FILES) // PROBE_FILES_DIVISOR))
 
     @property
     def connections(self) -> int:
         """Of sidecars."""
-        return max(1, self.limit - RESERVED - self.probes)
+        return max(1, self.limit - RESERVED_FILES - self.probes)
 
 
-def now() -> Files:
+def read_file_limits() -> FileLimits:
     """By the limit as it is."""
-    return Files(_soft_and_hard()[0])
+    return FileLimits(_read_soft_and_hard_limits()[0])
 
 
-def raise_limit() -> Files:
+def raise_file_limit() -> FileLimits:
     """To what this process is allowed at most: container runtimes start it with less."""
-    soft, hard = _soft_and_hard()
+    soft, hard = _read_soft_and_hard_limits()
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return now()
+    return read_file_limits()
 
 
-def _soft_and_hard() -> tuple[int, int]:
+def _read_soft_and_hard_limits() -> tuple[int, int]:
     """`RLIM_INFINITY` is a negative number to Python; Linux gives no process more than 2^30 files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return tuple(2**30 if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))  # type: ignore[return-value]

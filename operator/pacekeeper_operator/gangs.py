@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .api import LABEL_JOB, Job, Object
-from .manifests import owned_by
+from .api import LABEL_JOB, TrainingJob, Object
+from .manifests import build_owner_reference
 
-SCHEDULING = "scheduling.k8s.io"
-VERSIONS = ("v1alpha3", "v1alpha2")
+SCHEDULING_API_GROUP = "scheduling.k8s.io"
+POD_GROUP_VERSIONS = ("v1alpha3", "v1alpha2")
 """Newest first. What is used of them here is the same in both."""
 
 
@@ -25,27 +25,27 @@ class Gang:
     attempt: int = 0  # that have failed before
 
 
-def pod_group(job: Job, gang: Gang, version: str) -> Object:
+def build_pod_group(job: TrainingJob, gang: Gang, version: str) -> Object:
     """A job has one at a time."""
     return {
-        "apiVersion": f"{SCHEDULING}/{version}",
+        "apiVersion": f"{SCHEDULING_API_GROUP}/{version}",
         "kind": "PodGroup",
         "metadata": {
             "name": job.name,
             "namespace": job.namespace,
             "labels": {LABEL_JOB: job.name},
-            "ownerReferences": [owned_by(job)],
+            "ownerReferences": [build_owner_reference(job)],
         },
         "spec": {"schedulingPolicy": {"gang": {"minCount": gang.size}}},
     }
 
 
-def is_of(found: Object, job: Job) -> bool:
+def is_owned_by(found: Object, job: TrainingJob) -> bool:
     """Whether the PodGroup is this job's, not somebody's who likes its name."""
     return any(owner["uid"] == job.uid for owner in found["metadata"].get("ownerReferences", ()))
 
 
-def serves(found: Object, gang: Gang) -> bool:
+def is_current_pod_group(found: Object, gang: Gang) -> bool:
     """Whether the PodGroup is still the one that is wanted: its size cannot be changed."""
     size = found["spec"]["schedulingPolicy"].get("gang", {}).get("minCount")
     return "deletionTimestamp" not in found["metadata"] and size == gang.size

@@ -7,31 +7,31 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from .services.leadership import Lease
+from .services.leadership import LeaderElector
 from .services.operator import Operator
 
-LOOK_SECONDS = 60.0
+LIVENESS_TIMEOUT_SECONDS = 60.0
 """An operator that has not looked around for so long is stuck."""
 
 
-def ill(operator: Operator, lease: Lease) -> str:
+def find_liveness_failure(operator: Operator, lease: LeaderElector) -> str:
     """Why this operator should be started anew; "": it lives."""
     now = operator.runtime.monotonic()
-    if now - lease.looked_at > LOOK_SECONDS:
-        return f"the operator has not looked at its Lease for {now - lease.looked_at:.0f} s"
-    if not lease.begun.is_set():
+    if now - lease.last_attempt_at > LIVENESS_TIMEOUT_SECONDS:
+        return f"the operator has not looked at its Lease for {now - lease.last_attempt_at:.0f} s"
+    if not lease.elected.is_set():
         return ""
-    if operator.looked_at and now - operator.looked_at > LOOK_SECONDS:
-        return f"the operator has not looked around for {now - operator.looked_at:.0f} s"
-    return operator.blind(operator.runtime.now())
+    if operator.last_tick_at and now - operator.last_tick_at > LIVENESS_TIMEOUT_SECONDS:
+        return f"the operator has not looked around for {now - operator.last_tick_at:.0f} s"
+    return operator.find_watch_failure(operator.runtime.now())
 
 
 @asynccontextmanager
-async def serve(look: Callable[[], str], port: int) -> AsyncIterator[None]:
+async def serve_liveness(check: Callable[[], str], port: int) -> AsyncIterator[None]:
     """Answers until left. `look`: what is wrong, in words; "": nothing."""
 
     async def answer(_request: web.Request) -> web.Response:
-        trouble = look()
+        trouble = check()
         return web.Response(text=trouble or "ok", status=500 if trouble else 200)
 
     app = web.Application()

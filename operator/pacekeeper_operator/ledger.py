@@ -19,51 +19,51 @@ from typing import Any, TypeVar, get_args
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Member, Plan
 
-from .api import Job
-from .codec import camel_case, from_json, hints, to_json
-from .state import Draft, GpusSeen, Incidents, Placement, State, Worker
+from .api import TrainingJob
+from .codec import camel_case, from_json, list_field_hints, to_json
+from .state import DesiredState, GpuReadings, Incidents, Placement, State, WorkerRecord
 
-SCHEMA = 1
+STATE_SCHEMA_VERSION = 1
 """Of what is written. It grows when an older operator would misread it; new fields alone are passed over."""
-MOST_BYTES = int(1.1 * 2**20)
+MAX_STATE_BYTES = int(1.1 * 2**20)
 """Of 1.5 MiB, which etcd takes: the rest is for incidents, their evidence, and what one event says of all workers."""
-MOST_NUMBERS = 1 << 22
+MAX_RUN_NUMBERS = 1 << 22
 """Of what is written in runs: a few characters make as many as they please."""
-MOST_IN_A_LIST = 32
+MAX_LISTED_QUARANTINES = 32
 """More nodes that one event has cost are written as a table."""
 Json = dict[str, Any]
 Owner = TypeVar("Owner")
 
 
 @dataclass(frozen=True)
-class Written:
+class StoredState:
     """An object as it was read: what this operator makes of it, and what it does not know."""
 
-    draft: Draft
+    desired: DesiredState
     unknown: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write(draft: Draft, job: str, unknown: Mapping[str, Any] | None = None) -> Json:
+def encode_state(desired: DesiredState, job: str, unknown: Mapping[str, Any] | None = None) -> Json:
     """The object's fields beside its metadata. `job`: name of the job, which its workers' names begin with."""
     state = {
-        camel_case(owner.name): to_json(getattr(draft.state, owner.name), {})
+        camel_case(owner.name): to_json(getattr(desired.state, owner.name), {})
         for owner in fields(State)
         if owner.name not in ("placement", "gpus")
     }
-    state["placement"] = _write_placement(draft.state.placement, job)
+    state["placement"] = _write_placement(desired.state.placement, job)
     incidents = state["incidents"]
-    incidents["settled"] = _write_settled(draft.state.incidents.settled, job)
-    if len(incidents["quarantines"]) > MOST_IN_A_LIST:
+    incidents["settled"] = _write_settled(desired.state.incidents.settled, job)
+    if len(incidents["quarantines"]) > MAX_LISTED_QUARANTINES:
         incidents["quarantines"] = _write_table(incidents["quarantines"])
     state["gpus"] = {
-        "nodes": _by_index(draft.state.gpus.nodes, [worker.node for worker in draft.state.placement.workers]),
-        "values": [[key, value] for key, value in draft.state.gpus.values.items()],
+        "nodes": _write_indexed(desired.state.gpus.nodes, [worker.node for worker in desired.state.placement.workers]),
+        "values": [[key, value] for key, value in desired.state.gpus.values.items()],
     }
-    content = {"schemaVersion": SCHEMA, "plan": _write_plan(draft.plan, job), "state": state}
-    return _overlaid(unknown or {}, content)
+    content = {"schemaVersion": STATE_SCHEMA_VERSION, "plan": _write_plan(desired.plan, job), "state": state}
+    return _overlay_unknown(unknown or {}, content)
 
 
-def read(content: Mapping[str, Any], job: str) -> Written:
+def decode_state(content: Mapping[str, Any], job: str) -> StoredState:
     """Raises InputError where this is no bookkeeping that can be gone on from."""
     try:
         plan = _read_plan(content["plan"], job)
@@ -73,83 +73,83 @@ def read(content: Mapping[str, Any], job: str) -> Written:
             f"the bookkeeping in TrainingJobState {job} cannot be read ({error!r}); delete it, and the job's workers "
             "are replaced under a new one"
         ) from error
-    draft = Draft(plan, state)
-    return Written(draft, _merged(_beyond(content, write(draft, job)), spoilt))
+    draft = DesiredState(plan, state)
+    return StoredState(draft, _merge_unknown(_collect_unknown(content, encode_state(draft, job)), spoilt))
 
 
-def size(content: Mapping[str, Any]) -> int:
+def compute_stored_bytes(content: Mapping[str, Any]) -> int:
     """Bytes as they are stored."""
     return len(json.dumps(content, separators=(",", ":")).encode())
 
 
-def refused(job: Job) -> str:
+def explain_state_size_limit(job: TrainingJob) -> str:
     """Why the bookkeeping of a job of this size could not be kept, with the remedy; "": it can.
 
     Of the bookkeeping as it would be with all workers seated and one fault of each: before any pod is made.
     """
     spec = job.spec
     workers = spec.replicas + spec.spares
-    takes = _takes(spec.replicas, workers, spec.nproc_per_node)
-    if takes <= MOST_BYTES:
+    takes = _compute_full_bytes(spec.replicas, workers, spec.nproc_per_node)
+    if takes <= MAX_STATE_BYTES:
         return ""
-    most = int(workers * MOST_BYTES / takes) // 100 * 100
+    most = int(workers * MAX_STATE_BYTES / takes) // 100 * 100
     return (
         f"spec.replicas: {workers} workers of {spec.nproc_per_node} ranks would need {takes / 2**20:.1f} MiB of "
-        f"bookkeeping, and etcd takes {MOST_BYTES / 2**20:.1f} beside what incidents need; ask for {most} workers and "
+        f"bookkeeping, and etcd takes {MAX_STATE_BYTES / 2**20:.1f} beside what incidents need; ask for {most} workers and "
         "spares at most, or for more ranks in each"
     )
 
 
-def _takes(replicas: int, workers: int, each: int) -> int:
+def _compute_full_bytes(replicas: int, workers: int, each: int) -> int:
     """Bytes of what `_full` gives, exactly. A few workers are written, which show what one more takes:
     whoever asks for a million ranks has the operator work no longer than others."""
-    of_workers = _extrapolated(lambda count: _written(1, count, 1), workers)
-    of_members = _extrapolated(lambda count: _written(count, _FEW, 1) - _address_bytes(count), replicas)
-    of_a_rank = _written(1, 1, 2) - _written(1, 1, 1)
+    of_workers = _extrapolate_size(lambda count: _measure_sample(1, count, 1), workers)
+    of_members = _extrapolate_size(lambda count: _measure_sample(count, _SAMPLE_WORKERS, 1) - _count_address_bytes(count), replicas)
+    of_a_rank = _measure_sample(1, 1, 2) - _measure_sample(1, 1, 1)
     further_ranks = of_a_rank * replicas * (each - 1) + len(str(each)) - 1
-    return of_workers + of_members + _address_bytes(replicas) - _written(1, _FEW, 1) + further_ranks
+    return of_workers + of_members + _count_address_bytes(replicas) - _measure_sample(1, _SAMPLE_WORKERS, 1) + further_ranks
 
 
-_FEW = 11
+_SAMPLE_WORKERS = 11
 """The last of them, and how many they are, have two digits."""
 
 
-def _extrapolated(size_of: Callable[[int], int], count: int) -> int:
+def _extrapolate_size(size_of: Callable[[int], int], count: int) -> int:
     """`size_of(count)`, by what it is of few. One more takes always the same, and of each column of runs its count
     ("0*10") or its last number ("0-10") may take a digit more."""
-    if count <= _FEW:
+    if count <= _SAMPLE_WORKERS:
         return size_of(count)
-    eight, nine, ten, eleven = map(size_of, range(_FEW - 3, _FEW + 1))
+    eight, nine, ten, eleven = map(size_of, range(_SAMPLE_WORKERS - 3, _SAMPLE_WORKERS + 1))
     one = nine - eight
     counts, lasts = ten - nine - one, eleven - ten - one
     return nine + one * (count - 9) + counts * (len(str(count)) - 1) + lasts * (len(str(count - 1)) - 1)
 
 
 @cache
-def _written(replicas: int, workers: int, each: int) -> int:
-    return size(write(_full(replicas, workers, each), "j"))
+def _measure_sample(replicas: int, workers: int, each: int) -> int:
+    return compute_stored_bytes(encode_state(_build_full_state(replicas, workers, each), "j"))
 
 
-def _full(replicas: int, workers: int, each: int) -> Draft:
+def _build_full_state(replicas: int, workers: int, each: int) -> DesiredState:
     """With names as long as clouds make them. The job's own is in none that is written."""
     names = [f"j-w{n}-0" for n in range(workers)]
     ranks = [tuple(range(n * each, (n + 1) * each)) for n in range(replicas)]
     seats = zip(names, ranks, strict=False)
     members = tuple(Member(name, f"10.{n >> 16}.{n >> 8 & 255}.{n & 255}", own) for n, (name, own) in enumerate(seats))
-    made = tuple(Worker(name, n, 0, f"{n:036}", f"ip-{n:044}") for n, name in enumerate(names))
+    made = tuple(WorkerRecord(name, n, 0, f"{n:036}", f"ip-{n:044}") for n, name in enumerate(names))
     placement = Placement(made, {str(n): 0 for n in range(workers)})
     settled = tuple(f"{name}-19a{n:08x}-r1-stalled-1" for n, name in enumerate(names))
     plan = Plan(members=members, shares=tuple(100 + n % 2 for n in range(replicas * each)))
-    return Draft(plan, State(placement=placement, incidents=Incidents(settled=settled)))
+    return DesiredState(plan, State(placement=placement, incidents=Incidents(settled=settled)))
 
 
-def _address_bytes(count: int) -> int:
+def _count_address_bytes(count: int) -> int:
     """Of so many addresses of `_full`, without what parts them: of 256 in a row only the last number differs."""
     blocks = ((f"10.{block >> 8}.{block & 255}.", min(256, count - 256 * block)) for block in range(-(-count // 256)))
-    return sum(len(first) * here + _DIGITS[here] for first, here in blocks)
+    return sum(len(first) * here + _CUMULATIVE_DIGITS[here] for first, here in blocks)
 
 
-_DIGITS = tuple(accumulate((len(str(n)) for n in range(256)), initial=0))
+_CUMULATIVE_DIGITS = tuple(accumulate((len(str(n)) for n in range(256)), initial=0))
 """Of the numbers below."""
 
 
@@ -161,14 +161,14 @@ def _write_plan(plan: Plan, job: str) -> Json:
         **_write_names([member.worker for member in plan.members], job),
         "addresses": " ".join(member.address for member in plan.members),
         "ranks": each if in_order and each else [list(member.ranks) for member in plan.members],
-        **_further_columns(plan.members),
+        **_write_optional_columns(plan.members),
     }
     if plan.paths is not None:
         content["paths"] |= {"wanted": _write_columns(plan.paths.wanted), "hops": _write_columns(plan.paths.hops)}
     return content
 
 
-def _further_columns(members: Sequence[Member]) -> Json:
+def _write_optional_columns(members: Sequence[Member]) -> Json:
     """Fields of a member that most jobs leave as they are by default."""
     further = [f for f in fields(Member) if f.name not in ("worker", "address", "ranks")]
     columns = {f.name: [getattr(member, f.name) for member in members] for f in further}
@@ -226,7 +226,7 @@ def _write_placement(placement: Placement, job: str) -> Json:
         "marks": {
             str(i): marks
             for i, worker in enumerate(workers)
-            if (marks := {n: v for n in _MARKS if (v := getattr(worker, n))})
+            if (marks := {n: v for n in _WORKER_MARKS if (v := getattr(worker, n))})
         },
     }
     ordinals = sorted((int(ordinal), highest) for ordinal, highest in placement.incarnations.items())
@@ -237,7 +237,7 @@ def _write_placement(placement: Placement, job: str) -> Json:
     return content
 
 
-_MARKS = ("leaving", "dead", "force", "patient")
+_WORKER_MARKS = ("leaving", "dead", "force", "patient")
 
 
 def _read_placement(content: Mapping[str, Any], job: str) -> tuple[Placement, Json]:
@@ -246,20 +246,20 @@ def _read_placement(content: Mapping[str, Any], job: str) -> tuple[Placement, Js
     uids, nodes, marks = columns["uids"].split(" "), columns["nodes"].split(" "), columns.get("marks", {})
     starting = read_runs(columns.get("startingSince", "")) or [0] * len(names)
     workers = tuple(
-        Worker(
+        WorkerRecord(
             name,
-            *_numbers(name, job),
+            *_parse_worker_numbers(name, job),
             uid=uids[i],
             node=nodes[i],
             starting_since=float(starting[i]),
-            **{key: value for key, value in marks.get(str(i), {}).items() if key in _MARKS},
+            **{key: value for key, value in marks.get(str(i), {}).items() if key in _WORKER_MARKS},
         )
         for i, name in enumerate(names)
     )
     highest = content["incarnations"]
     incarnations = dict(zip(map(str, read_runs(highest["ordinals"])), read_runs(highest["highest"]), strict=True))
     others = {key: value for key, value in content.items() if key not in ("workers", "incarnations")}
-    placement, spoilt = _tolerantly(Placement, others)
+    placement, spoilt = _read_tolerantly(Placement, others)
     known = {f.name: getattr(placement, f.name) for f in fields(Placement)}
     return Placement(**{**known, "workers": workers, "incarnations": incarnations}), spoilt
 
@@ -267,7 +267,7 @@ def _read_placement(content: Mapping[str, Any], job: str) -> tuple[Placement, Js
 def _read_state(content: Mapping[str, Any], job: str) -> tuple[State, Json]:
     owners: Json = {}
     spoilt: Json = {}
-    for name, key, owner in hints(State):
+    for name, key, owner in list_field_hints(State):
         given = content.get(key, {})
         if name == "placement":
             owners["placement"], lost = _read_placement(given, job)
@@ -275,16 +275,16 @@ def _read_state(content: Mapping[str, Any], job: str) -> tuple[State, Json]:
             nodes = [worker.node for worker in owners["placement"].workers]
             owners["gpus"], lost = _read_gpus(given, nodes), {}
         elif name == "incidents":
-            owners["incidents"], lost = _tolerantly(Incidents, _read_incidents(given, job))
+            owners["incidents"], lost = _read_tolerantly(Incidents, _read_incidents(given, job))
         else:
-            owners[name], lost = _tolerantly(owner, given)
+            owners[name], lost = _read_tolerantly(owner, given)
         if lost:
             spoilt[key] = lost
     return State(**owners), {"state": spoilt} if spoilt else {}
 
 
-def _read_gpus(content: Mapping[str, Any], nodes: Sequence[str]) -> GpusSeen:
-    return GpusSeen(tuple(_from_index(content.get("nodes", {}), nodes)), dict(content.get("values", ())))
+def _read_gpus(content: Mapping[str, Any], nodes: Sequence[str]) -> GpuReadings:
+    return GpuReadings(tuple(_read_indexed(content.get("nodes", {}), nodes)), dict(content.get("values", ())))
 
 
 def _read_incidents(content: Mapping[str, Any], job: str) -> Json:
@@ -320,7 +320,7 @@ def _read_table(content: Mapping[str, Any]) -> list[Json]:
 def _write_settled(names: Sequence[str], job: str) -> Json:
     """Names of faults: of a worker, of its launcher's process, and what the fault was, which is the same for thousands
     when a job stalls; others as they are."""
-    matches = (_FAULT.fullmatch(name, len(job)) if name.startswith(job) else None for name in names)
+    matches = (_FAULT_NAME_PATTERN.fullmatch(name, len(job)) if name.startswith(job) else None for name in names)
     ours = [(place, match) for place, match in enumerate(matches) if match is not None]
     kinds = list(dict.fromkeys(match["kind"] for _, match in ours))
     place_of = {kind: number for number, kind in enumerate(kinds)}
@@ -336,7 +336,7 @@ def _write_settled(names: Sequence[str], job: str) -> Json:
     }
 
 
-_FAULT = re.compile(
+_FAULT_NAME_PATTERN = re.compile(
     r"-w(?P<ordinal>0|[1-9]\d*)-(?P<incarnation>0|[1-9]\d*)-(?P<process>[^ -]+)-(?P<kind>.+)", re.DOTALL
 )
 """Name of a fault after its job's. Numbers are written without leading zeros, so that they are read as they were."""
@@ -354,19 +354,19 @@ def _read_settled(content: Any, job: str) -> list[str]:
     return others
 
 
-_UNREADABLE = (InputError, AttributeError, TypeError, ValueError)
+_READ_ERRORS = (InputError, AttributeError, TypeError, ValueError)
 
 
-def _tolerantly(cls: type[Owner], content: Mapping[str, Any]) -> tuple[Owner, Json]:
+def _read_tolerantly(cls: type[Owner], content: Mapping[str, Any]) -> tuple[Owner, Json]:
     """The record, and what of it cannot be read here: values of a newer operator, which are passed over."""
-    with suppress(*_UNREADABLE):
+    with suppress(*_READ_ERRORS):
         return from_json(cls, content, cls.__name__, {}), {}
     known: Json = {}
     spoilt: Json = {}
-    for _, key, hint in hints(cls):  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
+    for _, key, hint in list_field_hints(cls):  # type: ignore[arg-type]  # mypy takes a class's hash for that of its instances
         if key not in content:
             continue
-        good, bad = _readable(cls, key, hint, content[key])
+        good, bad = _split_readable(cls, key, hint, content[key])
         if good is not None:
             known[key] = good
         if bad:
@@ -374,25 +374,25 @@ def _tolerantly(cls: type[Owner], content: Mapping[str, Any]) -> tuple[Owner, Js
     return from_json(cls, known, cls.__name__, {}), spoilt
 
 
-def _readable(cls: type[Any], key: str, hint: Any, value: Any) -> tuple[Any, Any]:
+def _split_readable(cls: type[Any], key: str, hint: Any, value: Any) -> tuple[Any, Any]:
     """(what can be read, what cannot) of a field; of a list of records item by item."""
     items = get_args(hint)
     if isinstance(value, list) and items and is_dataclass(items[0]):
-        good = [item for item in value if _reads(cls, key, [item])]
+        good = [item for item in value if _is_readable(cls, key, [item])]
         return good, [item for item in value if item not in good]
-    return (value, None) if _reads(cls, key, value) else (None, value)
+    return (value, None) if _is_readable(cls, key, value) else (None, value)
 
 
-def _reads(cls: type[Any], key: str, value: Any) -> bool:
+def _is_readable(cls: type[Any], key: str, value: Any) -> bool:
     try:
         from_json(cls, {key: value}, key, {})
-    except _UNREADABLE:
+    except _READ_ERRORS:
         return False
     return True
 
 
 def _write_names(names: Sequence[str], job: str) -> Json:
-    numbers = [_numbers(name, job) for name in names]
+    numbers = [_parse_worker_numbers(name, job) for name in names]
     return {
         "ordinals": write_runs([ordinal for ordinal, _ in numbers]),
         "incarnations": write_runs([incarnation for _, incarnation in numbers]),
@@ -404,17 +404,17 @@ def _read_names(columns: Mapping[str, Any], job: str) -> list[str]:
     return [f"{job}-w{ordinal}-{incarnation}" for ordinal, incarnation in pairs]
 
 
-def _numbers(name: str, job: str) -> tuple[int, int]:
+def _parse_worker_numbers(name: str, job: str) -> tuple[int, int]:
     ordinal, _, incarnation = name.removeprefix(f"{job}-w").partition("-")
     return int(ordinal), int(incarnation)
 
 
 def write_runs(numbers: Sequence[int]) -> str:
     """`0-9,12,7*3`: runs that rise by one, single numbers, and repetitions, in order. Numbers are ≥ 0."""
-    return ",".join(_runs(numbers))
+    return ",".join(_iterate_runs(numbers))
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[str]:
+def _iterate_runs(numbers: Sequence[int]) -> Iterator[str]:
     start = 0
     while start < len(numbers):
         rising = same = start + 1
@@ -446,11 +446,11 @@ def read_runs(text: str) -> list[int]:
 
 def _check_count(count: int) -> None:
     """Before so many values are made of a few characters. Raises ValueError for more than any job has."""
-    if count > MOST_NUMBERS:
-        raise ValueError(f"more numbers than {MOST_NUMBERS}")
+    if count > MAX_RUN_NUMBERS:
+        raise ValueError(f"more numbers than {MAX_RUN_NUMBERS}")
 
 
-def _by_index(chosen: Iterable[str], known: Sequence[str]) -> Json:
+def _write_indexed(chosen: Iterable[str], known: Sequence[str]) -> Json:
     """Most are among `known`, and named by their place there; the others by themselves."""
     place = {name: i for i, name in reversed(list(enumerate(known)))}
     wanted = list(chosen)
@@ -460,35 +460,35 @@ def _by_index(chosen: Iterable[str], known: Sequence[str]) -> Json:
     }
 
 
-def _from_index(content: Mapping[str, Any], known: Sequence[str]) -> list[str]:
+def _read_indexed(content: Mapping[str, Any], known: Sequence[str]) -> list[str]:
     return sorted({*(known[i] for i in read_runs(content.get("of", ""))), *content.get("others", ())})
 
 
-def _beyond(raw: Mapping[str, Any], known: Mapping[str, Any]) -> Json:
+def _collect_unknown(raw: Mapping[str, Any], known: Mapping[str, Any]) -> Json:
     """What stands in `raw` and has no place in `known`."""
     found: Json = {}
     for key, value in raw.items():
         if key not in known:
             found[key] = value
         elif isinstance(value, Mapping) and isinstance(known[key], Mapping):
-            found |= {key: inner} if (inner := _beyond(value, known[key])) else {}
+            found |= {key: inner} if (inner := _collect_unknown(value, known[key])) else {}
     for gone in ("apiVersion", "kind", "metadata"):
         found.pop(gone, None)
     return found
 
 
-def _overlaid(unknown: Mapping[str, Any], known: Mapping[str, Any]) -> Json:
+def _overlay_unknown(unknown: Mapping[str, Any], known: Mapping[str, Any]) -> Json:
     """`known`, and what it does not say; lists are joined."""
     merged = dict(known)
     for key, value in unknown.items():
         if key not in merged:
             merged[key] = value
         elif isinstance(value, Mapping) and isinstance(merged[key], Mapping):
-            merged[key] = _overlaid(value, merged[key])
+            merged[key] = _overlay_unknown(value, merged[key])
         elif isinstance(value, list) and isinstance(merged[key], list):
             merged[key] = [*merged[key], *value]
     return merged
 
 
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> Json:
-    return _overlaid(one, other) if other else dict(one)
+def _merge_unknown(one: Mapping[str, Any], other: Mapping[str, Any]) -> Json:
+    return _overlay_unknown(one, other) if other else dict(one)

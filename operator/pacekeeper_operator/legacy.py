@@ -16,24 +16,24 @@ from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.reading import parse_json
 
 from .codec import camel_case, from_json
-from .state import Adaptation, Budget, Draft, Life, Placement, State
+from .state import Adaptation, RestartBudget, DesiredState, Lifecycle, Placement, State
 
-RENAMED = {"total": "restartsTotal", "in_membership": "membershipRestarts"}
+LEGACY_FIELD_NAMES = {"total": "restartsTotal", "in_membership": "membershipRestarts"}
 """Fields of today → their names of then."""
-LEFT_BEHIND = frozenset({"template_rejected", "rejection", "suspicion", "vain", "local_sgd", "mode_changes"})
+DROPPED_LEGACY_FIELDS = frozenset({"template_rejected", "rejection", "suspicion", "vain", "local_sgd", "mode_changes"})
 """Fields that are learnt anew."""
 
 
-def adopted(data: Mapping[str, str], job: str, now: float) -> Draft:
+def convert_legacy_state(data: Mapping[str, str], job: str, now: float) -> DesiredState:
     """Raises InputError where the ConfigMap cannot be read."""
     try:
         plan = Plan.from_json(parse_json(data["plan.json"], "plan.json", finite=True))
         old = parse_json(data["state.json"], "state.json", finite=True)
         state = State(
-            life=from_json(Life, _chosen(Life, old), "state.json", {}),
-            placement=from_json(Placement, _chosen(Placement, old), "state.json", {}),
-            budget=from_json(Budget, _chosen(Budget, old), "state.json", {}),
-            adaptation=from_json(Adaptation, _chosen(Adaptation, old), "state.json", {}),
+            life=from_json(Lifecycle, _select_fields(Lifecycle, old), "state.json", {}),
+            placement=from_json(Placement, _select_fields(Placement, old), "state.json", {}),
+            budget=from_json(RestartBudget, _select_fields(RestartBudget, old), "state.json", {}),
+            adaptation=from_json(Adaptation, _select_fields(Adaptation, old), "state.json", {}),
         )
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise InputError(
@@ -44,9 +44,9 @@ def adopted(data: Mapping[str, str], job: str, now: float) -> Draft:
     if any(not re.fullmatch(rf"{re.escape(job)}-w\d+-\d+", worker.name) for worker in workers):
         raise InputError(f"ConfigMap {job}-plan names workers that are not of job {job}; delete it")
     state = replace(state, placement=replace(state.placement, workers=workers))
-    return Draft(replace(plan, version=max(plan.version + 1, int(now)), evidence_request=""), state)
+    return DesiredState(replace(plan, version=max(plan.version + 1, int(now)), evidence_request=""), state)
 
 
-def _chosen(owner: type[Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {f.name: RENAMED.get(f.name, camel_case(f.name)) for f in fields(owner) if f.name not in LEFT_BEHIND}
+def _select_fields(owner: type[Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {f.name: LEGACY_FIELD_NAMES.get(f.name, camel_case(f.name)) for f in fields(owner) if f.name not in DROPPED_LEGACY_FIELDS}
     return {camel_case(name): old[key] for name, key in keys.items() if key in old}

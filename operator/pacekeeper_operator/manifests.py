@@ -16,48 +16,48 @@ from typing import Any
 from pacekeeper_analysis.errors import InputError
 
 from .api import (
-    ANNOTATION_AVOIDS,
+    ANNOTATION_AVOIDED_NODES,
     API_VERSION,
-    LABEL_CIRCLE,
+    LABEL_PROBE_GROUP,
     LABEL_JOB,
     LABEL_PROBE,
     LABEL_WORKER,
     METRICS_PORT,
     METRICS_PORT_NAME,
-    SIDECAR,
+    SIDECAR_CONTAINER,
     TAINT_QUARANTINE,
     TOKEN_AUDIENCE,
-    TRAINER,
-    UNREAD,
-    Job,
+    TRAINER_CONTAINER,
+    DROPPED_TEMPLATE_KEY,
+    TrainingJob,
     Object,
 )
-from .probe import SECRET
+from .probe import PROBE_SECRET_VARIABLE
 from .resources import SIDECAR_RESOURCES, Resources
 from .tolerations import Toleration
 
-GPU = "nvidia.com/gpu"
+GPU_RESOURCE = "nvidia.com/gpu"
 RUNTIME_PATH = "/run/pacekeeper"
 TOKEN_PATH = "/var/run/secrets/pacekeeper"
 DEFAULT_MESSAGE_PATH = "/dev/termination-log"  # Kubernetes' own default of terminationMessagePath
 DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodSeconds
-PROBE_SECONDS = 120
+PROBE_POD_DEADLINE_SECONDS = 120
 """A probe pod ends itself, should there be no operator to end it."""
 
 
-MOST_LEVELS = 64
+MAX_TEMPLATE_LEVELS = 64
 """Of a template; Kubernetes' own fields need a dozen."""
-TOO_DEEP = f"is nested in more than {MOST_LEVELS} levels; compare it with `kubectl explain pod.spec`"
+TOO_DEEP_MESSAGE = f"is nested in more than {MAX_TEMPLATE_LEVELS} levels; compare it with `kubectl explain pod.spec`"
 
-_OURS = "pacekeeper-"
+_VOLUME_PREFIX = "pacekeeper-"
 """What the names of our volumes begin with: no container of the template may mount one, and none may be made there."""
-_RUNTIME = f"{_OURS}runtime"
-_TOKEN = f"{_OURS}token"
-_CHECKPOINTS = f"{_OURS}checkpoints"
-_NODE_PORTS = range(20_000, 29_000)
+_RUNTIME_VOLUME = f"{_VOLUME_PREFIX}runtime"
+_TOKEN_VOLUME = f"{_VOLUME_PREFIX}token"
+_CHECKPOINT_VOLUME = f"{_VOLUME_PREFIX}checkpoints"
+_HOST_NETWORK_METRICS_PORTS = range(20_000, 29_000)
 """Metrics ports of workers in their node's network: below those that systems give out and that Services take."""
-_HOSTNAME = "kubernetes.io/hostname"
-_RESTRICTED: Mapping[str, Any] = {
+_HOSTNAME_LABEL = "kubernetes.io/hostname"
+_RESTRICTED_SECURITY_CONTEXT: Mapping[str, Any] = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
@@ -88,19 +88,19 @@ class ProbeImage:
 
 
 @dataclass(frozen=True)
-class ProbeTask:
+class NodeProbeTask:
     """What a probe pod is to do, together with others of its circle. `peers`: node → address of pods that it measures
     the way to. `guests`: how many others measure the way to it. `secret`: by which they know each other."""
 
-    circle: str
+    group: str
     secret: str = ""
     gpus: int = 0
     peers: Mapping[str, str] = field(default_factory=dict)
-    guests: int = 0
+    inbound_peers: int = 0
 
 
-def worker_pod(
-    job: Job,
+def build_worker_pod(
+    job: TrainingJob,
     ordinal: int,
     incarnation: int,
     installation: Installation,
@@ -111,7 +111,7 @@ def worker_pod(
     node_labels: Mapping[str, str] | None = None,
     tolerations: Sequence[Object] = (),
     pod_group: str = "",
-    checkpoints_apart: bool = True,
+    separate_checkpoints: bool = True,
 ) -> Object:
     """A worker: the user's template, the sidecar, and what both need of volumes and environment.
 
@@ -122,32 +122,32 @@ def worker_pod(
     `checkpoints_apart`: as for `checkpoint_sub_path`.
     Raises InputError where the template is too large.
     """
-    if UNREAD in job.spec.template:  # of a job that an operator without this limit has accepted
-        raise InputError(f"spec.template: {job.spec.template[UNREAD]}")
+    if DROPPED_TEMPLATE_KEY in job.spec.template:  # of a job that an operator without this limit has accepted
+        raise InputError(f"spec.template: {job.spec.template[DROPPED_TEMPLATE_KEY]}")
     template = copy.deepcopy(dict(job.spec.template))
     metadata, spec = template.get("metadata") or {}, template["spec"]
-    trainer = next(container for container in spec["containers"] if container["name"] == TRAINER)
+    trainer = next(container for container in spec["containers"] if container["name"] == TRAINER_CONTAINER)
     spec.setdefault("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
     spec.setdefault("automountServiceAccountToken", False)
     # Variables of Services: one by the name of pacekeeper-metrics would set PACEKEEPER_METRICS_PORT.
     spec.setdefault("enableServiceLinks", False)
     spec["restartPolicy"] = "Never"  # a worker is never reused: the launcher restarts ranks, the operator replaces pods
-    if _shares_the_nodes_network(job):
+    if _uses_host_network(job):
         spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")  # else the sidecar would not find the operator's name
     message_path = trainer.get("terminationMessagePath", DEFAULT_MESSAGE_PATH)
-    environment = _environment(job, spec["terminationGracePeriodSeconds"], message_path)
-    storage = _storage(job, trainer)
-    name = worker_name(job, ordinal, incarnation)
-    sidecar = _sidecar(trainer, environment, installation, metrics_port(job, name))
+    environment = _build_environment(job, spec["terminationGracePeriodSeconds"], message_path)
+    storage = _build_storage(job, trainer)
+    name = build_worker_name(job, ordinal, incarnation)
+    sidecar = _build_sidecar(trainer, environment, installation, compute_metrics_port(job, name))
     trainer["env"] = [*environment, *trainer.get("env", [])]  # first, so that the user's variables may refer to ours
     mounts: list[Object] = [{"name": volume["name"], "mountPath": path} for path, volume in storage]
     for mount in mounts:
-        if mount["name"] == _CHECKPOINTS:
-            mount |= _checkpoint_mount(job, checkpoints_apart)
+        if mount["name"] == _CHECKPOINT_VOLUME:
+            mount |= _build_checkpoint_mount(job, separate_checkpoints)
     trainer["volumeMounts"] = [*trainer.get("volumeMounts", []), *mounts]
     # A script that fails before there is a launcher to say why: its last lines are the pod's message.
     trainer.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")
-    spec["volumes"] = [*spec.get("volumes", []), *(volume for _, volume in storage), _token()]
+    spec["volumes"] = [*spec.get("volumes", []), *(volume for _, volume in storage), _build_token_volume()]
     spec["initContainers"] = [sidecar, *spec.get("initContainers", [])]
     if node_labels:
         spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **node_labels}
@@ -155,9 +155,9 @@ def worker_pod(
         spec["tolerations"] = [*spec.get("tolerations", []), *tolerations]
     if pod_group:
         spec.setdefault("schedulingGroup", {"podGroupName": pod_group})
-    _place(job, spec, spare, avoid_nodes)
+    _add_affinity(job, spec, spare, avoid_nodes)
     if unreliable_nodes:
-        _prefer_others(spec, unreliable_nodes)
+        _add_node_preference(spec, unreliable_nodes)
     avoids = ",".join(avoid_nodes)
     return {
         "apiVersion": "v1",
@@ -166,19 +166,19 @@ def worker_pod(
             "name": name,
             "namespace": job.namespace,
             "labels": {**metadata.get("labels", {}), LABEL_JOB: job.name, LABEL_WORKER: str(ordinal)},
-            "annotations": {**metadata.get("annotations", {}), **({ANNOTATION_AVOIDS: avoids} if avoids else {})},
-            "ownerReferences": [owned_by(job)],
+            "annotations": {**metadata.get("annotations", {}), **({ANNOTATION_AVOIDED_NODES: avoids} if avoids else {})},
+            "ownerReferences": [build_owner_reference(job)],
         },
         "spec": spec,
     }
 
 
-def worker_name(job: Job, ordinal: int, incarnation: int) -> str:
+def build_worker_name(job: TrainingJob, ordinal: int, incarnation: int) -> str:
     """Never used twice by a job: a replacement has the next incarnation."""
     return f"{job.name}-w{ordinal}-{incarnation}"
 
 
-def checkpoint_sub_path(job: Job, apart: bool) -> str:
+def choose_checkpoint_sub_path(job: TrainingJob, separate: bool) -> str:
     """The folder of the claim that is mounted at `spec.checkpoint.path`; "": the claim itself.
 
     Each job has its own, or that of the job whose checkpoints it takes over. `apart`: False of a job that an operator
@@ -189,10 +189,10 @@ def checkpoint_sub_path(job: Job, apart: bool) -> str:
         return wish.sub_path
     if wish.adopt and not wish.adopt.startswith("/"):  # else it is a script, which has no folder of this kind
         return wish.adopt.rpartition("/")[2]
-    return job.name if apart else ""
+    return job.name if separate else ""
 
 
-def checkpoint_folder(job: Job, apart: bool) -> str:
+def identify_checkpoint_folder(job: TrainingJob, separate: bool) -> str:
     """Names the folder that the job's checkpoints go to, alike for all jobs of its namespace; "": it writes none, or
     its template mounts what may be another folder in each pod.
 
@@ -202,16 +202,16 @@ def checkpoint_folder(job: Job, apart: bool) -> str:
     if wish.read_only:
         return ""
     if wish.volume_claim_name:
-        return _folder(f"claim {wish.volume_claim_name}", checkpoint_sub_path(job, apart))
+        return _join_folder(f"claim {wish.volume_claim_name}", choose_checkpoint_sub_path(job, separate))
     try:
-        return _mounted_folder(job.spec.template["spec"], wish.path)
+        return _identify_mounted_folder(job.spec.template["spec"], wish.path)
     except (AttributeError, KeyError, StopIteration, TypeError):  # no pod template: `refused_template` says so
         return ""
 
 
-def _mounted_folder(spec: Object, path: str) -> str:
+def _identify_mounted_folder(spec: Object, path: str) -> str:
     """As `checkpoint_folder`, of a path that lies on a volume of the template."""
-    trainer = next(container for container in spec["containers"] if container["name"] == TRAINER)
+    trainer = next(container for container in spec["containers"] if container["name"] == TRAINER_CONTAINER)
     mounts = [mount for mount in trainer.get("volumeMounts") or () if _is_below(path, mount["mountPath"])]
     mount = max(mounts, key=lambda each: len(each["mountPath"]), default=None)
     if mount is None or mount.get("subPathExpr"):
@@ -219,9 +219,9 @@ def _mounted_folder(spec: Object, path: str) -> str:
     volume = next(volume for volume in spec["volumes"] if volume["name"] == mount["name"])
     inside = f"{mount.get('subPath', '')}/{path[len(mount['mountPath'].rstrip('/')) :]}"
     if claim := volume.get("persistentVolumeClaim"):
-        return _folder(f"claim {claim['claimName']}", inside)
+        return _join_folder(f"claim {claim['claimName']}", inside)
     if nfs := volume.get("nfs"):
-        return _folder(f"nfs {nfs['server']}:{nfs['path']}", inside)
+        return _join_folder(f"nfs {nfs['server']}:{nfs['path']}", inside)
     return ""
 
 
@@ -229,38 +229,38 @@ def _is_below(path: str, folder: str) -> bool:
     return f"{path}/".startswith(f"{folder.rstrip('/')}/")
 
 
-def _folder(volume: str, inside: str) -> str:
+def _join_folder(volume: str, inside: str) -> str:
     return posixpath.normpath(f"{volume}/{inside}")
 
 
-def _checkpoint_mount(job: Job, apart: bool) -> Object:
+def _build_checkpoint_mount(job: TrainingJob, apart: bool) -> Object:
     """What the claim's mount has besides name and path."""
-    folder, read_only = checkpoint_sub_path(job, apart), job.spec.checkpoint.read_only
+    folder, read_only = choose_checkpoint_sub_path(job, apart), job.spec.checkpoint.read_only
     return {**({"subPath": folder} if folder else {}), **({"readOnly": True} if read_only else {})}
 
 
-def metrics_port(job: Job, worker: str) -> int:
+def compute_metrics_port(job: TrainingJob, worker: str) -> int:
     """At which the sidecar of the worker with this name serves its metrics.
 
     In the node's network (`hostNetwork`) each worker has a port of its own. It is declared, so that the scheduler
     itself keeps two with one port on different nodes; a replacement, whose name is another, gets another one.
     """
-    if not _shares_the_nodes_network(job):
+    if not _uses_host_network(job):
         return METRICS_PORT
-    return _NODE_PORTS[zlib.crc32(f"{job.namespace}/{worker}".encode()) % len(_NODE_PORTS)]
+    return _HOST_NETWORK_METRICS_PORTS[zlib.crc32(f"{job.namespace}/{worker}".encode()) % len(_HOST_NETWORK_METRICS_PORTS)]
 
 
-def refused_template(job: Job) -> str:
+def find_template_refusal(job: TrainingJob) -> str:
     """What of the template would get around what holds for all jobs, with the remedy; "": nothing.
 
     The API server's own checks (the CRD's rules, the dry run) come besides.
     """
-    if UNREAD in job.spec.template:
-        return f"spec.template: {job.spec.template[UNREAD]}"
-    if _is_deeper(job.spec.template, MOST_LEVELS):
-        return f"spec.template: {TOO_DEEP}"
+    if DROPPED_TEMPLATE_KEY in job.spec.template:
+        return f"spec.template: {job.spec.template[DROPPED_TEMPLATE_KEY]}"
+    if _is_deeper(job.spec.template, MAX_TEMPLATE_LEVELS):
+        return f"spec.template: {TOO_DEEP_MESSAGE}"
     try:
-        return next((f"spec.template.spec.{words}" for words in _refusals(job.spec.template["spec"])), "")
+        return next((f"spec.template.spec.{words}" for words in _iterate_refusals(job.spec.template["spec"])), "")
     except (AttributeError, KeyError, TypeError) as error:
         return f"spec.template: is not a pod template ({error!r}); compare it with `kubectl explain pod.spec`"
 
@@ -276,39 +276,39 @@ def _is_deeper(template: Mapping[str, Any], levels: int) -> bool:
     return True
 
 
-def uses_gpus(job: Job) -> bool:
+def uses_gpus(job: TrainingJob) -> bool:
     """Whether its ranks have GPUs, and so talk by NCCL."""
     try:
         containers: list[Mapping[str, Any]] = job.spec.template["spec"]["containers"]
-        trainer = next(container for container in containers if container["name"] == TRAINER)
-        return str(trainer["resources"]["limits"][GPU]) != "0"
+        trainer = next(container for container in containers if container["name"] == TRAINER_CONTAINER)
+        return str(trainer["resources"]["limits"][GPU_RESOURCE]) != "0"
     except (AttributeError, KeyError, StopIteration, TypeError):
         return False
 
 
-def state_object(job: Job, content: Object, resource_version: str = "") -> Object:
+def build_state_object(job: TrainingJob, content: Object, resource_version: str = "") -> Object:
     """The job's TrainingJobState. `resource_version`: of the one that it replaces, for compare-and-swap; "": there is
     none yet."""
     metadata: Object = {
         "name": job.name,
         "namespace": job.namespace,
         "labels": {LABEL_JOB: job.name},
-        "ownerReferences": [owned_by(job)],
+        "ownerReferences": [build_owner_reference(job)],
     }
     if resource_version:
         metadata["resourceVersion"] = resource_version
     return {"apiVersion": API_VERSION, "kind": "TrainingJobState", "metadata": metadata, **content}
 
 
-def probe_pod(
-    name: str, namespace: str, node: Object, owner: Object, kind: str, image: ProbeImage, task: ProbeTask
+def build_probe_pod(
+    name: str, namespace: str, node: Object, owner: Object, kind: str, image: ProbeImage, task: NodeProbeTask
 ) -> Object:
     """A short-lived pod on a `node`: it succeeds if the node can be used, and says how fast it is.
 
     It is bound to the node by name (a cordon keeps the scheduler away) and goes with its `owner`: the NodeQuarantine or
     NodeProbe (`kind`) that it serves.
     """
-    limits = {"memory": "256Mi", **({GPU: str(task.gpus)} if task.gpus else {})}
+    limits = {"memory": "256Mi", **({GPU_RESOURCE: str(task.gpus)} if task.gpus else {})}
     peers = [f"--peer={peer}={address}" for peer, address in task.peers.items()]
     container: Object = {
         "name": "probe",
@@ -316,11 +316,11 @@ def probe_pod(
         **({"imagePullPolicy": image.pull_policy} if image.pull_policy else {}),
         "command": [
             *("python", "-m", "pacekeeper_operator.probe"),
-            *(*peers, f"--guests={task.guests}", f"--gpus={task.gpus}"),
+            *(*peers, f"--guests={task.inbound_peers}", f"--gpus={task.gpus}"),
         ],
-        "env": [_variable(SECRET, task.secret)],
+        "env": [_build_variable(PROBE_SECRET_VARIABLE, task.secret)],
         "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": limits},
-        "securityContext": dict(_RESTRICTED),
+        "securityContext": dict(_RESTRICTED_SECURITY_CONTEXT),
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     return {
@@ -329,13 +329,13 @@ def probe_pod(
         "metadata": {
             "name": name,
             "namespace": namespace,
-            "labels": {LABEL_PROBE: node["metadata"]["uid"], LABEL_CIRCLE: task.circle},
-            "ownerReferences": [_reference(owner["metadata"], kind)],
+            "labels": {LABEL_PROBE: node["metadata"]["uid"], LABEL_PROBE_GROUP: task.group},
+            "ownerReferences": [_build_reference(owner["metadata"], kind)],
         },
         "spec": {
             "nodeName": node["metadata"]["name"],
             "restartPolicy": "Never",
-            "activeDeadlineSeconds": PROBE_SECONDS,
+            "activeDeadlineSeconds": PROBE_POD_DEADLINE_SECONDS,
             "terminationGracePeriodSeconds": 1,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
@@ -352,11 +352,11 @@ def probe_pod(
     }
 
 
-def _refusals(spec: Object) -> Iterator[str]:
+def _iterate_refusals(spec: Object) -> Iterator[str]:
     if spec.get("nodeName"):
         yield (
             "nodeName: it would pass the scheduler by, and with it taints, cordons and resources; remove it and use "
-            f"nodeSelector: {{{_HOSTNAME}: …}}"
+            f"nodeSelector: {{{_HOSTNAME_LABEL}: …}}"
         )
     for name in ("shareProcessNamespace", "hostPID"):
         if spec.get(name):
@@ -364,15 +364,15 @@ def _refusals(spec: Object) -> Iterator[str]:
     for i, toleration in enumerate(spec.get("tolerations") or ()):
         if toleration.get("key") == TAINT_QUARANTINE:
             yield f"tolerations[{i}]: {TAINT_QUARANTINE} marks nodes that are out of service; remove the toleration"
-    yield from _refused_volumes(spec.get("volumes") or ())
+    yield from _iterate_volume_refusals(spec.get("volumes") or ())
     for name in ("initContainers", "containers", "ephemeralContainers"):
         for i, container in enumerate(spec.get(name) or ()):
-            yield from (f"{name}[{i}].{words}" for words in _refused_container(container))
+            yield from (f"{name}[{i}].{words}" for words in _iterate_container_refusals(container))
 
 
-def _refused_volumes(volumes: Sequence[Object]) -> Iterator[str]:
+def _iterate_volume_refusals(volumes: Sequence[Object]) -> Iterator[str]:
     for i, volume in enumerate(volumes):
-        if str(volume.get("name")).startswith(_OURS):
+        if str(volume.get("name")).startswith(_VOLUME_PREFIX):
             yield f"volumes[{i}].name: {volume['name']} is Pacekeeper's own; rename the volume"
         for source in (volume.get("projected") or {}).get("sources") or ():
             if (source.get("serviceAccountToken") or {}).get("audience") == TOKEN_AUDIENCE:
@@ -382,43 +382,43 @@ def _refused_volumes(volumes: Sequence[Object]) -> Iterator[str]:
                 )
 
 
-def _refused_container(container: Object) -> Iterator[str]:
-    if container.get("name") == SIDECAR:
-        yield f"name: {SIDECAR} is the sidecar that Pacekeeper adds; remove the container, or rename it"
+def _iterate_container_refusals(container: Object) -> Iterator[str]:
+    if container.get("name") == SIDECAR_CONTAINER:
+        yield f"name: {SIDECAR_CONTAINER} is the sidecar that Pacekeeper adds; remove the container, or rename it"
     for name in ("volumeMounts", "volumeDevices"):
         for i, mount in enumerate(container.get(name) or ()):
-            if str(mount.get("name")).startswith(_OURS):
+            if str(mount.get("name")).startswith(_VOLUME_PREFIX):
                 yield f"{name}[{i}]: {mount['name']} is mounted by Pacekeeper where it is needed; remove the mount"
 
 
-def _shares_the_nodes_network(job: Job) -> bool:
+def _uses_host_network(job: TrainingJob) -> bool:
     return bool((job.spec.template.get("spec") or {}).get("hostNetwork"))
 
 
-def _sidecar(trainer: Object, environment: list[Object], installation: Installation, port: int) -> Object:
+def _build_sidecar(trainer: Object, environment: list[Object], installation: Installation, port: int) -> Object:
     """A native sidecar: up before the trainer starts, ended after it, and no obstacle to the pod's completion."""
     identity = ("runAsUser", "runAsGroup", "runAsNonRoot")  # as the trainer's: they share files
     context = trainer.get("securityContext", {})
     sidecar: Object = {
-        "name": SIDECAR,
+        "name": SIDECAR_CONTAINER,
         "image": installation.sidecar_image or trainer.get("image", ""),
         "command": ["python", "-m", "pacekeeper.sidecar"],
         "restartPolicy": "Always",
         "env": [
             *environment,
-            _variable("PACEKEEPER_OPERATOR", installation.operator_url),
-            _variable("PACEKEEPER_CA", installation.authority),
-            _variable("PACEKEEPER_TOKEN_FILE", f"{TOKEN_PATH}/token"),
-            _variable("PACEKEEPER_METRICS_PORT", port),
+            _build_variable("PACEKEEPER_OPERATOR", installation.operator_url),
+            _build_variable("PACEKEEPER_CA", installation.authority),
+            _build_variable("PACEKEEPER_TOKEN_FILE", f"{TOKEN_PATH}/token"),
+            _build_variable("PACEKEEPER_METRICS_PORT", port),
         ],
         "ports": [{"name": METRICS_PORT_NAME, "containerPort": port}],
         "resources": {kind: dict(quantities) for kind, quantities in installation.sidecar_resources.items()},
-        "securityContext": {**_RESTRICTED, **{key: context[key] for key in identity if key in context}},
-        "startupProbe": _healthy(period=1, failures=60),
-        "livenessProbe": _healthy(period=10, failures=3),
+        "securityContext": {**_RESTRICTED_SECURITY_CONTEXT, **{key: context[key] for key in identity if key in context}},
+        "startupProbe": _build_health_probe(period=1, failures=60),
+        "livenessProbe": _build_health_probe(period=10, failures=3),
         "volumeMounts": [
-            {"name": _RUNTIME, "mountPath": RUNTIME_PATH},
-            {"name": _TOKEN, "mountPath": TOKEN_PATH, "readOnly": True},
+            {"name": _RUNTIME_VOLUME, "mountPath": RUNTIME_PATH},
+            {"name": _TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True},
         ],
     }
     policy = installation.sidecar_pull_policy if installation.sidecar_image else trainer.get("imagePullPolicy")
@@ -427,7 +427,7 @@ def _sidecar(trainer: Object, environment: list[Object], installation: Installat
     return sidecar
 
 
-def _healthy(period: int, failures: int) -> Object:
+def _build_health_probe(period: int, failures: int) -> Object:
     """A probe of the sidecar; periods in seconds."""
     return {
         "httpGet": {"path": "/healthz", "port": METRICS_PORT_NAME},
@@ -437,66 +437,66 @@ def _healthy(period: int, failures: int) -> Object:
     }
 
 
-def _environment(job: Job, grace_seconds: int, message_path: str) -> list[Object]:
+def _build_environment(job: TrainingJob, grace_seconds: int, message_path: str) -> list[Object]:
     """Of trainer and sidecar; docs/architecture/environment.md lists it."""
     spec = job.spec
     hang_seconds, adopt = spec.detection.hang_seconds, spec.checkpoint.adopt
     adopted = adopt if "/" in adopt or not adopt else f"{job.namespace}/{adopt}"
     return [
-        _variable("PACEKEEPER_RUNTIME", RUNTIME_PATH),
-        _variable("PACEKEEPER_JOB", job.name),
-        _variable("PACEKEEPER_JOB_UID", job.uid),
-        _variable("PACEKEEPER_NAMESPACE", job.namespace),
-        _from_pod("PACEKEEPER_WORKER", "metadata.name"),
-        _from_pod("PACEKEEPER_NODE", "spec.nodeName"),
-        _from_pod("PACEKEEPER_POD_IP", "status.podIP"),
-        _variable("PACEKEEPER_NPROC", spec.nproc_per_node),
-        _variable("PACEKEEPER_CHECKPOINT_PATH", spec.checkpoint.path),
-        _variable("PACEKEEPER_CHECKPOINT_EVERY", spec.checkpoint.every_steps),
-        _variable("PACEKEEPER_CHECKPOINT_KEEP", spec.checkpoint.keep),
-        _variable("PACEKEEPER_CHECKPOINT_ADOPT", adopted),
-        _variable("PACEKEEPER_CHECKPOINT_READ_ONLY", int(spec.checkpoint.read_only)),
-        _variable("PACEKEEPER_HANG_SECONDS", "" if hang_seconds is None else f"{hang_seconds:g}"),
-        _variable("PACEKEEPER_WINDOW_STEPS", spec.detection.window_steps),
-        _variable("PACEKEEPER_GRACE_SECONDS", grace_seconds),
-        _variable("PACEKEEPER_TERMINATION_LOG", message_path),
+        _build_variable("PACEKEEPER_RUNTIME", RUNTIME_PATH),
+        _build_variable("PACEKEEPER_JOB", job.name),
+        _build_variable("PACEKEEPER_JOB_UID", job.uid),
+        _build_variable("PACEKEEPER_NAMESPACE", job.namespace),
+        _build_pod_field_variable("PACEKEEPER_WORKER", "metadata.name"),
+        _build_pod_field_variable("PACEKEEPER_NODE", "spec.nodeName"),
+        _build_pod_field_variable("PACEKEEPER_POD_IP", "status.podIP"),
+        _build_variable("PACEKEEPER_NPROC", spec.nproc_per_node),
+        _build_variable("PACEKEEPER_CHECKPOINT_PATH", spec.checkpoint.path),
+        _build_variable("PACEKEEPER_CHECKPOINT_EVERY", spec.checkpoint.every_steps),
+        _build_variable("PACEKEEPER_CHECKPOINT_KEEP", spec.checkpoint.keep),
+        _build_variable("PACEKEEPER_CHECKPOINT_ADOPT", adopted),
+        _build_variable("PACEKEEPER_CHECKPOINT_READ_ONLY", int(spec.checkpoint.read_only)),
+        _build_variable("PACEKEEPER_HANG_SECONDS", "" if hang_seconds is None else f"{hang_seconds:g}"),
+        _build_variable("PACEKEEPER_WINDOW_STEPS", spec.detection.window_steps),
+        _build_variable("PACEKEEPER_GRACE_SECONDS", grace_seconds),
+        _build_variable("PACEKEEPER_TERMINATION_LOG", message_path),
     ]
 
 
-def _variable(name: str, value: str | int) -> Object:
+def _build_variable(name: str, value: str | int) -> Object:
     return {"name": name, "value": str(value)}
 
 
-def _from_pod(name: str, path: str) -> Object:
+def _build_pod_field_variable(name: str, path: str) -> Object:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _storage(job: Job, trainer: Object) -> list[tuple[str, Object]]:
+def _build_storage(job: TrainingJob, trainer: Object) -> list[tuple[str, Object]]:
     """(mount path, volume) of what the trainer gets besides its own mounts."""
     # Memory volumes need no size limit of their own: what is in them counts against the containers' memory limits.
-    storage: list[tuple[str, Object]] = [(RUNTIME_PATH, {"name": _RUNTIME, "emptyDir": {"medium": "Memory"}})]
+    storage: list[tuple[str, Object]] = [(RUNTIME_PATH, {"name": _RUNTIME_VOLUME, "emptyDir": {"medium": "Memory"}})]
     if all(mount["mountPath"].rstrip("/") != "/dev/shm" for mount in trainer.get("volumeMounts", [])):
-        storage.append(("/dev/shm", {"name": f"{_OURS}shm", "emptyDir": {"medium": "Memory"}}))
+        storage.append(("/dev/shm", {"name": f"{_VOLUME_PREFIX}shm", "emptyDir": {"medium": "Memory"}}))
     if claim := job.spec.checkpoint.volume_claim_name:
-        volume = {"name": _CHECKPOINTS, "persistentVolumeClaim": {"claimName": claim}}
+        volume = {"name": _CHECKPOINT_VOLUME, "persistentVolumeClaim": {"claimName": claim}}
         storage.append((job.spec.checkpoint.path, volume))
     return storage
 
 
-def _token() -> Object:
+def _build_token_volume() -> Object:
     """The sidecar's proof of who it is; the kubelet renews it before it expires."""
     token = {"audience": TOKEN_AUDIENCE, "expirationSeconds": 3600, "path": "token"}
-    return {"name": _TOKEN, "projected": {"sources": [{"serviceAccountToken": token}]}}
+    return {"name": _TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": token}]}}
 
 
-def _place(job: Job, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> None:
+def _add_affinity(job: TrainingJob, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> None:
     """Adds our wishes to the template's own affinity.
 
     A spare on a worker's node would be lost with it: that is required. Workers are spread where the user has no wish of
     his own (he may want them close together).
     """
     affinity = spec.get("affinity") or {}
-    others = {"labelSelector": {"matchLabels": {LABEL_JOB: job.name}}, "topologyKey": _HOSTNAME}
+    others = {"labelSelector": {"matchLabels": {LABEL_JOB: job.name}}, "topologyKey": _HOSTNAME_LABEL}
     users_choice = affinity.keys() & {"podAffinity", "podAntiAffinity"} or spec.get("topologySpreadConstraints")
     if spare:
         apart = affinity.setdefault("podAntiAffinity", {})
@@ -516,7 +516,7 @@ def _place(job: Job, spec: Object, spare: bool, avoid_nodes: Sequence[str]) -> N
         spec["affinity"] = affinity
 
 
-def _prefer_others(spec: Object, nodes: Sequence[str]) -> None:
+def _add_node_preference(spec: Object, nodes: Sequence[str]) -> None:
     """Add a preference for all nodes but these. Its weight is the least that there is, so that a preference of the
     template's own counts more."""
     names = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in nodes]
@@ -528,11 +528,11 @@ def _prefer_others(spec: Object, nodes: Sequence[str]) -> None:
     spec["affinity"] = {**affinity, "nodeAffinity": of_nodes}
 
 
-def owned_by(job: Job) -> Object:
-    return _reference({"name": job.name, "uid": job.uid}, "TrainingJob")
+def build_owner_reference(job: TrainingJob) -> Object:
+    return _build_reference({"name": job.name, "uid": job.uid}, "TrainingJob")
 
 
-def _reference(metadata: Mapping[str, Any], kind: str) -> Object:
+def _build_reference(metadata: Mapping[str, Any], kind: str) -> Object:
     return {
         "apiVersion": API_VERSION,
         "kind": kind,

@@ -11,56 +11,56 @@ from pacekeeper_analysis.errors import InputError
 
 from .api import TAINT_QUARANTINE, parse_time
 
-TAINTS = ("ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted")
-CONDITIONS = ("KernelDeadlock", "ReadonlyFilesystem")
+DEFAULT_LEAVE_TAINTS = ("ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted")
+DEFAULT_LEAVE_CONDITIONS = ("KernelDeadlock", "ReadonlyFilesystem")
 """Of the node problem detector's own rules, those that last."""
-CONDITION_TYPE = re.compile(r"[A-Za-z]([\w./-]{0,314}[A-Za-z0-9])?", re.ASCII)
+CONDITION_TYPE_PATTERN = re.compile(r"[A-Za-z]([\w./-]{0,314}[A-Za-z0-9])?", re.ASCII)
 KUBERNETES_CONDITIONS = frozenset({"Ready", "MemoryPressure", "DiskPressure", "PIDPressure", "NetworkUnavailable"})
 """What the kubelet and the cloud's controllers say of a node."""
-_TAINT = re.compile(
+_TAINT_PATTERN = re.compile(
     r"(?P<key>[A-Za-z0-9][\w./-]*)(=(?P<value>[\w.-]*))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
 )
-_CONDITION = re.compile(r"(?P<type>[A-Za-z0-9][\w./-]*)(=(?P<status>True|False|Unknown))?")
+_NODE_CONDITION_PATTERN = re.compile(r"(?P<type>[A-Za-z0-9][\w./-]*)(=(?P<status>True|False|Unknown))?")
 
 
 @dataclass(frozen=True)
-class NodeHealth:
+class NodeHealthRules:
     """`taints`: key[=value][:effect], as kubectl writes them; `conditions`: type[=status], True where nothing is said.
     Raises InputError for others."""
 
     cordons: bool = True
-    taints: tuple[str, ...] = TAINTS
-    conditions: tuple[str, ...] = CONDITIONS
+    taints: tuple[str, ...] = DEFAULT_LEAVE_TAINTS
+    conditions: tuple[str, ...] = DEFAULT_LEAVE_CONDITIONS
 
     def __post_init__(self) -> None:
         for text in self.taints:
-            if not _TAINT.fullmatch(text):
+            if not _TAINT_PATTERN.fullmatch(text):
                 raise InputError(f"taint {text!r}: write key, key=value or key=value:Effect, like gpu-fault:NoSchedule")
         for text in self.conditions:
-            if not _CONDITION.fullmatch(text):
+            if not _NODE_CONDITION_PATTERN.fullmatch(text):
                 raise InputError(f"condition {text!r}: write a type, or type=status, like GpuHealthy=False")
             if text.partition("=")[0] == "Ready":
                 raise InputError("condition Ready: what is not ready is taken for lost anyway; leave it out")
 
-    def why_empty(self, node: Mapping[str, Any]) -> str:
+    def find_leave_reason(self, node: Mapping[str, Any]) -> str:
         """Why others want this node empty, in words; "": they do not, as far as can be seen.
 
         While our own quarantine is on it, a cordon is taken for ours: workers of jobs that nothing is wrong with stay.
         """
-        return next(self._marks(node), "")
+        return next(self._iterate_marks(node), "")
 
-    def _marks(self, node: Mapping[str, Any]) -> Iterator[str]:
+    def _iterate_marks(self, node: Mapping[str, Any]) -> Iterator[str]:
         spec = node.get("spec", {})
-        taints = [_Taint.of(taint) for taint in spec.get("taints") or ()]
+        taints = [_Taint.from_object(taint) for taint in spec.get("taints") or ()]
         if self.cordons and spec.get("unschedulable") and all(taint.key != TAINT_QUARANTINE for taint in taints):
             yield "it is cordoned"
         for text in self.taints:
-            found = _TAINT.fullmatch(text)
+            found = _TAINT_PATTERN.fullmatch(text)
             assert found is not None
-            yield from (f"taint {taint.words}" for taint in taints if taint.fits(**found.groupdict()))
-        yield from (condition.words for condition in self.conditions_of(node))
+            yield from (f"taint {taint.description}" for taint in taints if taint.matches(**found.groupdict()))
+        yield from (condition.description for condition in self.find_conditions(node))
 
-    def conditions_of(self, node: Mapping[str, Any]) -> Iterator[Condition]:
+    def find_conditions(self, node: Mapping[str, Any]) -> Iterator[MatchedNodeCondition]:
         """Those that the platform names, and that the node has now."""
         conditions = node.get("status", {}).get("conditions", ())
         for text in self.conditions:
@@ -69,16 +69,16 @@ class NodeHealth:
                 if condition["type"] == kind and condition["status"] == (status or "True"):
                     reason = f" ({condition['reason']})" if condition.get("reason") else ""
                     since = condition.get("lastTransitionTime")
-                    yield Condition(
+                    yield MatchedNodeCondition(
                         f"condition {kind} is {condition['status']}{reason}", parse_time(since) if since else 0.0
                     )
 
 
 @dataclass(frozen=True)
-class Condition:
+class MatchedNodeCondition:
     """Of a node. `since`: seconds since the epoch, as it says itself; 0: it does not."""
 
-    words: str
+    description: str
     since: float
 
 
@@ -89,13 +89,13 @@ class _Taint:
     effect: str
 
     @classmethod
-    def of(cls, taint: Mapping[str, Any]) -> Self:
+    def from_object(cls, taint: Mapping[str, Any]) -> Self:
         return cls(taint["key"], taint.get("value") or "", taint["effect"])
 
-    def fits(self, key: str, value: str | None, effect: str | None) -> bool:
+    def matches(self, key: str, value: str | None, effect: str | None) -> bool:
         """None: any."""
         return self.key == key and value in (None, self.value) and effect in (None, self.effect)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"{self.key}{'=' if self.value else ''}{self.value}:{self.effect}"

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from pacekeeper_analysis.behaviour.localise import Localisation
-from pacekeeper_analysis.diagnose.work import KnownPaces
+from pacekeeper_analysis.behaviour.localise import Localization
+from pacekeeper_analysis.diagnose.work import KnownRelativeTimes
 from pacekeeper_analysis.fabric import places
-from pacekeeper_analysis.fabric.order import Place
+from pacekeeper_analysis.fabric.order import TopologyLocation
 from pacekeeper_analysis.plan import Member, Plan
-from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
+from pacekeeper_analysis.reports import Evidence, FaultReport, FaultKind, Heartbeat, LauncherState
 
-from .api import Cause, ExitCodesSpec, Job, Mode, Remedy, Verdict
-from .network import Network
-from .state import Case, Draft, Incidents, State, Worker
+from .api import IncidentCause, ExitCodesSpec, TrainingJob, RemediationMode, Remedy, QuarantineVerdict
+from .network import NetworkState
+from .state import NodeKey, DesiredState, Incidents, State, WorkerRecord
 
-HEARD_SECONDS = 5.0
+RECENT_POLL_SECONDS = 5.0
 """Whoever has polled within this time is heard, and whose poll is held. It must be shorter than any silence
 that counts, or somebody's last word before the operator was cut off would prove that it is not."""
 
@@ -36,11 +36,11 @@ class PodView:
     created_at: float = 0.0
     deleting: bool = False
     delete_by: float = 0.0  # end of its grace period; 0: not being deleted
-    disrupted: str = ""  # reason of its DisruptionTarget condition: eviction, preemption, taint, …
-    unschedulable: str = ""  # the scheduler's words
+    disruption_reason: str = ""  # reason of its DisruptionTarget condition: eviction, preemption, taint, …
+    unschedulable_message: str = ""  # the scheduler's words
     exit_code: int | None = None  # of the trainer, or of `ended_before`; None: it has not ended
-    ended_before: str = ""  # the init container that failed, so that the trainer never ran
-    own_fault: str = ""  # why its kubelet ended it, where the pod itself is the cause, in the kubelet's words
+    failed_init_container: str = ""  # the init container that failed, so that the trainer never ran
+    self_inflicted_reason: str = ""  # why its kubelet ended it, where the pod itself is the cause, in the kubelet's words
     exit_reason: str = ""  # OOMKilled, Error, …
     exit_message: str = ""
     finished: bool = False  # its launcher's last word: the ranks have finished
@@ -49,18 +49,18 @@ class PodView:
     waiting_container: str = ""  # whose reason that is
     job: str = ""  # by its label
     owner: str = ""  # UID of its job
-    gated: bool = False  # it is not to be scheduled yet: somebody's scheduling gates hold it (a queue's, mostly)
+    scheduling_gated: bool = False  # it is not to be scheduled yet: somebody's scheduling gates hold it (a queue's, mostly)
     started: bool = False  # its trainer's container runs
-    avoids: frozenset[str] = frozenset()  # nodes that it was kept off when it was made
+    avoided_nodes: frozenset[str] = frozenset()  # nodes that it was kept off when it was made
 
     @property
     def ended(self) -> bool:
         return self.exit_code is not None or self.phase in ("Succeeded", "Failed")
 
 
-FRESH_SECONDS = 10.0
+FRESH_WORKER_SECONDS = 10.0
 """A worker that has been silent for longer may be gone: nobody gives it ranks."""
-FROZEN_SECONDS = 8.0
+LAUNCHER_UNRESPONSIVE_SECONDS = 8.0
 """A launcher that has given its sidecar no sign of life for so long is taken for frozen; it gives two a second."""
 
 
@@ -68,14 +68,14 @@ FROZEN_SECONDS = 8.0
 class WorkerView:
     """A worker: what was promised, what the API server says, what it says itself, what a probe says."""
 
-    record: Worker
+    record: WorkerRecord
     pod: PodView | None = None  # None: there is no such pod
     heartbeat: Heartbeat | None = None
     silent_seconds: float = 0.0  # since it was heard last; counted from the operator's own start at the earliest
     state_seconds: float = math.inf  # since it was first heard to be in the state that it is in
     reachable: bool | None = None  # by the operator's own probe; None: there was no reason to probe
     node_reachable: bool | None = None
-    stepped_seconds: float = math.inf  # since it was first heard to have completed its last step; infinity: not known
+    seconds_since_step: float = math.inf  # since it was first heard to have completed its last step; infinity: not known
 
     @property
     def node(self) -> str:
@@ -97,7 +97,7 @@ class WorkerView:
         return self.alive and not self.record.leaving
 
     @property
-    def trains(self) -> bool:
+    def can_checkpoint(self) -> bool:
         """It can still take part in a checkpoint, even if it is to be replaced."""
         return self.pod is not None and not self.pod.ended and not self.record.dead
 
@@ -110,14 +110,14 @@ class WorkerView:
             and bool(self.pod.address)
             and self.heartbeat is not None
             and self.heartbeat.state is LauncherState.WARM
-            and self.silent_seconds <= FRESH_SECONDS
-            and not self.frozen
+            and self.silent_seconds <= FRESH_WORKER_SECONDS
+            and not self.unresponsive
         )
 
     @property
-    def frozen(self) -> bool:
+    def unresponsive(self) -> bool:
         """Its sidecar speaks, but its launcher has stood still for too long."""
-        return self.heartbeat is not None and self.heartbeat.launcher_silent_seconds >= FROZEN_SECONDS
+        return self.heartbeat is not None and self.heartbeat.launcher_silent_seconds >= LAUNCHER_UNRESPONSIVE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class NodeView:
     name: str
     uid: str
     ready: bool = True
-    leaving: str = ""  # why its platform wants it empty; "": it does not
+    leave_reason: str = ""  # why its platform wants it empty; "": it does not
     address: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)  # those that may say where it is in the network
 
@@ -138,10 +138,10 @@ class GpuValue:
     gpu: str
     metric: str  # of DCGM; or a gpu_health.Sign, and `value` is its figure
     value: float
-    vouched: bool = False  # Prometheus' own service discovery says which node it is, not the exporter
+    trusted: bool = False  # Prometheus' own service discovery says which node it is, not the exporter
     uuid: str = ""  # of the GPU; "": the exporter does not say
     instance: str = ""  # of MIG; "": it is the whole GPU's
-    before: float | None = 0.0  # what the same series was two minutes ago; None: it was not there
+    previous_value: float | None = 0.0  # what the same series was two minutes ago; None: it was not there
 
     @property
     def key(self) -> str:
@@ -154,19 +154,19 @@ class GpuValue:
         return self.node, self.gpu
 
 
-NOT_ASKED = "Prometheus has not been asked lately"
+PROMETHEUS_NOT_QUERIED = "Prometheus has not been asked lately"
 
 
 @dataclass(frozen=True)
-class Lasting:
+class PersistentSlowness:
     """Ranks that are slower than their peers by so little that it takes several windows to tell."""
 
-    paces: KnownPaces
+    relative_times: KnownRelativeTimes
     since: float  # seconds since the epoch; of the first of them
 
 
 @dataclass(frozen=True)
-class Metrics:
+class JobMetrics:
     """How a job does: by what its ranks say, and by Prometheus; None: nothing is known (yet)."""
 
     # By the figures in its workers' heartbeats.
@@ -183,7 +183,7 @@ class Metrics:
     throughput: float | None = None  # samples a second of the whole job; None: the script does not tell its shares
     uniform: float | None = None  # step time of the least slowed rank over that of the job's own first steady steps
     untold: tuple[str, ...] = ()  # members whose ranks' figures are not known now
-    lasting: Lasting | None = None
+    lasting: PersistentSlowness | None = None
     unsettled: bool = False  # whether it takes some more windows to know that there is none
     # By Prometheus.
     gpu: tuple[GpuValue, ...] = ()  # of all nodes
@@ -198,38 +198,38 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ClusterView:
     """The cluster around a job, as far as budgets need it."""
 
     nodes: Mapping[str, NodeView] = field(default_factory=dict)
-    network: Network | None = None  # None: this operator has not looked at it yet
+    network: NetworkState | None = None  # None: this operator has not looked at it yet
     leaving_since: Mapping[str, float] = field(default_factory=dict)  # of nodes that are to be empty, by name
     levels: tuple[str, ...] = ()  # labels of nodes by which a Fabric says where they are, from the leaf outward
     suspects: frozenset[str] = frozenset()  # nodes that this and other jobs hold lost or failing right now
     unreliable_nodes: tuple[str, ...] = ()  # that had Incidents of any jobs on several days, the worst first
-    older_job_waits: str = ""  # an older job that is to be placed first
-    folder_held_by: str = ""  # another job that writes its checkpoints where this one would, and began before
+    older_waiting_job: str = ""  # an older job that is to be placed first
+    folder_owner: str = ""  # another job that writes its checkpoints where this one would, and began before
     hung_nodes: Mapping[str, int] = field(default_factory=dict)  # node → hangs on it lately, of this namespace's jobs
     hung_elsewhere: frozenset[str] = frozenset()  # nodes on which jobs of other namespaces have hung lately
-    past_seconds: Mapping[Cause, tuple[float, ...]] = field(default_factory=dict)  # durations of earlier incidents
+    past_durations: Mapping[IncidentCause, tuple[float, ...]] = field(default_factory=dict)  # durations of earlier incidents
     reached_elsewhere: bool = False  # the operator has just heard another job's worker, or reached another node
 
 
 @dataclass(frozen=True)
-class Ruling:
+class QuarantineDecision:
     """What has become of a node that a job blames. The words name nobody else's job."""
 
-    verdict: Verdict
-    words: str
-    raised: bool = False  # the job's namespace has its say in the NodeQuarantine
+    verdict: QuarantineVerdict
+    message: str
+    recorded: bool = False  # the job's namespace has its say in the NodeQuarantine
 
 
 @dataclass(frozen=True)
-class Localised:
+class LocalizedProfile:
     """What a behaviour window has come to. `page`: what is kept of it for people, as JSON; "": it is kept."""
 
     window: str
-    localisation: Localisation
+    localization: Localization
     page: str = ""
 
 
@@ -239,7 +239,7 @@ class NodeCheck:
 
     at: float  # seconds since the epoch
     passed: bool | None  # None: it could not be found out
-    words: str = ""
+    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -251,19 +251,19 @@ class TemplateVerdict:
 
 
 @dataclass(frozen=True)
-class Hindrance:
+class BlockedAction:
     """Something that is wanted and could not be done so far."""
 
-    what: str
-    why: str  # in the API server's words, mostly
-    pods: bool = False  # it is a pod that cannot be created
+    action: str
+    reason: str  # in the API server's words, mostly
+    is_pod_creation: bool = False  # it is a pod that cannot be created
 
 
 @dataclass(frozen=True)
 class Policy:
     """What may be done: the job's own wishes under the platform's caps."""
 
-    mode: Mode
+    mode: RemediationMode
     allow: frozenset[Remedy]
     max_restarts: int
     restart_window: float
@@ -271,26 +271,26 @@ class Policy:
     exit_codes: ExitCodesSpec = field(default_factory=ExitCodesSpec)
     paused: str = ""  # why remedies are paused in the whole cluster; "": they are not
     grace_after_start: float = 10.0
-    guards_network: bool = True  # each job gets a NetworkPolicy
-    link_probes_an_hour: int = 2  # of one job; 0: launchers are never asked to measure their links
-    profiles_an_hour: int = 2  # behaviour windows of one job; 0: by hand only
+    applies_network_policy: bool = True  # each job gets a NetworkPolicy
+    link_probes_per_hour: int = 2  # of one job; 0: launchers are never asked to measure their links
+    profiles_per_hour: int = 2  # behaviour windows of one job; 0: by hand only
 
     @property
-    def acts(self) -> bool:
-        return self.mode is Mode.ACT and not self.paused
+    def applies_remedies(self) -> bool:
+        return self.mode is RemediationMode.ACT and not self.paused
 
     @property
-    def recovers(self) -> bool:
+    def applies_routine_remedies(self) -> bool:
         """Whether routine remedies are applied, also where all others are only recommended: ranks that crash restart in
         place, lost workers are replaced, as `batch/v1` and torchrun would."""
         return not self.paused
 
     @property
-    def restraint(self) -> str:
+    def restraint_reason(self) -> str:
         """Why a remedy that is not routine is not applied; "": it is."""
-        return "" if self.acts else "remedies are only recommended"
+        return "" if self.applies_remedies else "remedies are only recommended"
 
-    def refusal(self, remedy: Remedy) -> str:
+    def find_refusal(self, remedy: Remedy) -> str:
         """Why the remedy may not be taken; "": it may."""
         return "" if remedy in self.allow else "spec.remediation.allow does not list it"
 
@@ -301,51 +301,51 @@ class Observation:
 
     now: float
     operator_age: float  # seconds since this operator began to serve: before, silence means nothing
-    job: Job
-    draft: Draft
+    job: TrainingJob
+    desired: DesiredState
     workers: tuple[WorkerView, ...] = ()
-    faults: tuple[Fault, ...] = ()  # not settled yet
+    faults: tuple[FaultReport, ...] = ()  # not settled yet
     evidence: tuple[Evidence, ...] = ()  # answers to the request that is out
     probes: tuple[Evidence, ...] = ()  # answers to the probe of links that is out
-    metrics: Metrics = field(default_factory=Metrics)
-    surroundings: Surroundings = field(default_factory=Surroundings)
+    metrics: JobMetrics = field(default_factory=JobMetrics)
+    cluster_view: ClusterView = field(default_factory=ClusterView)
     template: TemplateVerdict | None = None  # None: the API server has not been asked lately
-    rulings: Mapping[Case, Ruling] = field(default_factory=dict)  # what has become of the nodes that incidents blame
-    patterns: int = 0  # ranks that have answered in the behaviour window that is out
-    patterns_at: float = 0.0  # when the newest of their answers came
-    localised: Localised | None = None  # what the last one has come to
-    checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
-    strays: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
-    hindrances: tuple[Hindrance, ...] = ()
+    quarantine_decisions: Mapping[NodeKey, QuarantineDecision] = field(default_factory=dict)  # what has become of the nodes that incidents blame
+    profile_answers: int = 0  # ranks that have answered in the behaviour window that is out
+    last_profile_answer_at: float = 0.0  # when the newest of their answers came
+    localized_profile: LocalizedProfile | None = None  # what the last one has come to
+    node_checks: Mapping[str, NodeCheck] = field(default_factory=dict)  # UID of a node → what is known of it
+    stray_pods: tuple[PodView, ...] = ()  # pods of this job that no worker is known for
+    blocked_actions: tuple[BlockedAction, ...] = ()
     clock_agrees: bool = True  # with the API server's; False: nothing that cannot be taken back is done by the time
-    dice: str = ""  # of this pass: what nobody can guess
+    nonce: str = ""  # of this pass: what nobody can guess
 
     @property
     def plan(self) -> Plan:
-        return self.draft.plan
+        return self.desired.plan
 
     @property
     def state(self) -> State:
-        return self.draft.state
+        return self.desired.state
 
-    def with_draft(self, draft: Draft) -> Observation:
+    def with_desired(self, desired: DesiredState) -> Observation:
         """The same world under a changed plan: workers know their new records, what has been dealt with is gone."""
-        if draft == self.draft:
+        if desired == self.desired:
             return self  # with all that it has worked out by now
-        records = draft.state.placement.workers
-        return self._with(
-            draft=draft,
-            workers=self.workers if records is self.state.placement.workers else self._under(records),
-            faults=self._without(draft.state.incidents),
-            evidence=tuple(item for item in self.evidence if item.request == draft.plan.evidence_request),
-            probes=tuple(item for item in self.probes if draft.plan.probe and item.request == draft.plan.probe.name),
+        records = desired.state.placement.workers
+        return self._replace_fields(
+            draft=desired,
+            workers=self.workers if records is self.state.placement.workers else self._update_views(records),
+            faults=self._drop_settled_faults(desired.state.incidents),
+            evidence=tuple(item for item in self.evidence if item.request == desired.plan.evidence_request),
+            probes=tuple(item for item in self.probes if desired.plan.probe and item.request == desired.plan.probe.name),
         )
 
-    def hindered_by(self, hindrances: tuple[Hindrance, ...]) -> Observation:
+    def with_blocked_actions(self, blocked_actions: tuple[BlockedAction, ...]) -> Observation:
         """The same, with what could not be done."""
-        return self._with(hindrances=hindrances)
+        return self._replace_fields(hindrances=blocked_actions)
 
-    def _with(self, **changes: Any) -> Observation:
+    def _replace_fields(self, **changes: Any) -> Observation:
         """The same but for these; what has been worked out stays where nothing that it comes from has changed."""
         changed = replace(self, **changes)
         kept: list[str] = []
@@ -358,85 +358,85 @@ class Observation:
         changed.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
         return changed
 
-    def _under(self, records: Sequence[Worker]) -> tuple[WorkerView, ...]:
+    def _update_views(self, records: Sequence[WorkerRecord]) -> tuple[WorkerView, ...]:
         """Called for every action of thousands at once: who has not changed is not made anew."""
-        known = self._by_name
+        known = self._workers_by_name
         views = ((known.get(record.name), record) for record in records)
         return tuple(
             WorkerView(record) if view is None else view if view.record is record else replace(view, record=record)
             for view, record in views
         )
 
-    def _without(self, incidents: Incidents) -> tuple[Fault, ...]:
+    def _drop_settled_faults(self, incidents: Incidents) -> tuple[FaultReport, ...]:
         """Faults that are not settled there."""
         if incidents.settled is self.state.incidents.settled or not self.faults:
             return self.faults
-        return tuple(fault for fault in self.faults if fault.name not in incidents.names_settled)
+        return tuple(fault for fault in self.faults if fault.name not in incidents.settled_names)
 
-    def worker(self, name: str) -> WorkerView | None:
-        return self._by_name.get(name)
+    def find_worker(self, name: str) -> WorkerView | None:
+        return self._workers_by_name.get(name)
 
     @cached_property
-    def _by_name(self) -> Mapping[str, WorkerView]:
+    def _workers_by_name(self) -> Mapping[str, WorkerView]:
         return {view.name: view for view in self.workers}
 
     @cached_property
     def members(self) -> tuple[WorkerView, ...]:
         """The workers of the plan's members that are still known, in rank order."""
-        found = (self.worker(member.worker) for member in self.plan.members)
+        found = (self.find_worker(member.worker) for member in self.plan.members)
         return tuple(view for view in found if view is not None)
 
     @cached_property
-    def _beats(self) -> tuple[Heartbeat, ...]:
+    def _heartbeats(self) -> tuple[Heartbeat, ...]:
         """Of the members that are heard, in rank order."""
         return tuple(view.heartbeat for view in self.members if view.heartbeat is not None)
 
     @cached_property
-    def seated(self) -> frozenset[str]:
+    def assigned(self) -> frozenset[str]:
         """Names of workers that hold ranks by the plan."""
         return frozenset(member.worker for member in self.plan.members)
 
     @cached_property
     def spares(self) -> tuple[WorkerView, ...]:
         """Workers without ranks that stay, lowest ordinal first."""
-        spares = (view for view in self.workers if view.name not in self.seated and view.usable)
+        spares = (view for view in self.workers if view.name not in self.assigned and view.usable)
         return tuple(sorted(spares, key=lambda view: view.record.ordinal))
 
     @cached_property
-    def places(self) -> Mapping[str, Place]:
+    def network_places(self) -> Mapping[str, TopologyLocation]:
         """Where workers' nodes are in the network, by worker; () where that is not known."""
-        nodes = self.surroundings.nodes
+        nodes = self.cluster_view.nodes
         labels = {view.node: nodes[view.node].labels if view.node in nodes else {} for view in self.workers}
-        of_nodes = places.places(labels, self.surroundings.levels)
+        of_nodes = places.locate_nodes(labels, self.cluster_view.levels)
         return {view.name: of_nodes[view.node] for view in self.workers}
 
-    def member_of_rank(self, rank: int) -> Member | None:
+    def find_member_of_rank(self, rank: int) -> Member | None:
         return next((member for member in self.plan.members if rank in member.ranks), None)
 
-    def worker_of_rank(self, rank: int) -> str | None:
-        member = self.member_of_rank(rank)
+    def find_worker_of_rank(self, rank: int) -> str | None:
+        member = self.find_member_of_rank(rank)
         return None if member is None else member.worker
 
     @cached_property
     def round(self) -> int:
         """The highest round that a member has seen in this membership; the plan's, where none has spoken."""
         membership = self.plan.membership
-        return max([self.plan.round, *(beat.round for beat in self._beats if beat.membership == membership)])
+        return max([self.plan.round, *(beat.round for beat in self._heartbeats if beat.membership == membership)])
 
     @property
     def step(self) -> int:
         """The last step that some member is known to have completed; -1: none."""
-        return max((beat.step for beat in self._beats), default=-1)
+        return max((beat.step for beat in self._heartbeats), default=-1)
 
     @cached_property
     def steps_in_round(self) -> int:
         """That every member has completed in its present round, at least; 0: none is heard."""
-        return min((beat.steps_in_round for beat in self._beats), default=0)
+        return min((beat.steps_in_round for beat in self._heartbeats), default=0)
 
     @cached_property
     def sync_modes(self) -> frozenset[str]:
         """In which members train, by their own words."""
-        return frozenset(beat.sync_mode for beat in self._beats)
+        return frozenset(beat.sync_mode for beat in self._heartbeats)
 
     @property
     def has_straggler(self) -> bool:
@@ -447,12 +447,12 @@ class Observation:
     @property
     def restored_step(self) -> int:
         """That the present round started from; 0: the beginning, or not known."""
-        return max([0, *(beat.restored_step for beat in self._beats)])
+        return max([0, *(beat.restored_step for beat in self._heartbeats)])
 
     @property
     def total_steps(self) -> int | None:
         """That the script wants; 0: it does not say, or its ranks contradict each other. None: no rank has begun."""
-        told = {beat.total_steps for beat in self._beats if beat.steps_in_round > 0}
+        told = {beat.total_steps for beat in self._heartbeats if beat.steps_in_round > 0}
         return None if not told else told.pop() if len(told) == 1 else 0
 
     @property
@@ -462,7 +462,7 @@ class Observation:
 
     @property
     def checkpoint_step(self) -> int:
-        return max((beat.checkpoint_step for beat in self._beats), default=-1)
+        return max((beat.checkpoint_step for beat in self._heartbeats), default=-1)
 
     @cached_property
     def training_since(self) -> float | None:
@@ -470,7 +470,7 @@ class Observation:
         membership, round_ = self.plan.membership, self.round
         times = [
             beat.first_step_at
-            for beat in self._beats
+            for beat in self._heartbeats
             if beat.first_step_at > 0 and beat.round == round_ and beat.membership == membership
         ]
         return max(times) if times and len(times) == len(self.plan.members) else None
@@ -478,48 +478,48 @@ class Observation:
     @property
     def global_batch(self) -> int:
         """Samples of a step of the whole job; 0: the script does not tell."""
-        return max((beat.global_batch for beat in self._beats), default=0)
+        return max((beat.global_batch for beat in self._heartbeats), default=0)
 
     @property
     def replica_ranks(self) -> int:
         """The job trains as exactly with any multiple of so many ranks; 0: the script does not say."""
-        return max((beat.replica_ranks for beat in self._beats), default=0)
+        return max((beat.replica_ranks for beat in self._heartbeats), default=0)
 
     @property
-    def refused(self) -> str:
+    def refusal(self) -> str:
         """Why ranks do not follow the newest plan, in their words; "": they do."""
-        return next((beat.refused for beat in self._beats if beat.refused), "")
+        return next((beat.refused for beat in self._heartbeats if beat.refused), "")
 
-    def faults_of(self, *kinds: FaultKind) -> tuple[Fault, ...]:
+    def select_faults(self, *kinds: FaultKind) -> tuple[FaultReport, ...]:
         """Of these kinds and the present membership, in the order in which they were noticed."""
         chosen = [f for f in self.faults if f.kind in kinds and f.membership in (0, self.plan.membership)]
         return tuple(sorted(chosen, key=lambda fault: fault.noticed_at))
 
-    def is_younger(self, fault: Fault, seconds: float) -> bool:
+    def is_younger(self, fault: FaultReport, seconds: float) -> bool:
         """Noticed less than `seconds` ago. Clocks differ: what is dated in the future says nothing about its age, and
         nobody waits for it to come true."""
         return 0.0 <= self.now - fault.noticed_at < seconds
 
-    def in_time(self, at: float) -> float:
+    def clamp_time(self, at: float) -> float:
         """A moment that a worker tells, as far as this operator's own clock can confirm it: neither in the future nor
         before the last restart."""
         return min(max([at, self.state.life.start_time, *self.state.budget.restarts[-1:]]), self.now)
 
-    def budget_is_spent(self, policy: Policy) -> bool:
+    def is_budget_spent(self, policy: Policy) -> bool:
         """No further restart counts within the window."""
-        return self.state.budget.within(self.now, policy.restart_window) >= policy.max_restarts
+        return self.state.budget.count_restarts_within(self.now, policy.restart_window) >= policy.max_restarts
 
     @property
     def restart_seconds(self) -> float:
         """What a new round costs this job beside the lost steps; before the first was measured, what the present one
         took to its first step, and a guess at least."""
-        return self.state.budget.round_seconds or max(5.0, self._start_of_round_seconds)
+        return self.state.budget.round_seconds or max(5.0, self._round_start_seconds)
 
     @cached_property
-    def _start_of_round_seconds(self) -> float:
+    def _round_start_seconds(self) -> float:
         """From its beginning to its first step, by the member who says the least: all begin together, and nobody's word
         makes it longer. 0: not known."""
-        told = [beat for beat in self._beats if beat.first_step_at > beat.round_started_at > 0]
+        told = [beat for beat in self._heartbeats if beat.first_step_at > beat.round_started_at > 0]
         return min((beat.first_step_at - beat.round_started_at for beat in told), default=0.0)
 
     @property
@@ -534,15 +534,15 @@ class Observation:
     @property
     def checkpoint_age(self) -> float:
         """Seconds since the newest checkpoint that is kept; 0: not known."""
-        return max(0.0, max((beat.checkpoint_age_seconds for beat in self._beats), default=0.0))
+        return max(0.0, max((beat.checkpoint_age_seconds for beat in self._heartbeats), default=0.0))
 
-    def restart_cost(self, *, snapshots: bool = True) -> float:
+    def estimate_restart_cost(self, *, snapshots: bool = True) -> float:
         """Seconds of training that a new round costs now: what was trained since the state was kept, and the restart.
 
         `snapshots`: those in the workers' memory are of use, because all of the workers stay. A worker that goes takes
         its part of a sharded model along, and which models are sharded nobody tells the operator.
         """
-        snapshot = max((beat.snapshot_step for beat in self._beats), default=-1) if snapshots else -1
+        snapshot = max((beat.snapshot_step for beat in self._heartbeats), default=-1) if snapshots else -1
         steps = self.step - max(self.checkpoint_step, snapshot, 0)
         if steps <= 0:
             return self.restart_seconds
@@ -552,5 +552,5 @@ class Observation:
         return lost + self.restart_seconds
 
 
-STANDSTILL = math.inf
+STANDSTILL_SLOWDOWN = math.inf
 """The slowdown of a job that stands still."""

@@ -18,22 +18,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import brief, parse_json
+from pacekeeper_analysis.reading import abbreviate_value, parse_json
 
-from .api import LABEL_JOB, METRICS_PORT, Job, Object
-from .manifests import owned_by
+from .api import LABEL_JOB, METRICS_PORT, TrainingJob, Object
+from .manifests import build_owner_reference
 
 LABEL_NAMESPACE = "kubernetes.io/metadata.name"
 """The API server puts it on each namespace, with the namespace's name; nobody else can."""
 
-Peer = Mapping[str, Any]
+NetworkPolicyPeer = Mapping[str, Any]
 """A NetworkPolicyPeer, as Kubernetes writes it: `podSelector`, `namespaceSelector` or `ipBlock`."""
 
 _PEER_FIELDS = frozenset({"podSelector", "namespaceSelector", "ipBlock"})
 _DROPPED_WHERE_EMPTY = frozenset({"matchLabels", "matchExpressions", "values", "except"})
 
 
-def network_policy(job: Job, operator_namespace: str, scrapers: Sequence[Peer]) -> Object:
+def build_network_policy(job: TrainingJob, operator_namespace: str, scrapers: Sequence[NetworkPolicyPeer]) -> Object:
     """Workers are reached by workers of the same job; their metrics also by the operator and by `scrapers`.
 
     Among themselves workers may use any port: gloo and NCCL take free ones. What the kubelet asks on its own node needs
@@ -42,15 +42,15 @@ def network_policy(job: Job, operator_namespace: str, scrapers: Sequence[Peer]) 
     workers = {"matchLabels": {LABEL_JOB: job.name}}
     # A number, not the port's name: plug-ins differ in whether they look for names among init containers.
     metrics = {"protocol": "TCP", "port": METRICS_PORT}
-    readers = [_pods_of_namespace(operator_namespace), *map(_as_stored, scrapers)]
+    readers = [_build_namespace_peer(operator_namespace), *map(_as_stored, scrapers)]
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": {
-            "name": policy_name(job),
+            "name": build_policy_name(job),
             "namespace": job.namespace,
             "labels": {LABEL_JOB: job.name},
-            "ownerReferences": [owned_by(job)],
+            "ownerReferences": [build_owner_reference(job)],
         },
         "spec": {
             "podSelector": workers,
@@ -60,12 +60,12 @@ def network_policy(job: Job, operator_namespace: str, scrapers: Sequence[Peer]) 
     }
 
 
-def policy_name(job: Job) -> str:
+def build_policy_name(job: TrainingJob) -> str:
     """Not the job's own name: that one is likely to be taken by a policy of the user's, which is not ours to change."""
     return f"pacekeeper-{job.name}"
 
 
-def same(found: Object, wanted: Object) -> bool:
+def is_same_policy(found: Object, wanted: Object) -> bool:
     """Whether nothing need be written: `found` admits just whom `wanted` admits, and goes with the same job."""
     there, want = found["metadata"], wanted["metadata"]
     labelled = want["labels"].items() <= (there.get("labels") or {}).items()
@@ -73,39 +73,39 @@ def same(found: Object, wanted: Object) -> bool:
     return bool(labelled and owned and found.get("spec") == wanted["spec"])
 
 
-def peers_of_url(url: str) -> tuple[Peer, ...]:
+def derive_peers_from_url(url: str) -> tuple[NetworkPolicyPeer, ...]:
     """Who scrapes, as far as the URL of Prometheus tells: its namespace, or its address.
 
     "" and a name without a namespace (the operator's own) need nobody. Raises InputError where the URL does not tell.
     """
     host = urlsplit(url).hostname or ""
-    if address := _address(host):
+    if address := _parse_address(host):
         return () if address.is_loopback else ({"ipBlock": {"cidr": f"{address}/{address.max_prefixlen}"}},)
     match host.split("."):
         case [_]:
             return ()
         case [_, namespace] | [_, namespace, "svc", *_]:
-            return (_pods_of_namespace(namespace),)
+            return (_build_namespace_peer(namespace),)
     raise InputError(
         f"PACEKEEPER_METRICS_FROM: {url} does not tell which pods scrape the workers; "
         f'name them, like [{{"namespaceSelector": {{"matchLabels": {{"{LABEL_NAMESPACE}": "monitoring"}}}}}}]'
     )
 
 
-def parse_peers(text: str) -> tuple[Peer, ...]:
+def parse_peers(text: str) -> tuple[NetworkPolicyPeer, ...]:
     """Peers from JSON, as the chart hands them on. Raises InputError."""
     try:
         peers = parse_json(text)
     except ValueError as error:
-        raise InputError(f"{brief(text)} is not JSON: write a list of NetworkPolicy peers") from error
+        raise InputError(f"{abbreviate_value(text)} is not JSON: write a list of NetworkPolicy peers") from error
     if not isinstance(peers, list) or not all(isinstance(peer, dict) and peer for peer in peers):
-        raise InputError(f"{brief(text)} is not a list of NetworkPolicy peers; one that is empty admits nobody")
+        raise InputError(f"{abbreviate_value(text)} is not a list of NetworkPolicy peers; one that is empty admits nobody")
     if unknown := {field for peer in peers for field in peer} - _PEER_FIELDS:
-        raise InputError(f"{brief(', '.join(sorted(unknown)))}: a peer has only {', '.join(sorted(_PEER_FIELDS))}")
+        raise InputError(f"{abbreviate_value(', '.join(sorted(unknown)))}: a peer has only {', '.join(sorted(_PEER_FIELDS))}")
     return tuple(peers)
 
 
-def _pods_of_namespace(name: str) -> Object:
+def _build_namespace_peer(name: str) -> Object:
     return {"namespaceSelector": {"matchLabels": {LABEL_NAMESPACE: name}}}
 
 
@@ -117,7 +117,7 @@ def _as_stored(value: Any) -> Any:
     return [_as_stored(part) for part in value] if isinstance(value, list) else value
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(host)
     except ValueError:

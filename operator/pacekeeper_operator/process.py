@@ -18,94 +18,94 @@ from typing import Protocol
 from . import certificates
 from .cluster import Cluster
 from .manifests import Installation
-from .observe.memory import Memory
-from .observe.prometheus import Prometheus
-from .runtime import Overtaken, Runtime
+from .observe.memory import JobRegistry
+from .observe.prometheus import PrometheusClient
+from .runtime import Interrupted, OperatorRuntime
 from .services import leadership, probe_check
-from .services.leadership import Lease
+from .services.leadership import LeaderElector
 from .services.operator import Operator
-from .services.sidecars import Sidecars
+from .services.sidecars import SidecarService
 from .services.webhook import Webhook
 from .settings import Settings
 
-LEAVING_SECONDS = 8.0
+OPERATOR_SHUTDOWN_SECONDS = 8.0
 """So long the operator may take to leave in order once one of its tasks has died."""
 
 
-class Certificates(Protocol):
+class CertificateProvider(Protocol):
     """What the endpoint shows, see `certificates.Certificates`."""
 
-    told: certificates.Told
+    on_trust_changed: certificates.TrustCallback
     context: ssl.SSLContext
 
     @property
     def trusted(self) -> str: ...
 
-    async def begin(self) -> None: ...
+    async def start(self) -> None: ...
 
-    async def keep(self) -> None: ...
+    async def renew_periodically(self) -> None: ...
 
 
-class Edges(Protocol):
+class ProcessEnvironment(Protocol):
     """Where the process ends."""
 
-    told_to_end: asyncio.Event
+    stop_requested: asyncio.Event
     """Set by a signal."""
 
     def connect(self) -> AbstractAsyncContextManager[Cluster]:
         """The API server."""
 
-    def certificates(self, api: Cluster, settings: Settings, runtime: Runtime) -> Certificates: ...
+    def create_certificates(self, api: Cluster, settings: Settings, runtime: OperatorRuntime) -> CertificateProvider: ...
 
-    def prometheus(self, settings: Settings) -> Prometheus: ...
+    def create_prometheus(self, settings: Settings) -> PrometheusClient: ...
 
-    def webhook(self, settings: Settings, runtime: Runtime) -> Webhook | None:
+    def create_webhook(self, settings: Settings, runtime: OperatorRuntime) -> Webhook | None:
         """Where incidents are told of; None: nowhere."""
 
-    def answer_probes(self, operator: Operator, lease: Lease) -> AbstractAsyncContextManager[object]:
+    def serve_liveness(self, operator: Operator, lease: LeaderElector) -> AbstractAsyncContextManager[object]:
         """Says whether the operator lives, until left."""
 
-    def listen(
-        self, sidecars: Sidecars, runtime: Runtime, settings: Settings, context: ssl.SSLContext, lease: Lease
+    def serve_sidecars(
+        self, sidecars: SidecarService, runtime: OperatorRuntime, settings: Settings, context: ssl.SSLContext, lease: LeaderElector
     ) -> AbstractAsyncContextManager[object]:
         """Serves sidecars, or sends them to whoever leads, and the operator's own metrics, until left."""
 
-    async def handle(self, operator: Operator, stopped: asyncio.Event) -> None:
+    async def run_handlers(self, operator: Operator, stopped: asyncio.Event) -> None:
         """Runs the handlers (kopf) until `stopped`."""
 
 
-async def run(settings: Settings, runtime: Runtime, edges: Edges) -> bool:
+async def run_operator(settings: Settings, runtime: OperatorRuntime, environment: ProcessEnvironment) -> bool:
     """Until a signal ends it, or one of its tasks dies: of a lost Lease, say. True: it has ended in order; else
     `runtime.failure` says of what it died."""
-    serving = runtime.start(_serve(settings, runtime, edges), "the operator")
-    await runtime.either(asyncio.wait([serving]), runtime.failed.wait())
+    serving = runtime.start_task(_serve_until_ended(settings, runtime, environment), "the operator")
+    await runtime.wait_for_any(asyncio.wait([serving]), runtime.failed.wait())
     if not serving.done():
-        await asyncio.wait([serving], timeout=LEAVING_SECONDS)
+        await asyncio.wait([serving], timeout=OPERATOR_SHUTDOWN_SECONDS)
         serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     return not runtime.failed.is_set()
 
 
-async def _serve(settings: Settings, runtime: Runtime, edges: Edges) -> None:
+async def _serve_until_ended(settings: Settings, runtime: OperatorRuntime, environment: ProcessEnvironment) -> None:
     try:
         async with AsyncExitStack() as stack:
-            await _stand_by_and_lead(settings, runtime, edges, stack)
-    except Overtaken:
+            await _stand_by_and_lead(settings, runtime, environment, stack)
+    except Interrupted:
         logging.info("%s has never led, and ends", settings.identity)
 
 
-async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges, stack: AsyncExitStack) -> None:
+async def _stand_by_and_lead(settings: Settings, runtime: OperatorRuntime, environment: ProcessEnvironment, stack: AsyncExitStack) -> None:
     """Raises Overtaken where it is to end before it leads."""
     # Calls of a thousand jobs wait for each other: the Lease, sidecars' tokens and nodes may not have to wait for them.
-    for_lease, for_tokens, for_nodes, api = [await stack.enter_async_context(edges.connect()) for _ in range(4)]
-    lease = await stack.enter_async_context(leadership.contend(for_lease, settings, runtime))
-    api.before_write = for_nodes.before_write = lease.require
-    shown = edges.certificates(api, settings, runtime)
+    for_lease, for_tokens, for_nodes, api = [await stack.enter_async_context(environment.connect()) for _ in range(4)]
+    lease = await stack.enter_async_context(leadership.run_leader_election(for_lease, settings, runtime))
+    api.before_write = for_nodes.before_write = lease.require_leadership
+    shown = environment.create_certificates(api, settings, runtime)
     operator = Operator(
         settings=settings,
         cluster=api,
-        for_nodes=for_nodes,
-        memory=Memory(runtime.now()),
+        node_cluster=for_nodes,
+        jobs=JobRegistry(runtime.now()),
         installation=Installation(
             operator_url=settings.endpoint,
             authority=shown.trusted,
@@ -113,58 +113,58 @@ async def _stand_by_and_lead(settings: Settings, runtime: Runtime, edges: Edges,
             sidecar_pull_policy=settings.sidecar_pull_policy,
             sidecar_resources=settings.sidecar_resources,
         ),
-        prometheus=edges.prometheus(settings),
+        prometheus=environment.create_prometheus(settings),
         runtime=runtime,
-        leads=lease.holds,
-        webhook=edges.webhook(settings, runtime),
+        is_leader=lease.is_leader,
+        webhook=environment.create_webhook(settings, runtime),
     )
-    shown.told = partial(_tell, operator)
-    await stack.enter_async_context(edges.answer_probes(operator, lease))
-    await runtime.unless(_over(runtime, edges), shown.begin())
-    sidecars = Sidecars(for_tokens, operator.memory, runtime, operator.stays)
-    lease.turned = partial(_turn, operator, sidecars)
+    shown.on_trust_changed = partial(_update_trusted_authority, operator)
+    await stack.enter_async_context(environment.serve_liveness(operator, lease))
+    await runtime.run_unless(_wait_for_end(runtime, environment), shown.start())
+    sidecars = SidecarService(for_tokens, operator.jobs, runtime, operator.is_pod_alive)
+    lease.on_serving_changed = partial(_apply_leadership, operator, sidecars)
     endpoint = await stack.enter_async_context(AsyncExitStack())
-    await endpoint.enter_async_context(edges.listen(sidecars, runtime, settings, shown.context, lease))
+    await endpoint.enter_async_context(environment.serve_sidecars(sidecars, runtime, settings, shown.context, lease))
     logging.info("%s stands by at %s", settings.identity, settings.endpoint)
-    keeping = runtime.start(shown.keep(), "the certificates' keeper")
-    watching = runtime.start(operator.follow(), "watches")
-    following = runtime.start(operator.resync(), "resync of a standby")
-    stack.push_async_callback(_end, (keeping, watching, following))
-    await runtime.unless(_over(runtime, edges), lease.begun.wait())
-    await _end((following,))
-    operator.begin()
+    keeping = runtime.start_task(shown.renew_periodically(), "the certificates' keeper")
+    watching = runtime.start_task(operator.run_reflectors(), "watches")
+    following = runtime.start_task(operator.resync(), "resync of a standby")
+    stack.push_async_callback(_cancel_tasks, (keeping, watching, following))
+    await runtime.run_unless(_wait_for_end(runtime, environment), lease.elected.wait())
+    await _cancel_tasks((following,))
+    operator.start_leading()
     logging.info("%s leads", settings.identity)
-    tasks = {"watch over": operator.watch_over(), "GPUs": operator.watch_gpus(), "resync": operator.resync()}
+    tasks = {"watch over": operator.run_periodic_tasks(), "GPUs": operator.poll_gpu_errors(), "resync": operator.resync()}
     tasks["probe check"] = probe_check.watch_over(operator)
     if operator.webhook is not None:
         tasks["webhook"] = operator.webhook.deliver()
-    stack.push_async_callback(_end, [runtime.start(task, name) for name, task in tasks.items()])
+    stack.push_async_callback(_cancel_tasks, [runtime.start_task(task, name) for name, task in tasks.items()])
     stopped = asyncio.Event()
-    handling = runtime.start(edges.handle(operator, stopped), "the handlers")
-    await runtime.either(asyncio.wait([handling]), _over(runtime, edges))
-    await lease.give_back()  # first of all: what is left to be done here, nobody needs to wait for
+    handling = runtime.start_task(environment.run_handlers(operator, stopped), "the handlers")
+    await runtime.wait_for_any(asyncio.wait([handling]), _wait_for_end(runtime, environment))
+    await lease.release()  # first of all: what is left to be done here, nobody needs to wait for
     await endpoint.aclose()
     stopped.set()
     await handling
 
 
-async def _over(runtime: Runtime, edges: Edges) -> None:
+async def _wait_for_end(runtime: OperatorRuntime, environment: ProcessEnvironment) -> None:
     """Returns when the process is to end: a signal has said so, or one of its tasks has died."""
-    await runtime.either(edges.told_to_end.wait(), runtime.failed.wait())
+    await runtime.wait_for_any(environment.stop_requested.wait(), runtime.failed.wait())
 
 
-def _turn(operator: Operator, sidecars: Sidecars, serves: bool) -> None:
-    operator.turn(serves)
+def _apply_leadership(operator: Operator, sidecars: SidecarService, serves: bool) -> None:
+    operator.on_serving_changed(serves)
     if not serves:  # they go to whoever leads
-        sidecars.let_go()
+        sidecars.end_polls()
 
 
-def _tell(operator: Operator, trusted: str) -> None:
+def _update_trusted_authority(operator: Operator, trusted: str) -> None:
     """Workers that are made from now on trust these authorities."""
     operator.installation = replace(operator.installation, authority=trusted)
 
 
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def _cancel_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

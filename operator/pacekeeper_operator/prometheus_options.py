@@ -10,16 +10,16 @@ import re
 from urllib.parse import urlsplit
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import brief, parse_json
+from pacekeeper_analysis.reading import abbreviate_value, parse_json
 
 Headers = tuple[tuple[str, str], ...]
 """(name, value)"""
 Matchers = tuple[str, ...]
 
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
-_HEADER_VALUE = re.compile(r"[!-~]([ -~]*[!-~])?")
-_MATCHER = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*) *(?:=~|!~|!=|=) *"(?:[^"\\\n]|\\[\\"abfnrtv])*"')
-_RESERVED = {"__name__": "the queries' own", "figure": "by which the queries' answers are told apart"}
+_HEADER_NAME_PATTERN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
+_HEADER_VALUE_PATTERN = re.compile(r"[!-~]([ -~]*[!-~])?")
+_MATCHER_PATTERN = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*) *(?:=~|!~|!=|=) *"(?:[^"\\\n]|\\[\\"abfnrtv])*"')
+_RESERVED_LABELS = {"__name__": "the queries' own", "figure": "by which the queries' answers are told apart"}
 
 
 def parse_headers(text: str) -> Headers:
@@ -31,11 +31,11 @@ def parse_headers(text: str) -> Headers:
     if not isinstance(headers, dict):
         raise InputError('write an object like {"X-Scope-OrgID": "training"}')
     for name, value in headers.items():
-        if not _HEADER_NAME.fullmatch(name):
-            raise InputError(f"{brief(name)} is no header's name: write one like X-Scope-OrgID")
+        if not _HEADER_NAME_PATTERN.fullmatch(name):
+            raise InputError(f"{abbreviate_value(name)} is no header's name: write one like X-Scope-OrgID")
         if name.lower() == "authorization":
             raise InputError(f"{name} is a secret: put it into the Secret that prometheus.secretName names")
-        if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
+        if not isinstance(value, str) or not _HEADER_VALUE_PATTERN.fullmatch(value):
             raise InputError(f"the value of {name[:80]} is none of a header: write a line of visible ASCII characters")
     return tuple(headers.items())
 
@@ -45,17 +45,17 @@ def parse_matchers(text: str) -> Matchers:
     try:
         matchers = parse_json(text)
     except ValueError as error:
-        raise InputError(f'{brief(text)} is not JSON: write a list like ["cluster=\\"a\\""]') from error
+        raise InputError(f'{abbreviate_value(text)} is not JSON: write a list like ["cluster=\\"a\\""]') from error
     if not isinstance(matchers, list):
-        raise InputError(f'{brief(text)} is no list: write one like ["cluster=\\"a\\""]')
+        raise InputError(f'{abbreviate_value(text)} is no list: write one like ["cluster=\\"a\\""]')
     for matcher in matchers:
-        found = _MATCHER.fullmatch(matcher) if isinstance(matcher, str) else None
+        found = _MATCHER_PATTERN.fullmatch(matcher) if isinstance(matcher, str) else None
         if found is None:
             raise InputError(
-                f'{brief(matcher)} is no matcher: write a label, =, !=, =~ or !~, and a value, like cluster="a"'
+                f'{abbreviate_value(matcher)} is no matcher: write a label, =, !=, =~ or !~, and a value, like cluster="a"'
             )
-        if found[1] in _RESERVED:
-            raise InputError(f"{brief(matcher)}: the label {found[1]} is {_RESERVED[found[1]]}")
+        if found[1] in _RESERVED_LABELS:
+            raise InputError(f"{abbreviate_value(matcher)}: the label {found[1]} is {_RESERVED_LABELS[found[1]]}")
     return tuple(matchers)
 
 

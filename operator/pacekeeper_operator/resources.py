@@ -6,16 +6,16 @@ import re
 from collections.abc import Mapping
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import brief, parse_json
+from pacekeeper_analysis.reading import abbreviate_value, parse_json
 
 Resources = Mapping[str, Mapping[str, str]]
 """Kubernetes' ResourceRequirements: quantities by name, under `requests` and `limits`."""
 SIDECAR_RESOURCES: Resources = {"requests": {"cpu": "20m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}}
 
-_QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([num]|[kMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]{1,3})?")
-_UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3}
-_UNITS |= {letter: 1e3**power for power, letter in enumerate("MGTPE", 2)}
-_UNITS |= {f"{letter}i": 2.0 ** (10 * power) for power, letter in enumerate("KMGTPE", 1)}
+_QUANTITY_PATTERN = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)([num]|[kMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]{1,3})?")
+_QUANTITY_UNITS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3}
+_QUANTITY_UNITS |= {letter: 1e3**power for power, letter in enumerate("MGTPE", 2)}
+_QUANTITY_UNITS |= {f"{letter}i": 2.0 ** (10 * power) for power, letter in enumerate("KMGTPE", 1)}
 
 
 def parse_resources(text: str) -> Resources:
@@ -24,14 +24,14 @@ def parse_resources(text: str) -> Resources:
     try:
         resources = parse_json(text)
     except ValueError as error:
-        raise InputError(f"{brief(text)} is not JSON: write resources like {example}") from error
+        raise InputError(f"{abbreviate_value(text)} is not JSON: write resources like {example}") from error
     if not isinstance(resources, dict) or not resources.keys() <= {"requests", "limits"}:
-        raise InputError(f"{brief(text)}: resources have `requests` and `limits`, like {example}")
-    read = {kind: _quantities(kind, quantities) for kind, quantities in resources.items()}
+        raise InputError(f"{abbreviate_value(text)}: resources have `requests` and `limits`, like {example}")
+    read = {kind: _parse_quantities(kind, quantities) for kind, quantities in resources.items()}
     for name, limit in read.get("limits", {}).items():
         request = read.get("requests", {}).get(name, "0")
-        if _amount(request) > _amount(limit):
-            raise InputError(f"requests of {brief(name)}, {request}, are above its limit, {limit}: raise the limit")
+        if _parse_amount(request) > _parse_amount(limit):
+            raise InputError(f"requests of {abbreviate_value(name)}, {request}, are above its limit, {limit}: raise the limit")
     return read
 
 
@@ -87,10 +87,10 @@ def _has(resources: Resources, name: str, missing: str, what: str, value: str) -
     if missing:
         return (request if what.lower() == "request" else limit) is None
     if what == "provided ratio":
-        has = _amount(limit) / _amount(request) if limit and request and _amount(request) else None
+        has = _parse_amount(limit) / _parse_amount(request) if limit and request and _parse_amount(request) else None
         return has is not None and abs(has - float(value)) < 1e-3 * has
     found = request if what == "request" else limit
-    return bool(found and _QUANTITY.fullmatch(value)) and _amount(found or "0") == _amount(value)
+    return bool(found and _QUANTITY_PATTERN.fullmatch(value)) and _parse_amount(found or "0") == _parse_amount(value)
 
 
 def _quantity(resources: Resources, name: str) -> str | None:
@@ -101,19 +101,19 @@ def _quantity(resources: Resources, name: str) -> str | None:
     return resources.get("requests", {}).get(name)
 
 
-def _quantities(kind: str, found: object) -> Mapping[str, str]:
+def _parse_quantities(kind: str, found: object) -> Mapping[str, str]:
     if not isinstance(found, dict):
         raise InputError(f'{kind} must be quantities by name, like {{"memory": "256Mi"}}')
     quantities = {name: str(quantity) for name, quantity in found.items() if not isinstance(quantity, bool)}
     for name, quantity in found.items():
-        if not _QUANTITY.fullmatch(quantities.get(name, "")):
-            what = f"{kind} of {brief(name)}"
-            raise InputError(f"{brief(quantity)} is no quantity for {what}: write one like 20m or 256Mi")
+        if not _QUANTITY_PATTERN.fullmatch(quantities.get(name, "")):
+            what = f"{kind} of {abbreviate_value(name)}"
+            raise InputError(f"{abbreviate_value(quantity)} is no quantity for {what}: write one like 20m or 256Mi")
     return quantities
 
 
-def _amount(quantity: str) -> float:
-    found = _QUANTITY.fullmatch(quantity)
+def _parse_amount(quantity: str) -> float:
+    found = _QUANTITY_PATTERN.fullmatch(quantity)
     assert found is not None  # it has been read
     number, unit = found[1], found[2] or ""
-    return float(number) * _UNITS[unit] if unit in _UNITS else float(number + unit)
+    return float(number) * _QUANTITY_UNITS[unit] if unit in _QUANTITY_UNITS else float(number + unit)

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-class Overtaken(Exception):
+class Interrupted(Exception):
     """Something else has come first."""
 
 
@@ -32,67 +32,67 @@ class Superseded(Exception):
     """The process has to end, and nothing is wrong with it."""
 
 
-GARBAGE = 20_000, 10, 10
+GC_THRESHOLDS = 20_000, 10, 10
 """New objects before the youngest are looked at for circles, and how often before the older ones are. By Python's own
 700 a process that holds a million of them spends a fifth of its time so."""
 
 
-def seldom_look_for_garbage() -> None:
+def reduce_gc_frequency() -> None:
     """Of this process."""
     gc.freeze()  # what is loaded by now stays
-    gc.set_threshold(*GARBAGE)
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
-_ARENA_MAX = -8
+_MALLOPT_ARENA_MAX = -8
 """glibc's M_ARENA_MAX."""
 
 
-_NOT_GLIBC = (AttributeError, OSError)
+_NOT_GLIBC_ERRORS = (AttributeError, OSError)
 """By ctypes, where another C library is in its place, or one that is part of Python."""
 
 
-def have_one_heap() -> None:
+def limit_malloc_arenas() -> None:
     """For all threads of this process, from now on. glibc gives each of the first ones its own, and what comes and goes
     (answers of Prometheus, say) leaves holes of megabytes in each."""
-    with suppress(*_NOT_GLIBC):
-        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+    with suppress(*_NOT_GLIBC_ERRORS):
+        ctypes.CDLL(None).mallopt(_MALLOPT_ARENA_MAX, 1)
 
 
-FULL_SECONDS, FULL_REST = 600.0, 1000.0
+FULL_GC_INTERVAL_SECONDS, FULL_GC_REST_RATIO = 600.0, 1000.0
 """Between two looks at all objects, at least, and times the last one's duration."""
 
 
-async def look_at_all_now_and_then(runtime: Runtime) -> None:
+async def collect_garbage_periodically(runtime: OperatorRuntime) -> None:
     """For circles, in this process, until cancelled; what is free then goes back to the kernel. An operator with little
     to do makes so few objects that by GARBAGE those that were in use at one look are looked at again after hours, and
     it grows by 4 MB in each of them."""
-    pause = FULL_SECONDS
+    pause = FULL_GC_INTERVAL_SECONDS
     while True:
         await runtime.sleep(pause)
         began = runtime.monotonic()
         gc.collect()
-        with suppress(*_NOT_GLIBC):  # which by itself gives back only what lies at the end of its memory
+        with suppress(*_NOT_GLIBC_ERRORS):  # which by itself gives back only what lies at the end of its memory
             ctypes.CDLL(None).malloc_trim(0)
-        pause = max(FULL_SECONDS, FULL_REST * (runtime.monotonic() - began))
+        pause = max(FULL_GC_INTERVAL_SECONDS, FULL_GC_REST_RATIO * (runtime.monotonic() - began))
 
 
-DEEPEST, STACK_BYTES = 25_000, 2**23
+MAX_RECURSION_DEPTH, THREAD_STACK_BYTES = 25_000, 2**23
 """Calls within one another, and twice the stack that they need. The API server takes 10,000 levels of an object of a
 tenant's; kopf reads it by Python's own parser, and copies it by two calls a level. With the first object that it cannot
 read it ends, and so would each operator that follows."""
 
 
-def read_what_is_nested_deeply() -> None:
+def raise_recursion_limit() -> None:
     """In this process, and in threads that it begins from now on. Less deep where the process has less of a stack."""
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    part = 1.0 if stack == resource.RLIM_INFINITY else min(1.0, stack / STACK_BYTES)
+    part = 1.0 if stack == resource.RLIM_INFINITY else min(1.0, stack / THREAD_STACK_BYTES)
     if part < 1.0:
         log.warning("stacks are limited to %d of 8,192 KiB: a job nested deeply may end this operator", stack >> 10)
-    sys.setrecursionlimit(max(sys.getrecursionlimit(), int(part * DEEPEST)))
-    threading.stack_size(STACK_BYTES)
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), int(part * MAX_RECURSION_DEPTH)))
+    threading.stack_size(THREAD_STACK_BYTES)
 
 
-class Runtime:
+class OperatorRuntime:
     """Of the real world; a simulation overrides what it simulates.
 
     A task that is started here may end only by being cancelled or by coming to its end: one that dies of an error ends
@@ -112,7 +112,7 @@ class Runtime:
         """Seconds since some moment: for durations and deadlines. It never jumps."""
         return time.monotonic()
 
-    def worked(self) -> float:
+    def thread_seconds(self) -> float:
         """Seconds of processor time that this thread has had: what a piece of work costs, whoever else works."""
         return time.thread_time()
 
@@ -123,30 +123,30 @@ class Runtime:
         """Evenly from 0 to below 1."""
         return self._random.random()
 
-    def identifier(self) -> str:
+    def create_identifier(self) -> str:
         """32 hexadecimal digits that nobody else has."""
         return uuid.uuid4().hex
 
-    async def compute(self, work: Callable[[], Result]) -> Result:
+    async def compute_in_thread(self, work: Callable[[], Result]) -> Result:
         """What `work` returns, in a thread of its own: it takes seconds, and touches nothing that others change."""
         return await asyncio.to_thread(work)
 
-    def give_way(self) -> None:
+    def yield_thread(self) -> None:
         """Within such work: whoever else wants to run may, at once rather than after the interpreter's own interval."""
         time.sleep(0)
 
-    def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+    def start_task(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Run `work` beside everything else; should it die of an error, the process ends."""
         task = asyncio.create_task(work, name=name)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
         return task
 
-    async def within(self, seconds: float, work: Awaitable[Result]) -> Result:
+    async def run_with_timeout(self, seconds: float, work: Awaitable[Result]) -> Result:
         """Raises TimeoutError where `work` is not done in time."""
         async with asyncio.timeout(seconds):
             return await work
 
-    async def either(self, *waits: Awaitable[Any]) -> None:
+    async def wait_for_any(self, *waits: Awaitable[Any]) -> None:
         """Returns when one of them is over; the others are cancelled."""
         tasks = [asyncio.ensure_future(wait) for wait in waits]
         try:
@@ -155,19 +155,19 @@ class Runtime:
             for task in tasks:
                 task.cancel()
 
-    async def unless(self, over: Awaitable[Any], work: Awaitable[Result]) -> Result:
+    async def run_unless(self, interruption: Awaitable[Any], work: Awaitable[Result]) -> Result:
         """What `work` returns. Raises Overtaken where `over` is over first: then `work` is cancelled."""
-        doing, other = asyncio.ensure_future(work), asyncio.ensure_future(over)
+        doing, other = asyncio.ensure_future(work), asyncio.ensure_future(interruption)
         try:
             await asyncio.wait((doing, other), return_when=asyncio.FIRST_COMPLETED)
             if not doing.done():
-                raise Overtaken
+                raise Interrupted
             return doing.result()
         finally:
             doing.cancel()
             other.cancel()
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():
             return
         error = task.exception()

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .cluster import REQUEST_SECONDS
-from .runtime import Runtime
+from .runtime import OperatorRuntime
 
-TOLERANCE_SECONDS = 2.0 * REQUEST_SECONDS
+CLOCK_TOLERANCE_SECONDS = 2.0 * REQUEST_SECONDS
 """An answer may be as old as a request may take, and dates are whole seconds."""
 
 
@@ -19,23 +19,23 @@ TOLERANCE_SECONDS = 2.0 * REQUEST_SECONDS
 class ServerClock:
     """The API server's time by its newest answer."""
 
-    runtime: Runtime
+    runtime: OperatorRuntime
     _date: float = field(default=0.0, init=False)  # seconds since the epoch; 0: no answer was dated so far
-    _heard_at: float = field(default=0.0, init=False)  # seconds of the monotonic clock
+    _received_at: float = field(default=0.0, init=False)  # seconds of the monotonic clock
 
-    def hear(self, date: float) -> None:
+    def record_date(self, date: float) -> None:
         """Take the date of an answer that has just come, in seconds since the epoch."""
-        self._date, self._heard_at = date, self.runtime.monotonic()
+        self._date, self._received_at = date, self.runtime.monotonic()
 
     @property
-    def ahead(self) -> float:
+    def seconds_ahead(self) -> float:
         """By how many seconds this machine's clock is ahead of the API server's; negative: behind."""
         if not self._date:
             return 0.0
-        return self.runtime.now() - (self._date + self.runtime.monotonic() - self._heard_at)
+        return self.runtime.now() - (self._date + self.runtime.monotonic() - self._received_at)
 
     @property
     def agrees(self) -> bool:
         """Whether both clocks show the same time. A server, or a proxy before it, that dates nothing contradicts
         nobody."""
-        return abs(self.ahead) <= TOLERANCE_SECONDS
+        return abs(self.seconds_ahead) <= CLOCK_TOLERANCE_SECONDS

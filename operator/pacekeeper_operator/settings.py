@@ -10,9 +10,9 @@ from typing import Self
 
 from pacekeeper_analysis.errors import InputError
 
-from .api import Mode, parse_duration
-from .node_health import CONDITION_TYPE, CONDITIONS, KUBERNETES_CONDITIONS, TAINTS, NodeHealth
-from .policies import Peer, parse_peers, peers_of_url
+from .api import RemediationMode, parse_duration
+from .node_health import CONDITION_TYPE_PATTERN, DEFAULT_LEAVE_CONDITIONS, KUBERNETES_CONDITIONS, DEFAULT_LEAVE_TAINTS, NodeHealthRules
+from .policies import NetworkPolicyPeer, parse_peers, derive_peers_from_url
 from .prometheus_options import Headers, Matchers, check_url, parse_headers, parse_matchers
 from .resources import SIDECAR_RESOURCES, Resources, parse_resources
 from .tolerations import Toleration, parse_tolerations
@@ -77,9 +77,9 @@ class Settings:
     sample_seconds: float = 2.0
     """How often Prometheus is asked while a job runs."""
 
-    mode: Mode = Mode.ACT
+    mode: RemediationMode = RemediationMode.ACT
     """The most that any job may allow."""
-    quarantine_mode: Mode = Mode.RECOMMEND
+    quarantine_mode: RemediationMode = RemediationMode.RECOMMEND
     quarantine_max_nodes: int = 5
     quarantine_max_share: float = 0.1
     """Quarantined nodes over all nodes; one node is always allowed."""
@@ -99,9 +99,9 @@ class Settings:
 
     leave_cordoned: bool = True
     """Workers leave cordoned nodes, by a checkpoint and a warm spare, before they are evicted."""
-    leave_taints: tuple[str, ...] = TAINTS
+    leave_taints: tuple[str, ...] = DEFAULT_LEAVE_TAINTS
     """The same of nodes with one of these taints: key, key=value, key=value:Effect."""
-    leave_conditions: tuple[str, ...] = CONDITIONS
+    leave_conditions: tuple[str, ...] = DEFAULT_LEAVE_CONDITIONS
     """The same of nodes with one of these conditions: a type, or type=status."""
 
     link_probes_an_hour: int = 2
@@ -123,7 +123,7 @@ class Settings:
 
     network_policies: bool = True
     """Each job gets a NetworkPolicy: nobody but its own workers reaches them."""
-    metrics_from: tuple[Peer, ...] = ()
+    metrics_from: tuple[NetworkPolicyPeer, ...] = ()
     """Who reads workers' metrics besides the operator (JSON); empty: whom `prometheus_url` names."""
 
     def __post_init__(self) -> None:
@@ -137,18 +137,18 @@ class Settings:
             raise InputError(
                 f"PACEKEEPER_RELEASE_PROBES: {self.release_probes} must lie between 1 and {MAX_RELEASE_PROBES}"
             )
-        _ = self.node_health, self.broken_nodes  # their own checks
+        _ = self.node_health, self.quarantine_node_health  # their own checks
         self._check_repair_condition()
         check_url(self.prometheus_url)
         if self.network_policies and not self.metrics_from:
-            peers_of_url(self.prometheus_url)  # now rather than at the first job, whose metrics would be missed
+            derive_peers_from_url(self.prometheus_url)  # now rather than at the first job, whose metrics would be missed
 
     def _check_repair_condition(self) -> None:
         """Raises InputError for a type that is none, or that somebody else has a say in."""
         kind, name = self.repair_condition, "PACEKEEPER_REPAIR_CONDITION"
         if not kind:
             return
-        if not CONDITION_TYPE.fullmatch(kind) or kind in KUBERNETES_CONDITIONS:
+        if not CONDITION_TYPE_PATTERN.fullmatch(kind) or kind in KUBERNETES_CONDITIONS:
             raise InputError(f"{name}: {kind!r} must be a type of condition of its own, like PacekeeperFaulty")
         if kind in {text.partition("=")[0] for text in (*self.quarantine_conditions, *self.leave_conditions)}:
             raise InputError(
@@ -157,16 +157,16 @@ class Settings:
             )
 
     @property
-    def scrapers(self) -> tuple[Peer, ...]:
-        return self.metrics_from or peers_of_url(self.prometheus_url)
+    def scrapers(self) -> tuple[NetworkPolicyPeer, ...]:
+        return self.metrics_from or derive_peers_from_url(self.prometheus_url)
 
     @cached_property
-    def node_health(self) -> NodeHealth:
-        return NodeHealth(self.leave_cordoned, self.leave_taints, self.leave_conditions)
+    def node_health(self) -> NodeHealthRules:
+        return NodeHealthRules(self.leave_cordoned, self.leave_taints, self.leave_conditions)
 
     @cached_property
-    def broken_nodes(self) -> NodeHealth:
-        return NodeHealth(cordons=False, taints=(), conditions=self.quarantine_conditions)
+    def quarantine_node_health(self) -> NodeHealthRules:
+        return NodeHealthRules(cordons=False, taints=(), conditions=self.quarantine_conditions)
 
     @property
     def endpoint(self) -> str:
@@ -198,11 +198,11 @@ class Settings:
             variable = f"PACEKEEPER_{item.name.upper()}"
             empties = item.type == "tuple[str, ...]" and variable in environment  # none of them, whatever the default
             if environment.get(variable) or empties:
-                values[item.name] = _read(variable, environment[variable], str(item.type))
+                values[item.name] = _parse_setting(variable, environment[variable], str(item.type))
         return cls(**values)  # type: ignore[arg-type]  # the converters follow the fields' annotations
 
 
-def _read(variable: str, text: str, annotation: str) -> object:
+def _parse_setting(variable: str, text: str, annotation: str) -> object:
     try:
         match annotation:
             case "int":
@@ -212,7 +212,7 @@ def _read(variable: str, text: str, annotation: str) -> object:
             case "bool":
                 return {"true": True, "false": False}[text.lower()]
             case "Mode":
-                return Mode(text)
+                return RemediationMode(text)
             case "tuple[Peer, ...]":
                 return parse_peers(text)
             case "tuple[Toleration, ...]":

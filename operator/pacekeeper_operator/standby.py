@@ -16,10 +16,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from . import metrics
-from .runtime import Runtime
+from .runtime import OperatorRuntime
 
 RETRY_AFTER_SECONDS = 1
-HOLD_SECONDS = 2.5
+STANDBY_HOLD_SECONDS = 2.5
 """So long a call waits for an operator that leads: a sidecar waits five seconds for an answer, and once somebody leads
 its job has to be known (`services.sidecars.KNOWN_SECONDS`)."""
 
@@ -27,40 +27,40 @@ its job has to be known (`services.sidecars.KNOWN_SECONDS`)."""
 class Leadership(Protocol):
     """See `services.leadership.Lease`."""
 
-    def serves(self) -> bool: ...
+    def can_serve(self) -> bool: ...
 
     @property
-    def leader(self) -> str: ...
+    def leader_address(self) -> str: ...
 
     @property
-    def contends(self) -> bool:
+    def is_candidate(self) -> bool:
         """Whether this operator may be the next."""
         ...
 
-    async def news(self) -> None:
+    async def wait_for_change(self) -> None:
         """Returns when either may have become another."""
 
 
-def sends_on(leadership: Leadership, runtime: Runtime) -> Middleware:
+def redirect_to_leader(leadership: Leadership, runtime: OperatorRuntime) -> Middleware:
     """Answers 503 while this operator does not lead, with the address of the one that does, where it is known."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         with suppress(TimeoutError):
-            await runtime.within(HOLD_SECONDS, _decided(leadership))
-        if leadership.serves():
+            await runtime.run_with_timeout(STANDBY_HOLD_SECONDS, _wait_until_decided(leadership))
+        if leadership.can_serve():
             return await handler(request)
-        metrics.REFUSALS.labels("503").inc()
+        metrics.REFUSED_CALLS.labels("503").inc()
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        if not leadership.contends:
+        if not leadership.is_candidate:
             headers["Connection"] = "close"
-        words = {"error": "this operator does not lead", "leader": leadership.leader}
+        words = {"error": "this operator does not lead", "leader": leadership.leader_address}
         return web.json_response(words, status=503, headers=headers)
 
     return middleware
 
 
-async def _decided(leadership: Leadership) -> None:
+async def _wait_until_decided(leadership: Leadership) -> None:
     """Returns when this operator leads, or may not be the next to lead."""
-    while leadership.contends and not leadership.serves():
-        await leadership.news()
+    while leadership.is_candidate and not leadership.can_serve():
+        await leadership.wait_for_change()

@@ -11,33 +11,33 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from pacekeeper_analysis.adapt import Hysteresis, Trouble
+from pacekeeper_analysis.adapt import Hysteresis, Bottleneck
 from pacekeeper_analysis.diagnose.finding import Finding
-from pacekeeper_analysis.diagnose.link_probe import Verdict as ProbeVerdict
+from pacekeeper_analysis.diagnose.link_probe import LinkProbeVerdict as ProbeVerdict
 from pacekeeper_analysis.diagnose.links import SpotKind
-from pacekeeper_analysis.diagnose.repetition import Repetition
+from pacekeeper_analysis.diagnose.repetition import RepeatedFailure
 from pacekeeper_analysis.plan import Plan, SyncMode
-from pacekeeper_analysis.price import Loss
+from pacekeeper_analysis.price import AccumulatedLoss
 
-from .api import Cause, Class, Mode, Outcome, RemedyPrice, Restart, Verdict, Witness
+from .api import IncidentCause, IncidentClass, RemediationMode, IncidentOutcome, RemedyPrice, Restart, QuarantineVerdict, Witness
 
-MAX_SETTLED, MAX_SETTLED_OF_WORKER = 4000, 2
+MAX_SETTLED_FAULTS, MAX_SETTLED_FAULTS_PER_WORKER = 4000, 2
 """So many in all, or for each worker where that is more: all that one event brings about, and what came before. A name
 that is forgotten too early is news again."""
-MAX_PAST = 100
-MAX_CURRENT, MAX_TELLING = 100, 16
+MAX_PAST_INCIDENTS = 100
+MAX_CURRENT_INCIDENTS, MAX_INCIDENTS_WITH_EVIDENCE = 100, 16
 """Incidents that are kept until they are written into the cluster, and how many of them keep their evidence until then:
 where Incidents cannot be written for long, the bookkeeping must not grow with them."""
 MAX_LINK_VERDICTS = 16
-MAX_WAYS_SEEN, MAX_WAY_CHANGES, MAX_WAYS_TRIED = 128, 128, 128
-HOLD_SECONDS = 15.0
+MAX_ROUTE_OBSERVATIONS, MAX_ROUTE_CHANGES, MAX_FAILED_ROUTES = 128, 128, 128
+SYNC_MODE_COOL_DOWN_SECONDS = 15.0
 """So long a mode, or a smaller number of workers, stays at least; longer where changes follow each other."""
-LONGEST_GROWTH_HOLD_SECONDS = 120.0
+MAX_GROWTH_COOL_DOWN_SECONDS = 120.0
 """So long a job trains with fewer at most, beside workers that are warm."""
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerRecord:
     """A pod that the job has or shall have. Its name is reserved here before it is created, and never used again."""
 
     name: str
@@ -53,7 +53,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Life:
+class Lifecycle:
     """The job as a whole: begun, trained, ended. Times are seconds since the epoch; 0: not yet."""
 
     start_time: float = 0.0  # when the operator took the job up, or it was resumed
@@ -69,11 +69,11 @@ class Life:
     apart: bool = False  # on its claim it has a folder of its own; False: an operator without these began it
 
     @cached_property
-    def names_finished(self) -> frozenset[str]:
+    def finished_names(self) -> frozenset[str]:
         return frozenset(self.finished)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """It has ended for good."""
         return bool(self.completed_at or self.failed_reason)
 
@@ -82,7 +82,7 @@ class Life:
 class Placement:
     """Who the job's workers are, and how getting them goes."""
 
-    workers: tuple[Worker, ...] = ()
+    workers: tuple[WorkerRecord, ...] = ()
     incarnations: Mapping[str, int] = field(default_factory=dict)  # ordinal → highest incarnation ever reserved
     template_accepted: int = -1  # generation of the job whose template the API server accepts
     template_rejected: int = -1  # the last one whose template it does not
@@ -100,18 +100,18 @@ class Placement:
     start_seconds: float = 0.0  # from a pod's creation until its worker was warm, as measured last; 0: not yet
     begun_at: float = 0.0  # when the present membership was decided; 0: not known
     # When workers may be taken in again after the job has gone on with fewer.
-    growth: Hysteresis = field(default_factory=lambda: Hysteresis(HOLD_SECONDS, LONGEST_GROWTH_HOLD_SECONDS))
+    growth: Hysteresis = field(default_factory=lambda: Hysteresis(SYNC_MODE_COOL_DOWN_SECONDS, MAX_GROWTH_COOL_DOWN_SECONDS))
 
-    def worker(self, name: str) -> Worker | None:
-        return self._by_name.get(name)
+    def find_worker(self, name: str) -> WorkerRecord | None:
+        return self._workers_by_name.get(name)
 
     @cached_property
-    def _by_name(self) -> Mapping[str, Worker]:
+    def _workers_by_name(self) -> Mapping[str, WorkerRecord]:
         return {worker.name: worker for worker in reversed(self.workers)}
 
 
 @dataclass(frozen=True)
-class Budget:
+class RestartBudget:
     """What faults have cost: restarts that count, rounds that led nowhere, time."""
 
     restarts: tuple[float, ...] = ()  # times of the restarts that count, within the window
@@ -120,7 +120,7 @@ class Budget:
     barren_round: int = 0  # last round that failed without a completed step; 0: a later one has completed some
     barren_error: str = ""
     barren_worker: str = ""  # on which it failed
-    repetition: Repetition = field(default_factory=Repetition)  # of ends at the same step
+    repetition: RepeatedFailure = field(default_factory=RepeatedFailure)  # of ends at the same step
     backoffs: int = 0  # waits in a row before another round, since no round completes a step; 0: rounds begin at once
     next_round_at: float = 0.0  # seconds since the epoch; while `backoffs` is not 0, no round begins before
     lost_seconds: float = 0.0  # to incidents that are closed
@@ -132,18 +132,18 @@ class Budget:
         """What a round takes, by those with a spare where there were no others; 0: none was measured."""
         return self.restart_seconds or self.exchange_seconds
 
-    def within(self, now: float, window: float) -> int:
+    def count_restarts_within(self, now: float, window: float) -> int:
         """Restarts that count in the last `window` seconds."""
         return sum(at > now - window for at in self.restarts)
 
-    def room_at(self, limit: int, now: float, window: float) -> float:
+    def find_next_restart_time(self, limit: int, now: float, window: float) -> float:
         """Return when fewer than `limit` (≥ 1) restarts count, in seconds since the epoch; `now` where they do."""
         counting = sorted(at for at in self.restarts if at > now - window)
         return counting[-limit] + window if len(counting) >= limit else now
 
 
 @dataclass(frozen=True)
-class Suspicion:
+class StragglerInvestigation:
     """A straggler that is being looked into."""
 
     since: float
@@ -153,7 +153,7 @@ class Suspicion:
     asked_at: float = 0.0
     asked_step: int = -1  # the last one at that time
     asked_pace: float = 0.0  # of the slowest rank at that time, by the figures; 0: not known
-    shown: Trouble | None = None  # by the answer before
+    shown: Bottleneck | None = None  # by the answer before
     clear_at: float = 0.0  # when an answer last showed no trouble; 0: none has
 
     @property
@@ -163,7 +163,7 @@ class Suspicion:
 
 
 @dataclass(frozen=True)
-class Vain:
+class FruitlessInvestigation:
     """A look into what the metrics suspected that found nothing to be done: not repeated before something changes."""
 
     at: float
@@ -173,11 +173,11 @@ class Vain:
 
 
 @dataclass(frozen=True)
-class LocalSgd:
+class LocalSgdChoice:
     """A Local-SGD mode that the operator has chosen, until what led to it is over."""
 
     since: float
-    trouble: Trouble
+    trouble: Bottleneck
     reason: str
     incident: str
     asked_at: float = 0.0  # when the ranks were last asked whether it is over
@@ -186,7 +186,7 @@ class LocalSgd:
 
 
 @dataclass(frozen=True)
-class LinkLook:
+class LinkCheck:
     """What the job's connections showed, and the probe of the hottest place. Ranks: -1, none."""
 
     at: float
@@ -223,7 +223,7 @@ class LinkVerdict:
 
 
 @dataclass(frozen=True)
-class WaySeen:
+class RouteObservation:
     """What one of the job's flows has shown of the planned way that it took."""
 
     at: float
@@ -241,7 +241,7 @@ class WaySeen:
 
 
 @dataclass(frozen=True)
-class WayChange:
+class RouteChange:
     """Another way for what one rank sends to another, by a round that was begun for it. A spine "" with draw 0: the
     network chose."""
 
@@ -255,25 +255,25 @@ class WayChange:
 
 
 @dataclass(frozen=True)
-class WayTrial:
+class RouteTrial:
     """Ways that a round was begun for, until it is known what they are worth."""
 
     incident: str  # "": they are those of before, put back, and nothing is to be found out
     membership: int  # that goes by them
     step_seconds: float  # of the job before
     sync_mode: SyncMode = SyncMode.SYNC  # in which they were taken
-    changes: tuple[WayChange, ...] = ()  # (): more than are kept, so there is no way back
+    changes: tuple[RouteChange, ...] = ()  # (): more than are kept, so there is no way back
     since: float = 0.0  # the first step by them; 0: it has not come
     slower: float = 0.0  # steps by them over those before, once that is known; 0: it is not
 
     @property
-    def knows_paces(self) -> bool:
+    def has_rates(self) -> bool:
         """Of some of the connections, before."""
         return any(change.bytes_per_second for change in self.changes)
 
 
 @dataclass(frozen=True)
-class WayTried:
+class FailedRoute:
     """What was no better: it is not tried again for a while."""
 
     at: float
@@ -287,31 +287,31 @@ class WayTried:
 class Adaptation:
     """How the job has come to train as it does, and what has been tried in vain."""
 
-    suspicion: Suspicion | None = None
-    loss: Loss | None = None  # to ranks that are slow in their own work, since the first of them was seen
-    vain: Vain | None = None
-    link: LinkLook | None = None
+    suspicion: StragglerInvestigation | None = None
+    loss: AccumulatedLoss | None = None  # to ranks that are slow in their own work, since the first of them was seen
+    vain: FruitlessInvestigation | None = None
+    link: LinkCheck | None = None
     link_verdicts: tuple[LinkVerdict, ...] = ()  # oldest first
-    ways_seen: tuple[WaySeen, ...] = ()  # the newest word of each flow and way, oldest first
+    ways_seen: tuple[RouteObservation, ...] = ()  # the newest word of each flow and way, oldest first
     ways_asked_at: float = 0.0  # when the connections were last asked for, before a round for other ways
-    way_trial: WayTrial | None = None
-    ways_tried: tuple[WayTried, ...] = ()  # oldest first
-    local_sgd: LocalSgd | None = None  # None: mode Sync, or the mode that the job's spec wants
-    mode_changes: Hysteresis = field(default_factory=lambda: Hysteresis(first=HOLD_SECONDS))
+    way_trial: RouteTrial | None = None
+    ways_tried: tuple[FailedRoute, ...] = ()  # oldest first
+    local_sgd: LocalSgdChoice | None = None  # None: mode Sync, or the mode that the job's spec wants
+    mode_changes: Hysteresis = field(default_factory=lambda: Hysteresis(first=SYNC_MODE_COOL_DOWN_SECONDS))
     mode_reason: str = ""  # of the last change of mode
     mode_refusal: str = ""  # the ranks' words when they could not follow a Local-SGD mode
     shares_refusal: str = ""  # the same of shares, by the present members
     tolerated_pace: float = 0.0  # slowest rank's time a sample over its peers' that has been dealt with; 0: none
     tolerated_behind: float = 0.0  # the slowest rank's own work that goes with it, as of `Metrics.behind`
 
-    def lost_by(self, now: float, slowdown: float, since: float) -> Loss:
+    def accumulate_loss(self, now: float, slowdown: float, since: float) -> AccumulatedLoss:
         """To slow ranks, which are seen to cost `slowdown` now, and first showed that `since`."""
-        loss = self.loss or Loss(0.0, since, slowdown)
-        return loss.goes_on(max(loss.at, min(since, now)), loss.slowdown).told(now, slowdown)
+        loss = self.loss or AccumulatedLoss(0.0, since, slowdown)
+        return loss.continue_at(max(loss.at, min(since, now)), loss.slowdown).observe(now, slowdown)
 
 
 @dataclass(frozen=True)
-class GpusSeen:
+class GpuReadings:
     """What the GPUs of the job's nodes showed when they were looked at."""
 
     nodes: tuple[str, ...] = ()  # whose counters have been looked at
@@ -319,7 +319,7 @@ class GpusSeen:
 
 
 @dataclass(frozen=True)
-class Avoided:
+class AvoidedNode:
     """A node that failed the job's preflight."""
 
     node: str
@@ -334,7 +334,7 @@ class Preflight:
     """How looking at the nodes goes."""
 
     began: float = 0.0  # since when nodes are looked at that no verdict is known of; 0: there are none
-    avoided: tuple[Avoided, ...] = ()
+    avoided: tuple[AvoidedNode, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -342,14 +342,14 @@ class Incident:
     """An open incident. Times are seconds since the epoch; what `api.IncidentStatus` says is made from it."""
 
     name: str
-    cause: Cause
-    class_: Class
+    cause: IncidentCause
+    class_: IncidentClass
     round: int  # in which it happened
     message: str
     first_sign: float
     detected: float
     decided: float
-    mode: Mode = Mode.ACT
+    mode: RemediationMode = RemediationMode.ACT
     rank: int | None = None
     worker: str | None = None
     node: str | None = None
@@ -367,33 +367,33 @@ class Incident:
     predicted_after: float | None = None  # what its remedy was expected to leave of the slowdown
     predicted_gain: float | None = None
     measured_gain: float | None = None
-    outcome: Outcome | None = None
+    outcome: IncidentOutcome | None = None
     live: bool = False  # its remedy changes no round: it is judged by the step time
     finding: Finding | None = None  # the diagnosis, which may become better while the incident is open
     quarantine: str = ""  # what has become of the node, for people
-    verdict: Verdict | None = None  # the same, for decisions
+    verdict: QuarantineVerdict | None = None  # the same, for decisions
     shown: str = ""  # what its remedy has shown, for people; "": the figures say all
 
 
 @dataclass(frozen=True)
-class Past:
+class PastIncident:
     """What is remembered of a closed incident, to tell a repetition from a first time."""
 
-    cause: Cause
+    cause: IncidentCause
     at: float
     seconds: float  # from first sign to recovery
     rank: int | None = None
     worker: str | None = None
     node: str | None = None
-    class_: Class = Class.UNKNOWN
+    class_: IncidentClass = IncidentClass.UNKNOWN
 
 
-Case = tuple[str, str]
+NodeKey = tuple[str, str]
 """An incident, and a node that it blames: it may blame several."""
 
 
 @dataclass(frozen=True)
-class WantedQuarantine:
+class QuarantineRequest:
     """A quarantine that has been decided, and is asked for once the decision is written."""
 
     node: str
@@ -406,7 +406,7 @@ class WantedQuarantine:
     raised: bool = False  # it has stood in a NodeQuarantine: once that is gone, it is not asked for again
 
     @property
-    def case(self) -> Case:
+    def node_key(self) -> NodeKey:
         return self.incident, self.node
 
 
@@ -417,12 +417,12 @@ class Incidents:
     current: tuple[Incident, ...] = ()  # open ones, and those whose outcome is not written into the cluster yet
     closed: tuple[str, ...] = ()  # names of incidents that are over
     recommended: tuple[str, ...] = ()  # names of incidents about which nothing was done, in mode Recommend
-    past: tuple[Past, ...] = ()
+    past: tuple[PastIncident, ...] = ()
     settled: tuple[str, ...] = ()  # names of faults that have been dealt with
-    quarantines: tuple[WantedQuarantine, ...] = ()
+    quarantines: tuple[QuarantineRequest, ...] = ()
 
     @cached_property
-    def names_settled(self) -> frozenset[str]:
+    def settled_names(self) -> frozenset[str]:
         return frozenset(self.settled)
 
     @property
@@ -432,7 +432,7 @@ class Incidents:
     def find(self, name: str) -> Incident | None:
         return next((incident for incident in self.current if incident.name == name), None)
 
-    def names(self) -> tuple[str, ...]:
+    def list_names(self) -> tuple[str, ...]:
         """Of all incidents that are remembered."""
         return (*self.closed, *self.recommended, *(incident.name for incident in self.current))
 
@@ -464,86 +464,86 @@ class Profiling:
 class State:
     """All that the operator remembers of a job, by what it is about."""
 
-    life: Life = field(default_factory=Life)
+    life: Lifecycle = field(default_factory=Lifecycle)
     placement: Placement = field(default_factory=Placement)
-    budget: Budget = field(default_factory=Budget)
+    budget: RestartBudget = field(default_factory=RestartBudget)
     adaptation: Adaptation = field(default_factory=Adaptation)
-    gpus: GpusSeen = field(default_factory=GpusSeen)
+    gpus: GpuReadings = field(default_factory=GpuReadings)
     incidents: Incidents = field(default_factory=Incidents)
     preflight: Preflight = field(default_factory=Preflight)
     profiling: Profiling = field(default_factory=Profiling)
 
 
 @dataclass(frozen=True)
-class Draft:
+class DesiredState:
     """Plan and bookkeeping as they are to be written."""
 
     plan: Plan
     state: State = field(default_factory=State)
 
-    def with_plan(self, **changes: Any) -> Draft:
+    def with_plan(self, **changes: Any) -> DesiredState:
         """Changes of the plan, with the next version."""
         return replace(self, plan=replace(self.plan, **{"version": self.plan.version + 1, **changes}))
 
-    def with_life(self, **changes: Any) -> Draft:
+    def with_lifecycle(self, **changes: Any) -> DesiredState:
         return self._with_state(life=replace(self.state.life, **changes))
 
-    def with_placement(self, **changes: Any) -> Draft:
+    def with_placement(self, **changes: Any) -> DesiredState:
         return self._with_state(placement=replace(self.state.placement, **changes))
 
-    def with_budget(self, **changes: Any) -> Draft:
+    def with_budget(self, **changes: Any) -> DesiredState:
         return self._with_state(budget=replace(self.state.budget, **changes))
 
-    def with_adaptation(self, **changes: Any) -> Draft:
+    def with_adaptation(self, **changes: Any) -> DesiredState:
         return self._with_state(adaptation=replace(self.state.adaptation, **changes))
 
-    def with_gpus(self, **changes: Any) -> Draft:
+    def with_gpus(self, **changes: Any) -> DesiredState:
         return self._with_state(gpus=replace(self.state.gpus, **changes))
 
-    def with_incidents(self, **changes: Any) -> Draft:
+    def with_incidents(self, **changes: Any) -> DesiredState:
         return self._with_state(incidents=replace(self.state.incidents, **changes))
 
-    def with_profiling(self, **changes: Any) -> Draft:
+    def with_profiling(self, **changes: Any) -> DesiredState:
         return self._with_state(profiling=replace(self.state.profiling, **changes))
 
-    def with_preflight(self, **changes: Any) -> Draft:
+    def with_preflight(self, **changes: Any) -> DesiredState:
         return self._with_state(preflight=replace(self.state.preflight, **changes))
 
-    def with_worker(self, changed: Worker) -> Draft:
+    def with_worker(self, changed: WorkerRecord) -> DesiredState:
         """`changed` in the place of the worker of its name."""
         return self.with_workers([changed])
 
-    def with_workers(self, changed: Iterable[Worker]) -> Draft:
+    def with_workers(self, changed: Iterable[WorkerRecord]) -> DesiredState:
         """Each in the place of the worker of its name: of many at once, which costs no more than of one."""
         by_name = {worker.name: worker for worker in changed}
         workers = self.state.placement.workers
         return self.with_placement(workers=tuple(by_name.get(w.name, w) for w in workers)) if by_name else self
 
-    def with_incident(self, changed: Incident) -> Draft:
+    def with_incident(self, changed: Incident) -> DesiredState:
         """`changed` in the place of the incident of its name, or added."""
         others = [incident for incident in self.state.incidents.current if incident.name != changed.name]
-        return self.with_incidents(current=_bounded([*others, changed]))
+        return self.with_incidents(current=_bound_incidents([*others, changed]))
 
-    def settle(self, names: tuple[str, ...]) -> Draft:
+    def settle_faults(self, names: tuple[str, ...]) -> DesiredState:
         """The faults of these names have been dealt with."""
         incidents = self.state.incidents
-        fresh = tuple(name for name in dict.fromkeys(names) if name not in incidents.names_settled)
-        most = max(MAX_SETTLED, MAX_SETTLED_OF_WORKER * len(self.state.placement.workers))
+        fresh = tuple(name for name in dict.fromkeys(names) if name not in incidents.settled_names)
+        most = max(MAX_SETTLED_FAULTS, MAX_SETTLED_FAULTS_PER_WORKER * len(self.state.placement.workers))
         return self.with_incidents(settled=(*incidents.settled, *fresh)[-most:]) if fresh else self
 
-    def count_restart(self, at: float) -> Draft:
+    def count_restart(self, at: float) -> DesiredState:
         """A restart that counts against the job's budget."""
         budget = self.state.budget
         return self.with_budget(restarts=(*budget.restarts, at), total=budget.total + 1)
 
-    def _with_state(self, **owners: Any) -> Draft:
+    def _with_state(self, **owners: Any) -> DesiredState:
         return replace(self, state=replace(self.state, **owners))
 
 
-def _bounded(incidents: Sequence[Incident]) -> tuple[Incident, ...]:
+def _bound_incidents(incidents: Sequence[Incident]) -> tuple[Incident, ...]:
     """The newest are kept whole; of older ones the evidence goes first, and those that are over go before open ones."""
-    surplus = max(0, len(incidents) - MAX_CURRENT)
+    surplus = max(0, len(incidents) - MAX_CURRENT_INCIDENTS)
     over = [incident.name for incident in incidents if incident.outcome is not None][:surplus]
     kept = [incident for incident in incidents if incident.name not in over]
-    silent = (replace(incident, evidence=()) if incident.evidence else incident for incident in kept[:-MAX_TELLING])
-    return (*silent, *kept[-MAX_TELLING:])
+    silent = (replace(incident, evidence=()) if incident.evidence else incident for incident in kept[:-MAX_INCIDENTS_WITH_EVIDENCE])
+    return (*silent, *kept[-MAX_INCIDENTS_WITH_EVIDENCE:])

@@ -6,38 +6,38 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from .api import Cause, Job
+from .api import IncidentCause, TrainingJob
 
 
 @dataclass(frozen=True)
-class Subject:
+class IncidentKey:
     """A cause in a round, and whom it has befallen: a worker, a rank, a GPU's error, or the round as a whole.
 
     Two findings with one subject are one incident.
     """
 
-    cause: Cause
+    cause: IncidentCause
     round: int
     worker: str = ""
     rank: int = -1
     gpu: str = ""  # one error of one GPU: "<node>/<gpu>/<what it says>"
-    number: int = 1  # tells troubles apart that come back in one round: live remedies start no new one
+    occurrence: int = 1  # tells troubles apart that come back in one round: live remedies start no new one
 
-    def incident_name(self, job: Job) -> str:
+    def incident_name(self, job: TrainingJob) -> str:
         """Deterministic, so that writing an incident twice is "already exists".
 
         It ends with the job's UID: incidents outlive their job, and the next job of that name must not find its own
         written already.
         """
-        again = f"-{self.number}" if self.number > 1 else ""
-        return f"{self._stem(job)}{again}-{job.uid[:5]}"
+        again = f"-{self.occurrence}" if self.occurrence > 1 else ""
+        return f"{self._build_stem(job)}{again}-{job.uid[:5]}"
 
-    def number_of(self, name: str, job: Job) -> int:
+    def find_occurrence(self, name: str, job: TrainingJob) -> int:
         """The `number` with which this subject has that name; 0: it is another subject's."""
-        found = re.fullmatch(rf"{re.escape(self._stem(job))}(?:-(\d+))?-{re.escape(job.uid[:5])}", name)
+        found = re.fullmatch(rf"{re.escape(self._build_stem(job))}(?:-(\d+))?-{re.escape(job.uid[:5])}", name)
         return int(found[1] or 1) if found else 0
 
-    def _stem(self, job: Job) -> str:
+    def _build_stem(self, job: TrainingJob) -> str:
         who = ""
         if self.worker:
             who = f"-{self.worker.removeprefix(f'{job.name}-')}"

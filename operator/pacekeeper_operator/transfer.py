@@ -18,16 +18,16 @@ PAGE_BYTES = 4 * 2**20
 tenant has filled its objects with tiny fields: 100 MiB of the chart's 512."""
 OBJECT_BYTES = 16 * 2**20
 """Of one object. etcd takes 1.5 MiB, of which JSON may write each byte in six characters."""
-PAGES_AT_ONCE = 2
+MAX_CONCURRENT_PAGES = 2
 """That are being read by one session; others wait."""
-_FEWER = 4
+_PAGE_SHRINK_FACTOR = 4
 """A page that was too large is asked for again with so many times fewer objects."""
 
 
-class Response(aiohttp.ClientResponse):
+class BoundedResponse(aiohttp.ClientResponse):
     """Of a session with the middleware `Pages`."""
 
-    async def take(self, most: int) -> int | None:
+    async def read_bounded(self, most: int) -> int | None:
         """Read the body, for whoever reads it from now on; its bytes. None: it has more than `most`, and is closed.
         Raises what aiohttp does."""
         data = bytearray()
@@ -40,13 +40,13 @@ class Response(aiohttp.ClientResponse):
         return len(data)
 
 
-class Pages:
+class PageLimiter:
     """Middleware of a session: each page of a list (a GET with `limit`) has so few objects that its bytes are bounded.
     The server names the rest by `continue`, as if the smaller limit had been asked for."""
 
     def __init__(self) -> None:
         self._limits: dict[str, int] = {}  # by path, of the next page
-        self._turns = asyncio.Semaphore(PAGES_AT_ONCE)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_PAGES)
 
     async def __call__(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
@@ -56,29 +56,29 @@ class Pages:
             return await handler(request)
         request.headers["Accept-Encoding"] = "identity"  # else a few bytes that arrive may become many at once
         most, path = int(request.url.query["limit"]), request.url.path
-        async with self._turns:
+        async with self._slots:
             while True:
                 limit = min(most, self._limits.get(path, most))
                 request.url = request.url.update_query(limit=str(limit))
                 response = await handler(request)
-                assert isinstance(response, Response)
-                size = await response.take(PAGE_BYTES if limit > 1 else OBJECT_BYTES)
-                self._limits[path] = next_limit(limit, size)
+                assert isinstance(response, BoundedResponse)
+                size = await response.read_bounded(PAGE_BYTES if limit > 1 else OBJECT_BYTES)
+                self._limits[path] = compute_next_limit(limit, size)
                 if size is not None:
                     return response
                 if limit == 1:
                     raise aiohttp.ClientPayloadError(f"an object of {path} has more than {OBJECT_BYTES:,} bytes")
 
 
-def next_limit(limit: int, size: int | None) -> int:
+def compute_next_limit(limit: int, size: int | None) -> int:
     """Objects of the page after one of `size` bytes (None: too many) that was asked for with this limit: half of what
     would fit, since the next ones may be larger."""
     if size is None:
-        return max(1, limit // _FEWER)
+        return max(1, limit // _PAGE_SHRINK_FACTOR)
     return max(1, limit * PAGE_BYTES // (2 * max(1, size)))
 
 
-async def lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
+async def read_lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
     """Of a watch. Raises aiohttp.ClientPayloadError where one has more than OBJECT_BYTES."""
     rest = b""
     async for data in content.iter_any():
@@ -89,6 +89,6 @@ async def lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:
             raise aiohttp.ClientPayloadError(f"a watch tells of an object with more than {OBJECT_BYTES:,} bytes")
 
 
-def session_options() -> dict[str, Any]:
+def build_session_options() -> dict[str, Any]:
     """Of an aiohttp.ClientSession."""
-    return {"middlewares": (Pages(),), "response_class": Response}
+    return {"middlewares": (PageLimiter(),), "response_class": BoundedResponse}

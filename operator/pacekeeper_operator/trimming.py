@@ -8,60 +8,60 @@ from typing import Any
 
 import orjson
 
-from .api import ANNOTATION_PROFILE, LABEL_PREBUILT, LABEL_PRIORITY, LABEL_QUEUE, UNREAD, Object
-from .manifests import TOO_DEEP
+from .api import ANNOTATION_PROFILE, LABEL_PREBUILT, LABEL_PRIORITY, LABEL_QUEUE, DROPPED_TEMPLATE_KEY, Object
+from .manifests import TOO_DEEP_MESSAGE
 
-MOST_BYTES = 2**18
+MAX_SPEC_BYTES = 2**18
 """Of a job's spec, as JSON. `kubectl apply` takes no more either: it writes the object into an annotation, and
 annotations have 256 KiB."""
-MOST_VALUES = 8192
+MAX_TEMPLATE_VALUES = 8192
 """In a template. Each takes about 100 bytes of memory, however few it has as JSON."""
-_IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
-_METADATA = frozenset({*_IDENTITY, "finalizers", "labels", "annotations"})
-_LABELS = frozenset({LABEL_QUEUE, LABEL_PRIORITY, LABEL_PREBUILT})
-_KOPF = "kopf.zalando.org/"
+_IDENTITY_FIELDS = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
+_RETAINED_METADATA = frozenset({*_IDENTITY_FIELDS, "finalizers", "labels", "annotations"})
+_RETAINED_LABELS = frozenset({LABEL_QUEUE, LABEL_PRIORITY, LABEL_PREBUILT})
+_KOPF_ANNOTATION_PREFIX = "kopf.zalando.org/"
 """What kopf's own annotations begin with: it keeps there how far its handlers are."""
 
 
-def trim(job: Object) -> None:
+def trim_job(job: Object) -> None:
     """In place. A template that is too large becomes one that says so: `manifests.refused_template` reads it."""
-    metadata = {name: value for name, value in job["metadata"].items() if name in _METADATA}
+    metadata = {name: value for name, value in job["metadata"].items() if name in _RETAINED_METADATA}
     if metadata.get("labels"):
-        metadata["labels"] = {name: value for name, value in metadata["labels"].items() if name in _LABELS}
+        metadata["labels"] = {name: value for name, value in metadata["labels"].items() if name in _RETAINED_LABELS}
     if metadata.get("annotations"):
         metadata["annotations"] = {
             name: value
             for name, value in metadata["annotations"].items()
-            if name == ANNOTATION_PROFILE or name.startswith(_KOPF)
+            if name == ANNOTATION_PROFILE or name.startswith(_KOPF_ANNOTATION_PREFIX)
         }
     job["metadata"] = metadata
     spec = job.get("spec")
-    if isinstance(spec, dict) and (words := too_large(spec)):
-        spec["template"] = {UNREAD: words}
+    if isinstance(spec, dict) and (words := explain_oversized_spec(spec)):
+        spec["template"] = {DROPPED_TEMPLATE_KEY: words}
 
 
-def too_large(spec: Object) -> str:
+def explain_oversized_spec(spec: Object) -> str:
     """What of it is too large, with the remedy; "": nothing."""
     try:
         size = len(orjson.dumps(spec))
     except TypeError:  # it writes 254 levels
-        return TOO_DEEP
-    if size > MOST_BYTES:
+        return TOO_DEEP_MESSAGE
+    if size > MAX_SPEC_BYTES:
         return (
-            f"has {size:,} bytes with the rest of spec, and may have {MOST_BYTES:,}: "
+            f"has {size:,} bytes with the rest of spec, and may have {MAX_SPEC_BYTES:,}: "
             "move scripts and data into the image, a ConfigMap or a volume"
         )
-    if _has_more(spec, MOST_VALUES):
+    if _has_more_values(spec, MAX_TEMPLATE_VALUES):
         return (
-            f"has more than {MOST_VALUES:,} fields and values with the rest of spec: "
+            f"has more than {MAX_TEMPLATE_VALUES:,} fields and values with the rest of spec: "
             "move lists of arguments and variables into the image, a ConfigMap (envFrom) or a volume"
         )
     return ""
 
 
-def _has_more(value: Any, most: int) -> bool:
+def _has_more_values(value: Any, limit: int) -> bool:
     """Than so many values. Level by level, as no recursion goes as deep as a tenant may nest."""
-    left, level = most, [value]
+    left, level = limit, [value]
     while level:
         left -= len(level)
         if left < 0:

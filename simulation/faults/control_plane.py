@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
-from ..kubernetes.faults import Denial, Fate, OneShot, SlowWebhook
-from ..prometheus import BEFORE_SECONDS
+from ..kubernetes.faults import Denial, RequestOutcome, OneShot, SlowWebhook
+from ..prometheus import XID_BASELINE_SECONDS
 from ..world import NAMESPACE
-from .fault import Cost, Fault, Heal, JobFault
+from .fault import Cost, Fault, HealCallback, JobFault
 
 if TYPE_CHECKING:
-    from .scene import Scene
+    from .scene import FaultContext
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class _ApiFault(Fault):
 
     __abstract__: ClassVar = True
 
-    def _set(self, scene: Scene, name: str, value: object) -> Heal:
-        faults = scene.world.api.faults
+    def _set_api_fault(self, context: FaultContext, name: str, value: object) -> HealCallback:
+        faults = context.world.api.faults
         before = getattr(type(faults)(), name)
         setattr(faults, name, value)
         return lambda: setattr(faults, name, before)
@@ -34,8 +34,8 @@ class ApiIsDown(_ApiFault):
 
     silent: bool = False
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "silent" if self.silent else "down", True)
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "silent" if self.silent else "down", True)
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class ApiFails(_ApiFault):
     costs = (Cost.STATUS,)
     rate: float = 0.3
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "error_rate", self.rate)
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "error_rate", self.rate)
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class AnswersAreLost(_ApiFault):
     costs = (Cost.STATUS,)
     rate: float = 0.15
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "lost_rate", self.rate)
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "lost_rate", self.rate)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class WritesAreLate(_ApiFault):
     costs = (Cost.STATUS,)
     rate: float = 0.1
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "late_rate", self.rate)
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "late_rate", self.rate)
 
 
 @dataclass(frozen=True)
@@ -76,39 +76,39 @@ class ApiIsSlow(_ApiFault):
     """Each request takes up to so many seconds longer."""
 
     costs = (Cost.STATUS,)
-    by: float = 4.0
+    max_seconds: float = 4.0
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "slow", (self.by / 4, self.by))
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "slow", (self.max_seconds / 4, self.max_seconds))
 
 
 @dataclass(frozen=True)
 class WatchesLag(_ApiFault):
     """By up to so many seconds."""
 
-    by: float = 10.0
+    max_seconds: float = 10.0
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "watch_lag", (self.by / 4, self.by))
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "watch_lag", (self.max_seconds / 4, self.max_seconds))
 
 
 @dataclass(frozen=True)
 class HistoryIsShort(_ApiFault):
     """A stream that ends can hardly go on from where it was: 410."""
 
-    def strike(self, scene: Scene) -> Heal:
-        return self._set(scene, "history", 1)
+    def inject(self, context: FaultContext) -> HealCallback:
+        return self._set_api_fault(context, "history", 1)
 
 
 @dataclass(frozen=True)
 class WatchesEnd(Fault):
     """All of them, once; with `gone` what they have missed is lost."""
 
-    gone: bool = False
+    history_lost: bool = False
 
-    def strike(self, scene: Scene) -> None:
-        scene.tell("all watches end" + (", and their past is lost" if self.gone else ""))
-        scene.world.api.end_watches(gone=self.gone)
+    def inject(self, context: FaultContext) -> None:
+        context.log("all watches end" + (", and their past is lost" if self.history_lost else ""))
+        context.world.api.end_watches(history_lost=self.history_lost)
 
 
 @dataclass(frozen=True)
@@ -117,35 +117,35 @@ class NextRequest(Fault):
 
     method: str = ""
     part: str = ""
-    fate: Fate = Fate.REFUSED
+    outcome: RequestOutcome = RequestOutcome.REFUSED
     status: int = 500
 
-    def strike(self, scene: Scene) -> None:
-        scene.world.api.faults.one_shots.append(OneShot(self.method, self.part, self.fate, self.status))
+    def inject(self, context: FaultContext) -> None:
+        context.world.api.faults.one_shots.append(OneShot(self.method, self.part, self.outcome, self.status))
 
 
 @dataclass(frozen=True)
-class Conflicts(Fault):
+class WriteConflicts(Fault):
     """The next so many replacements of one kind meet somebody faster."""
 
     plural: str = "trainingjobstates"
     number: int = 5
 
-    def strike(self, scene: Scene) -> None:
-        shot = OneShot("PUT", f"/{self.plural}/", Fate.REFUSED, 409)
-        scene.world.api.faults.one_shots.extend([shot] * self.number)
+    def inject(self, context: FaultContext) -> None:
+        shot = OneShot("PUT", f"/{self.plural}/", RequestOutcome.REFUSED, 409)
+        context.world.api.faults.one_shots.extend([shot] * self.number)
 
 
 @dataclass(frozen=True)
 class EtcdIsRestored(Fault):
     """From a backup that is taken now: when it is over, the API server knows nothing of what has happened since."""
 
-    def strike(self, scene: Scene) -> Heal:
+    def strike(self, scene: FaultContext) -> HealCallback:
         api = scene.world.api
         backup = api.backup()
 
         def heal() -> None:
-            scene.tell(f"etcd is restored from its backup: version {api.version} is followed by {backup.version}")
+            scene.log(f"etcd is restored from its backup: version {api.version} is followed by {backup.version}")
             api.restore(backup)
 
         return heal
@@ -155,11 +155,11 @@ class EtcdIsRestored(Fault):
 class WebhookIsSlow(JobFault):
     """Creations of a job's pods take so much longer."""
 
-    by: float = 20.0
+    seconds: float = 20.0
 
-    def strike(self, scene: Scene) -> Heal:
-        hooks = scene.world.api.faults.slow_webhooks
-        hook = SlowWebhook("pods", f"{scene.settings(self.job).name}-w", self.by)
+    def inject(self, context: FaultContext) -> HealCallback:
+        hooks = context.world.api.faults.slow_webhooks
+        hook = SlowWebhook("pods", f"{context.get_job_settings(self.job).name}-w", self.seconds)
         hooks.append(hook)
         return lambda: hooks.remove(hook)
 
@@ -171,8 +171,8 @@ class PodsAreDenied(JobFault):
     costs = (Cost.SPARES,)
     status: int = 403
 
-    def strike(self, scene: Scene) -> Heal:
-        denials, name = scene.world.api.faults.denials, f"{scene.settings(self.job).name}-w"
+    def inject(self, context: FaultContext) -> HealCallback:
+        denials, name = context.world.api.faults.denials, f"{context.get_job_settings(self.job).name}-w"
         words = {403: "admission webhook denied the request: no", 500: "failed calling webhook: no route to host"}
         words[422] = "Pod is invalid: spec.containers[0].image: Required value"
         denial = Denial("pods", name, self.status, words[self.status])
@@ -185,12 +185,12 @@ class QuotaIsFull(Fault):
     """The namespace has room for so many pods more."""
 
     costs = (Cost.SPARES,)
-    room: int = 0
+    free_pods: int = 0
 
-    def strike(self, scene: Scene) -> Heal:
-        api = scene.world.api
-        pods = len(api.all("pods", NAMESPACE)) + self.room
-        scene.tell(f"the quota allows {pods} pods")
+    def inject(self, context: FaultContext) -> HealCallback:
+        api = context.world.api
+        pods = len(api.list_all("pods", NAMESPACE)) + self.free_pods
+        context.log(f"the quota allows {pods} pods")
         body = {
             "apiVersion": "v1",
             "kind": "ResourceQuota",
@@ -208,7 +208,7 @@ class QuotaIsFull(Fault):
         return heal
 
 
-class Silence(StrEnum):
+class PrometheusFailure(StrEnum):
     """How Prometheus fails."""
 
     DOWN = "down"  # nobody listens
@@ -217,7 +217,7 @@ class Silence(StrEnum):
     STALE = "stale"  # the same figures again and again
 
 
-class Lie(StrEnum):
+class WrongSeries(StrEnum):
     """What series say that is not so."""
 
     FOREIGN = "foreign"  # another job's steps under this one's labels
@@ -229,12 +229,12 @@ class Lie(StrEnum):
 class PrometheusFails(Fault):
     """For everybody."""
 
-    how: Silence = Silence.DOWN
+    how: PrometheusFailure = PrometheusFailure.DOWN
 
-    def strike(self, scene: Scene) -> Heal:
-        prometheus = scene.world.prometheus
-        scene.tell(f"Prometheus is {self.how}")
-        prometheus.silence = self.how
+    def inject(self, context: FaultContext) -> HealCallback:
+        prometheus = context.world.prometheus
+        context.log(f"Prometheus is {self.how}")
+        prometheus.failure = self.how
         return lambda: setattr(prometheus, "silence", "")
 
 
@@ -242,14 +242,14 @@ class PrometheusFails(Fault):
 class ExporterIsAway(Fault):
     """There are no series of the GPUs of one node, by its place, or with `everywhere` of all nodes."""
 
-    at_least = BEFORE_SECONDS
+    at_least = XID_BASELINE_SECONDS
     node: int = 0
     everywhere: bool = False
 
-    def strike(self, scene: Scene) -> Heal:
+    def strike(self, scene: FaultContext) -> HealCallback:
         names = list(scene.world.nodes)
         chosen = names if self.everywhere else [names[self.node % len(names)]]
-        scene.tell(f"there are no GPU series of {', '.join(chosen)}")
+        scene.log(f"there are no GPU series of {', '.join(chosen)}")
         for name in chosen:
             scene.world.prometheus.show_exporter(name, there=False)
 
@@ -261,13 +261,13 @@ class ExporterIsAway(Fault):
 
 
 @dataclass(frozen=True)
-class PrometheusLies(Fault):
+class PrometheusIsWrong(Fault):
     """In some series."""
 
-    lie: Lie = Lie.FOREIGN
+    series: WrongSeries = WrongSeries.FOREIGN
 
-    def strike(self, scene: Scene) -> Heal:
-        prometheus = scene.world.prometheus
-        scene.tell(f"Prometheus lies: {self.lie}")
-        prometheus.lie = self.lie
+    def inject(self, context: FaultContext) -> HealCallback:
+        prometheus = context.world.prometheus
+        context.log(f"Prometheus lies: {self.series}")
+        prometheus.wrong_series = self.series
         return lambda: setattr(prometheus, "lie", "")

@@ -8,12 +8,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from ..kubernetes.nodes import Node
+    from ..kubernetes.nodes import SimulatedNode
     from ..operators.pod import OperatorPod
-    from ..workers.worker import Worker
-    from .scene import Scene
+    from ..workers.worker import SimulatedWorker
+    from .scene import FaultContext
 
-Heal = Callable[[], None]
+HealCallback = Callable[[], None]
 """Ends what a fault has begun. Called once."""
 
 
@@ -24,7 +24,7 @@ class Cost(StrEnum):
     STATUS = "status"  # its status is old
     STEPS = "steps"  # it may stand still
     STRENGTH = "strength"  # it may train with fewer workers than its spec asks for
-    FIGURES = "figures"  # nobody knows how its ranks train
+    METRICS = "figures"  # nobody knows how its ranks train
     CHECKPOINTS = "checkpoints"  # none is kept
 
 
@@ -37,28 +37,28 @@ class Fault:
     at_least: ClassVar[float] = 0.0
     """Seconds that it lasts: a shorter one shows nothing."""
 
-    def strike(self, scene: Scene) -> Heal | None:
+    def inject(self, context: FaultContext) -> HealCallback | None:
         """What heals it; None: there is nothing to be healed. Raises Missed where there is nobody to strike."""
         raise NotImplementedError
 
     @classmethod
-    def lasts(cls) -> bool:
+    def can_heal(cls) -> bool:
         """Whether there is anything to be healed: what `strike` says that it returns."""
-        return bool(cls.strike.__annotations__["return"] != "None")
+        return bool(cls.inject.__annotations__["return"] != "None")
 
 
-class Missed(Exception):
+class TargetMissing(Exception):
     """Whom the fault is for is not there now; the message says who."""
 
 
-class Role(StrEnum):
+class TargetRole(StrEnum):
     """Of a worker."""
 
     MEMBER = "member"  # it holds ranks by the plan that is written
     SPARE = "spare"  # any other worker that runs
 
 
-class Which(StrEnum):
+class OperatorTarget(StrEnum):
     """Of the operator's pods."""
 
     LEADER = "leader"
@@ -70,12 +70,12 @@ class WorkerFault(Fault):
     """Strikes one worker. `index` counts round and round."""
 
     __abstract__: ClassVar = True
-    role: Role = Role.MEMBER
+    role: TargetRole = TargetRole.MEMBER
     index: int = 0
     job: int = 0  # place in the schedule
 
-    def worker(self, scene: Scene) -> Worker:
-        return scene.worker(self.role, self.index, self.job)
+    def find_worker(self, context: FaultContext) -> SimulatedWorker:
+        return context.find_worker(self.role, self.index, self.job)
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class NodeFault(Fault):
     """Strikes the node of a worker, or with `free` one that has no worker of any job."""
 
     __abstract__: ClassVar = True
-    role: Role = Role.MEMBER
+    role: TargetRole = TargetRole.MEMBER
     index: int = 0
     job: int = 0
     free: bool = False
 
-    def node(self, scene: Scene) -> Node:
+    def find_node(self, context: FaultContext) -> SimulatedNode:
         return (
-            scene.free_node(self.index) if self.free else scene.node_of(scene.worker(self.role, self.index, self.job))
+            context.find_free_node(self.index) if self.free else context.find_node(context.find_worker(self.role, self.index, self.job))
         )
 
 
@@ -99,10 +99,10 @@ class OperatorFault(Fault):
     """Strikes one of the operator's pods."""
 
     __abstract__: ClassVar = True
-    which: Which = Which.LEADER
+    which: OperatorTarget = OperatorTarget.LEADER
 
-    def pod(self, scene: Scene) -> OperatorPod:
-        return scene.operator(self.which)
+    def find_pod(self, context: FaultContext) -> OperatorPod:
+        return context.find_operator_pod(self.which)
 
 
 @dataclass(frozen=True)

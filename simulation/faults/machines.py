@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 
 from pacekeeper_operator.api import LABEL_NO_QUARANTINE
 
-from ..kubernetes.conditions import disrupt
-from ..kubernetes.kubelet import Images
-from ..network import API
+from ..kubernetes.conditions import disrupt_pod
+from ..kubernetes.kubelet import ImagePulls
+from ..network import API_PLACE
 from ..world import NAMESPACE
-from .fault import Fault, Heal, Missed, NodeFault, WorkerFault
-from .scene import PERSON
+from .fault import Fault, HealCallback, TargetMissing, NodeFault, WorkerFault
+from .scene import PERSON_MANAGER
 
-MAINTENANCE = "example.com/maintenance"
+MAINTENANCE_TAINT = "example.com/maintenance"
 """A taint that nobody but people knows."""
 
 if TYPE_CHECKING:
-    from ..kubernetes.api_server import Change
-    from ..kubernetes.nodes import Node
-    from ..workers.worker import Worker
-    from .scene import Scene
+    from ..kubernetes.api_server import ObjectChange
+    from ..kubernetes.nodes import SimulatedNode
+    from ..workers.worker import SimulatedWorker
+    from .scene import FaultContext
 
 
-class Beyond(StrEnum):
+class NodePartition(StrEnum):
     """Whom a node does not reach."""
 
     API = "api"
@@ -38,8 +38,8 @@ class Beyond(StrEnum):
 class PowerFails(NodeFault):
     """Of a node: with a time it is a reboot."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.power_off()
         return node.power_on
 
@@ -48,8 +48,8 @@ class PowerFails(NodeFault):
 class KubeletStops(NodeFault):
     """What runs goes on."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.stop_kubelet()
         return node.start_kubelet
 
@@ -58,8 +58,8 @@ class KubeletStops(NodeFault):
 class RuntimeHangs(NodeFault):
     """Containers neither start nor end."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.hang_runtime()
         return node.mend_runtime
 
@@ -70,8 +70,8 @@ class NodeShutsDown(NodeFault):
 
     grace: float = 10.0
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.shut_down(self.grace)
         return node.power_on
 
@@ -80,19 +80,19 @@ class NodeShutsDown(NodeFault):
 class NodeIsCutOff(NodeFault):
     """From some, in both directions."""
 
-    beyond: Beyond = Beyond.ALL
+    partition: NodePartition = NodePartition.ALL
 
-    def strike(self, scene: Scene) -> Heal:
-        node, network = self.node(scene), scene.world.network
-        scene.tell(f"{node.name} is cut off from {self.beyond}")
-        if self.beyond is Beyond.ALL:
+    def inject(self, context: FaultContext) -> HealCallback:
+        node, network = self.find_node(context), context.world.network
+        context.log(f"{node.name} is cut off from {self.partition}")
+        if self.partition is NodePartition.ALL:
             network.isolate(node.name)
             return lambda: network.rejoin(node.name)
         others = {
-            Beyond.API: [API],
-            Beyond.OPERATOR: [pod.name for pod in scene.world.deployment.pods],
-            Beyond.PEERS: [other for other in scene.world.nodes if other != node.name],
-        }[self.beyond]
+            NodePartition.API: [API_PLACE],
+            NodePartition.OPERATOR: [pod.name for pod in context.world.deployment.pods],
+            NodePartition.PEERS: [other for other in context.world.nodes if other != node.name],
+        }[self.partition]
         for other in others:
             network.cut(node.name, other)
 
@@ -107,8 +107,8 @@ class NodeIsCutOff(NodeFault):
 class NodeVanishes(NodeFault):
     """The machine, and its object with it. Another one comes under the same name."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.vanish()
         return node.power_on
 
@@ -117,8 +117,8 @@ class NodeVanishes(NodeFault):
 class NodeDeleted(NodeFault):
     """Its object only, by a person: the machine runs on, and registers anew when its kubelet starts again."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.remove()
 
         def heal() -> None:
@@ -132,16 +132,16 @@ class NodeDeleted(NodeFault):
 class NodeAdded(Fault):
     """Another machine."""
 
-    def strike(self, scene: Scene) -> None:
-        scene.world.add_node()
+    def inject(self, context: FaultContext) -> None:
+        context.world.add_node()
 
 
 @dataclass(frozen=True)
 class NodeCordoned(NodeFault):
     """By a person."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.cordon()
         return node.uncordon
 
@@ -150,8 +150,8 @@ class NodeCordoned(NodeFault):
 class NodeDrained(NodeFault):
     """By a person."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
         node.drain()
         return node.uncordon
 
@@ -162,20 +162,20 @@ class NodeTainted(NodeFault):
 
     effect: str = "NoSchedule"
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
-        node.taint(MAINTENANCE, self.effect)
-        return lambda: node.untaint(MAINTENANCE)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
+        node.taint(MAINTENANCE_TAINT, self.effect)
+        return lambda: node.untaint(MAINTENANCE_TAINT)
 
 
 @dataclass(frozen=True)
 class NodeOptedOut(NodeFault):
     """The platform team wants no quarantine of it."""
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
-        _label(scene, node, "true")
-        return lambda: _label(scene, node, None)
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
+        _set_opt_out_label(context, node, "true")
+        return lambda: _set_opt_out_label(context, node, None)
 
 
 @dataclass(frozen=True)
@@ -186,29 +186,29 @@ class NodeIsSick(NodeFault):
     fails: bool = False
     xid: int = 0
 
-    def strike(self, scene: Scene) -> Heal:
-        node, sick = self.node(scene), True
-        scene.tell(f"{node.name} is sick")
-        node.sick = "CUDA error: an illegal memory access was encountered"
+    def inject(self, context: FaultContext) -> HealCallback:
+        node, sick = self.find_node(context), True
+        context.log(f"{node.name} is sick")
+        node.fault_message = "CUDA error: an illegal memory access was encountered"
 
-        def infect(change: Change) -> None:
-            worker = scene.world.workers.get(change.object["metadata"]["uid"])
+        def infect(change: ObjectChange) -> None:
+            worker = context.world.workers.get(change.object["metadata"]["uid"])
             if sick and worker is not None and worker.node == node.name:
                 worker.script_fails = True
 
         def heal() -> None:
             nonlocal sick
-            sick, node.sick = False, ""
-            for worker in scene.running():
+            sick, node.fault_message = False, ""
+            for worker in context.list_running_workers():
                 if worker.node == node.name:
                     worker.script_fails = False
 
         if self.fails:
-            scene.watch("pods", infect)
-            for worker in scene.running():
+            context.watch_kind("pods", infect)
+            for worker in context.list_running_workers():
                 if worker.node == node.name:
                     worker.script_fails = True
-                    _break_down(worker, self.xid)
+                    _fail_worker(worker, self.xid)
         return heal
 
 
@@ -219,30 +219,30 @@ class ClockIsOff(NodeFault):
     hours: float = 3.0
     operators: bool = False
 
-    def strike(self, scene: Scene) -> Heal:
-        places = [self.node(scene).name, *(pod.name for pod in scene.world.deployment.pods if self.operators)]
-        scene.tell(f"the clocks of {', '.join(places)} are off by {self.hours:g} h")
+    def inject(self, context: FaultContext) -> HealCallback:
+        places = [self.find_node(context).name, *(pod.name for pod in context.world.deployment.pods if self.operators)]
+        context.log(f"the clocks of {', '.join(places)} are off by {self.hours:g} h")
         for place in places:
-            scene.world.clocks[place] = self.hours * 3600.0
+            context.world.clocks[place] = self.hours * 3600.0
 
         def heal() -> None:
             for place in places:
-                scene.world.clocks.pop(place, None)
+                context.world.clocks.pop(place, None)
 
         return heal
 
 
 @dataclass(frozen=True)
-class ImagesDoNotCome(NodeFault):
+class ImagesUnavailable(NodeFault):
     """They cannot be pulled, or pulling hangs."""
 
-    images: Images = Images.FAIL
+    images: ImagePulls = ImagePulls.FAIL
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
-        scene.tell(f"images of {node.name}: {self.images}")
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
+        context.log(f"images of {node.name}: {self.images}")
         node.images = self.images
-        return lambda: setattr(node, "images", Images.COME)
+        return lambda: setattr(node, "images", ImagePulls.SUCCEED)
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,9 @@ class KubeletRefuses(NodeFault):
 
     reason: str = "UnexpectedAdmissionError"
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
-        scene.tell(f"the kubelet of {node.name} refuses pods: {self.reason}")
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
+        context.log(f"the kubelet of {node.name} refuses pods: {self.reason}")
         node.refuses = self.reason
         return lambda: setattr(node, "refuses", "")
 
@@ -264,53 +264,53 @@ class PodDeleted(WorkerFault):
 
     force: bool = False
 
-    def strike(self, scene: Scene) -> None:
-        worker = self.worker(scene)
-        scene.delete_pod(worker, force=self.force)
+    def inject(self, context: FaultContext) -> None:
+        worker = self.find_worker(context)
+        context.delete_pod(worker, force=self.force)
 
 
 @dataclass(frozen=True)
 class PodEvicted(WorkerFault):
     """By its kubelet, which is short of memory."""
 
-    def strike(self, scene: Scene) -> None:
-        worker = self.worker(scene)
-        scene.tell(f"pod {worker.name} is evicted")
-        scene.node_of(worker).evict(worker.uid)
+    def inject(self, context: FaultContext) -> None:
+        worker = self.find_worker(context)
+        context.log(f"pod {worker.name} is evicted")
+        context.find_node(worker).evict(worker.uid)
 
 
 @dataclass(frozen=True)
 class PodPreempted(WorkerFault):
     """By the scheduler, for a pod of a higher priority."""
 
-    def strike(self, scene: Scene) -> None:
-        worker, api = self.worker(scene), scene.world.api
+    def inject(self, context: FaultContext) -> None:
+        worker, api = self.find_worker(context), context.world.api
         pod = api.get("pods", worker.name, NAMESPACE)
         if pod is None:
-            raise Missed(f"pod {worker.name} is gone")
-        scene.tell(f"pod {worker.name} is preempted")
-        disrupt(api, pod, "PreemptionByScheduler", "preempting", scene.world.wall(), who="scheduler")
+            raise TargetMissing(f"pod {worker.name} is gone")
+        context.log(f"pod {worker.name} is preempted")
+        disrupt_pod(api, pod, "PreemptionByScheduler", "preempting", context.world.wall_time(), who="scheduler")
 
 
 @dataclass(frozen=True)
 class PodKilledForMemory(WorkerFault):
     """All of the trainer's container at once."""
 
-    def strike(self, scene: Scene) -> None:
-        worker = self.worker(scene)
-        scene.tell(f"pod {worker.name} is killed for memory")
+    def inject(self, context: FaultContext) -> None:
+        worker = self.find_worker(context)
+        context.log(f"pod {worker.name} is killed for memory")
         worker.kill(137, "OOMKilled")
 
 
-def _break_down(worker: Worker, xid: int) -> None:
+def _fail_worker(worker: SimulatedWorker, xid: int) -> None:
     if xid:
-        worker.gpu_error(xid)
+        worker.raise_gpu_error(xid)
     else:
-        worker.crash()
+        worker.crash_rank()
 
 
-def _label(scene: Scene, node: Node, value: str | None) -> None:
-    if scene.world.api.get("nodes", node.name) is not None:
+def _set_opt_out_label(context: FaultContext, node: SimulatedNode, value: str | None) -> None:
+    if context.world.api.get("nodes", node.name) is not None:
         labels = {"metadata": {"labels": {LABEL_NO_QUARANTINE: value}}}
-        scene.tell(f"{node.name} is {'opted out of' if value else 'free for'} quarantines")
-        scene.world.api.patch("nodes", node.name, "", labels, manager=PERSON)
+        context.log(f"{node.name} is {'opted out of' if value else 'free for'} quarantines")
+        context.world.api.patch("nodes", node.name, "", labels, manager=PERSON_MANAGER)

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pacekeeper_operator.services.leadership import LEASE
+from pacekeeper_operator.services.leadership import LEASE_NAME
 
-from ..network import API, PROMETHEUS
+from ..network import API_PLACE, PROMETHEUS_PLACE
 from ..operators.pod import OperatorPod
 from ..world import OPERATOR_NAMESPACE
-from .fault import Fault, Heal, Missed, OperatorFault
-from .scene import PERSON
+from .fault import Fault, HealCallback, TargetMissing, OperatorFault
+from .scene import PERSON_MANAGER
 
 if TYPE_CHECKING:
-    from .scene import Scene
+    from .scene import FaultContext
 
 
-class Beyond(StrEnum):
+class OperatorPartition(StrEnum):
     """Whom a pod of the operator does not reach."""
 
     API = "api"
@@ -31,16 +31,16 @@ class Beyond(StrEnum):
 class OperatorKilled(OperatorFault):
     """SIGKILL: its container starts again."""
 
-    def strike(self, scene: Scene) -> None:
-        self.pod(scene).kill()
+    def inject(self, context: FaultContext) -> None:
+        self.find_pod(context).kill()
 
 
 @dataclass(frozen=True)
-class OperatorFrozen(OperatorFault):
+class OperatorPaused(OperatorFault):
     """SIGSTOP: it wakes up in a world that has gone on."""
 
-    def strike(self, scene: Scene) -> Heal:
-        pod = self.pod(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        pod = self.find_pod(context)
         process = pod.process
         pod.pause()
         return lambda: pod.resume() if pod.process is process else None
@@ -52,35 +52,35 @@ class OperatorRemoved(OperatorFault):
 
     runs_on: bool = False
 
-    def strike(self, scene: Scene) -> None:
-        scene.world.deployment.replace(self.pod(scene), OperatorPod.lose if self.runs_on else OperatorPod.remove)
+    def inject(self, context: FaultContext) -> None:
+        context.world.deployment.replace(self.find_pod(context), OperatorPod.remove_unnoticed if self.runs_on else OperatorPod.remove)
 
 
 @dataclass(frozen=True)
 class OperatorReplaced(OperatorFault):
     """In order, as by a rolling update."""
 
-    def strike(self, scene: Scene) -> None:
-        scene.world.deployment.replace(self.pod(scene), OperatorPod.end)
+    def inject(self, context: FaultContext) -> None:
+        context.world.deployment.replace(self.find_pod(context), OperatorPod.end)
 
 
 @dataclass(frozen=True)
 class OperatorIsCutOff(OperatorFault):
     """From some, in both directions."""
 
-    beyond: Beyond = Beyond.API
+    partition: OperatorPartition = OperatorPartition.API
 
-    def strike(self, scene: Scene) -> Heal:
-        name, network = self.pod(scene).name, scene.world.network
-        scene.tell(f"{name} is cut off from {self.beyond}")
-        if self.beyond is Beyond.ALL:
+    def inject(self, context: FaultContext) -> HealCallback:
+        name, network = self.find_pod(context).name, context.world.network
+        context.log(f"{name} is cut off from {self.partition}")
+        if self.partition is OperatorPartition.ALL:
             network.isolate(name)
             return lambda: network.rejoin(name)
         others = {
-            Beyond.API: [API],
-            Beyond.NODES: list(scene.world.nodes),
-            Beyond.PROMETHEUS: [PROMETHEUS],
-        }[self.beyond]
+            OperatorPartition.API: [API_PLACE],
+            OperatorPartition.NODES: list(context.world.nodes),
+            OperatorPartition.PROMETHEUS: [PROMETHEUS_PLACE],
+        }[self.partition]
         for other in others:
             network.cut(name, other)
 
@@ -97,9 +97,9 @@ class OperatorClockIsOff(OperatorFault):
 
     hours: float = 24.0
 
-    def strike(self, scene: Scene) -> Heal:
-        name, clocks = self.pod(scene).name, scene.world.clocks
-        scene.tell(f"the clock of {name} is off by {self.hours:g} h")
+    def strike(self, scene: FaultContext) -> HealCallback:
+        name, clocks = self.find_pod(scene).name, scene.world.clocks
+        scene.log(f"the clock of {name} is off by {self.hours:g} h")
         clocks[name] = self.hours * 3600.0
 
         def heal() -> None:
@@ -114,10 +114,10 @@ class OperatorScaled(Fault):
 
     replicas: int = 2
 
-    def strike(self, scene: Scene) -> Heal:
-        deployment = scene.world.deployment
-        before = scene.world.settings.operators
-        scene.tell(f"the operator is scaled to {self.replicas}")
+    def inject(self, context: FaultContext) -> HealCallback:
+        deployment = context.world.deployment
+        before = context.world.settings.operators
+        context.log(f"the operator is scaled to {self.replicas}")
         deployment.scale(self.replicas)
         return lambda: deployment.scale(before)
 
@@ -126,11 +126,11 @@ class OperatorScaled(Fault):
 class LeaseDeleted(Fault):
     """By a person."""
 
-    def strike(self, scene: Scene) -> None:
-        if scene.world.api.get("leases", LEASE, OPERATOR_NAMESPACE) is None:
-            raise Missed("there is no Lease")
-        scene.tell("the Lease is deleted")
-        scene.world.api.delete("leases", LEASE, OPERATOR_NAMESPACE)
+    def inject(self, context: FaultContext) -> None:
+        if context.world.api.get("leases", LEASE_NAME, OPERATOR_NAMESPACE) is None:
+            raise TargetMissing("there is no Lease")
+        context.log("the Lease is deleted")
+        context.world.api.delete("leases", LEASE_NAME, OPERATOR_NAMESPACE)
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class LeaseEdited(Fault):
     holder: str = "nobody"
     seconds: int = 3600
 
-    def strike(self, scene: Scene) -> None:
-        if scene.world.api.get("leases", LEASE, OPERATOR_NAMESPACE) is None:
-            raise Missed("there is no Lease")
-        scene.tell(f"the Lease names {self.holder}")
+    def inject(self, context: FaultContext) -> None:
+        if context.world.api.get("leases", LEASE_NAME, OPERATOR_NAMESPACE) is None:
+            raise TargetMissing("there is no Lease")
+        context.log(f"the Lease names {self.holder}")
         spec = {"holderIdentity": self.holder, "leaseDurationSeconds": self.seconds}
-        scene.world.api.patch("leases", LEASE, OPERATOR_NAMESPACE, {"spec": spec}, manager=PERSON)
+        context.world.api.patch("leases", LEASE_NAME, OPERATOR_NAMESPACE, {"spec": spec}, manager=PERSON_MANAGER)

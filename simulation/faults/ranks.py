@@ -7,13 +7,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from ..workers.rank import BAD_VALUE, MISTAKE
-from .fault import Cost, Fault, Heal, Missed, NodeFault, Role, WorkerFault
+from .fault import Cost, Fault, HealCallback, TargetMissing, NodeFault, TargetRole, WorkerFault
 
 if TYPE_CHECKING:
-    from .scene import Scene
+    from .scene import FaultContext
 
 
-class Stand(StrEnum):
+class HangPoint(StrEnum):
     """Where a rank stands still."""
 
     TRAIN = "train"
@@ -21,14 +21,14 @@ class Stand(StrEnum):
     LOADER = "loader"
 
 
-class Lie(StrEnum):
+class WrongMetrics(StrEnum):
     """What a sidecar tells of ranks that is not so."""
 
     HUGE = "huge"  # its own take years
     FOREIGN = "foreign"  # others', which are not its own
 
 
-class Part(StrEnum):
+class WorkerProcess(StrEnum):
     """Of a worker's pod."""
 
     LAUNCHER = "launcher"
@@ -42,52 +42,52 @@ class RankCrashes(WorkerFault):
 
     code: int = 1
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).crash(code=self.code)
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).crash_rank(code=self.code)
 
 
 @dataclass(frozen=True)
 class RankRunsOutOfMemory(WorkerFault):
     """The kernel kills it."""
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).out_of_memory()
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).kill_rank_for_memory()
 
 
 @dataclass(frozen=True)
 class RankHangs(WorkerFault):
     """For good: it is to be killed."""
 
-    where: Stand = Stand.TRAIN
+    where: HangPoint = HangPoint.TRAIN
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).hang(self.where)
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).hang_rank(self.where)
 
 
 @dataclass(frozen=True)
 class RankStopped(WorkerFault):
     """SIGSTOP, for good: it does not even say where it stands."""
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).stop_rank()
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).stop_rank()
 
 
 @dataclass(frozen=True)
 class RankCannotBeKilled(WorkerFault):
     """It hangs in the kernel."""
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).hang_in_kernel()
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).hang_rank_in_kernel()
 
 
 @dataclass(frozen=True)
 class LossIsBad(WorkerFault):
     """Not a number."""
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
-        worker.bad_loss(True)
-        return lambda: worker.bad_loss(False)
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
+        worker.set_bad_loss(True)
+        return lambda: worker.set_bad_loss(False)
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,18 @@ class GpuFails(WorkerFault):
 
     xid: int = 79
 
-    def strike(self, scene: Scene) -> None:
-        self.worker(scene).gpu_error(self.xid)
+    def inject(self, context: FaultContext) -> None:
+        self.find_worker(context).raise_gpu_error(self.xid)
 
 
 @dataclass(frozen=True)
 class GpuWarns(WorkerFault):
     """Rows of a GPU's memory wait to be remapped, until somebody resets it: everything works on."""
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
-        worker.gpu_warns(True)
-        return lambda: worker.gpu_warns(False)
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
+        worker.set_gpu_warning(True)
+        return lambda: worker.set_gpu_warning(False)
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class ScriptFails(WorkerFault):
 
     mistake: bool = False
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
         worker.script_fails = True
         worker.script_error = MISTAKE if self.mistake else BAD_VALUE
         return lambda: setattr(worker, "script_fails", False)
@@ -128,9 +128,9 @@ class ScriptFails(WorkerFault):
 class PlanIsRefused(WorkerFault):
     """The ranks cannot follow what the plan asks of them beside training."""
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
-        worker.refuses = True
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
+        worker.refuses_requests = True
         return lambda: setattr(worker, "refuses", False)
 
 
@@ -141,8 +141,8 @@ class CheckpointsFail(Fault):
     costs = (Cost.CHECKPOINTS,)
     job: int = 0
 
-    def strike(self, scene: Scene) -> Heal:
-        volume = scene.training(self.job).volume
+    def inject(self, context: FaultContext) -> HealCallback:
+        volume = context.find_training(self.job).volume
         volume.fails = True
         return lambda: setattr(volume, "fails", False)
 
@@ -153,8 +153,8 @@ class CheckpointIsTorn(Fault):
 
     job: int = 0
 
-    def strike(self, scene: Scene) -> None:
-        scene.training(self.job).volume.tear_newest()
+    def inject(self, context: FaultContext) -> None:
+        context.find_training(self.job).volume.tear_newest()
 
 
 @dataclass(frozen=True)
@@ -162,51 +162,51 @@ class VolumeIsSlow(Fault):
     """Each checkpoint takes so many seconds longer."""
 
     job: int = 0
-    by: float = 20.0
+    seconds: float = 20.0
 
-    def strike(self, scene: Scene) -> Heal:
-        volume = scene.training(self.job).volume
-        volume.slow = self.by
+    def inject(self, context: FaultContext) -> HealCallback:
+        volume = context.find_training(self.job).volume
+        volume.slow = self.seconds
         return lambda: setattr(volume, "slow", 0.0)
 
 
 @dataclass(frozen=True)
-class Frozen(WorkerFault):
+class ProcessPaused(WorkerFault):
     """SIGSTOP."""
 
-    part: Part = Part.LAUNCHER
+    part: WorkerProcess = WorkerProcess.LAUNCHER
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
-        worker.freeze(self.part)
-        return lambda: worker.thaw(self.part)
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
+        worker.pause(self.part)
+        return lambda: worker.resume(self.part)
 
 
 @dataclass(frozen=True)
 class ProcessKilled(WorkerFault):
     """SIGKILL to the launcher, or to the sidecar: the kubelet restarts a sidecar, not a trainer."""
 
-    part: Part = Part.LAUNCHER
+    part: WorkerProcess = WorkerProcess.LAUNCHER
 
-    def strike(self, scene: Scene) -> None:
-        worker = self.worker(scene)
-        if self.part is Part.SIDECAR:
+    def inject(self, context: FaultContext) -> None:
+        worker = self.find_worker(context)
+        if self.part is WorkerProcess.SIDECAR:
             worker.kill_sidecar()
         else:
             worker.kill()
 
 
 @dataclass(frozen=True)
-class FiguresLie(WorkerFault):
+class MetricsAreWrong(WorkerFault):
     """A worker tells of its ranks what is not so."""
 
-    costs = (Cost.FIGURES,)
-    lie: Lie = Lie.HUGE
+    costs = (Cost.METRICS,)
+    metrics: WrongMetrics = WrongMetrics.HUGE
 
-    def strike(self, scene: Scene) -> Heal:
-        worker = self.worker(scene)
-        scene.tell(f"{worker.name} lies about ranks: {self.lie}")
-        worker.figures_lie = self.lie
+    def inject(self, context: FaultContext) -> HealCallback:
+        worker = self.find_worker(context)
+        context.log(f"{worker.name} lies about ranks: {self.metrics}")
+        worker.wrong_metrics = self.metrics
         return lambda: setattr(worker, "figures_lie", "")
 
 
@@ -216,9 +216,9 @@ class NodeIsSlow(NodeFault):
 
     factor: float = 2.0
 
-    def strike(self, scene: Scene) -> Heal:
-        node = self.node(scene)
-        scene.tell(f"{node.name} is slower by {self.factor:g}")
+    def inject(self, context: FaultContext) -> HealCallback:
+        node = self.find_node(context)
+        context.log(f"{node.name} is slower by {self.factor:g}")
         node.slow = self.factor
         return lambda: setattr(node, "slow", 1.0)
 
@@ -230,15 +230,15 @@ class LinkFails(WorkerFault):
     other: int = 1
     factor: float = 0.0
 
-    def strike(self, scene: Scene) -> Heal:
-        one, other = self.worker(scene).node, scene.worker(Role.MEMBER, self.other, self.job).node
+    def inject(self, context: FaultContext) -> HealCallback:
+        one, other = self.find_worker(context).node, context.find_worker(TargetRole.MEMBER, self.other, self.job).node
         if one == other:
-            raise Missed("both are on one node")
-        network = scene.world.network
+            raise TargetMissing("both are on one node")
+        network = context.world.network
         if self.factor:
-            scene.tell(f"the link from {one} to {other} is slower by {self.factor:g}")
-            network.slow(one, other, self.factor)
-            return lambda: network.slow(one, other, 1.0)
-        scene.tell(f"the link from {one} to {other} is dead")
+            context.log(f"the link from {one} to {other} is slower by {self.factor:g}")
+            network.set_slowdown(one, other, self.factor)
+            return lambda: network.set_slowdown(one, other, 1.0)
+        context.log(f"the link from {one} to {other} is dead")
         network.cut(one, other)
         return lambda: network.mend(one, other)

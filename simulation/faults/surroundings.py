@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from pacekeeper_operator.probe import DRIVER, NETWORK
 
-from .fault import Fault, Heal, Missed, WorkerFault
+from .fault import Fault, HealCallback, TargetMissing, WorkerFault
 
 if TYPE_CHECKING:
-    from ..kubernetes.nodes import Node
-    from .scene import Scene
+    from ..kubernetes.nodes import SimulatedNode
+    from .scene import FaultContext
 
 
 class Away(StrEnum):
@@ -54,10 +54,10 @@ class OutageAtStart(WorkerFault):
     at_import: bool = False
     loss: Loss = Loss.NODE
 
-    def strike(self, scene: Scene) -> Heal:
+    def strike(self, scene: FaultContext) -> HealCallback:
         node = self._lose(scene)
         trainings = scene.world.trainings
-        scene.tell(f"whatever starts ends: {_ERRORS[self.away]}")
+        scene.log(f"whatever starts ends: {_ERRORS[self.away]}")
         trainings.outage, trainings.outage_at_import = _ERRORS[self.away], self.at_import
 
         def heal() -> None:
@@ -67,17 +67,17 @@ class OutageAtStart(WorkerFault):
 
         return heal
 
-    def _lose(self, scene: Scene) -> Node | None:
+    def _lose(self, scene: FaultContext) -> SimulatedNode | None:
         """The node that is to be switched on again."""
         if self.loss is Loss.NOTHING:
             return None
-        worker = self.worker(scene)
+        worker = self.find_worker(scene)
         if self.loss is Loss.RANK:
-            worker.crash()
+            worker.crash_rank()
         elif self.loss is Loss.WORKER:
             scene.delete_pod(worker, force=True)
         else:
-            node = scene.node_of(worker)
+            node = scene.find_node(worker)
             node.power_off()
             return node
         return None
@@ -91,11 +91,11 @@ class ProbesFailAlike(WorkerFault):
     check: Check = Check.NETWORK
     xid: int = 79
 
-    def strike(self, scene: Scene) -> Heal:
+    def strike(self, scene: FaultContext) -> HealCallback:
         if self.xid:
-            self.worker(scene).claim_gpu_error(self.xid)
-        fleet = scene.world.fleet
-        scene.tell(f"probe pods fail check {self.check} on every node")
+            self.find_worker(scene).claim_gpu_error(self.xid)
+        fleet = scene.world.node_pool
+        scene.log(f"probe pods fail check {self.check} on every node")
         fleet.fail_probes(self.check)
         return lambda: fleet.fail_probes("")
 
@@ -108,16 +108,16 @@ class RackLosesPower(Fault):
     apart: float = 20.0
     job: int = 0
 
-    def strike(self, scene: Scene) -> Heal:
+    def strike(self, scene: FaultContext) -> HealCallback:
         names = scene.nodes_of(self.job)[: self.nodes]
         if len(names) < 2:
-            raise Missed("the job is on one node")
+            raise TargetMissing("the job is on one node")
         nodes = [scene.world.nodes[name] for name in names]
         for node in nodes:
             node.power_off()
 
         def heal() -> None:
             for place, node in enumerate(nodes):
-                scene.world.after(place * self.apart, node.power_on)
+                scene.world.call_after(place * self.apart, node.power_on)
 
         return heal

@@ -14,7 +14,7 @@ Value = TypeVar("Value")
 
 def to_json(value: Any) -> dict[str, Any]:
     """Fields that are as by default are left out."""
-    content = {"kind": kind(type(value))}
+    content = {"kind": derive_kind(type(value))}
     for item in dataclasses.fields(value):
         held = getattr(value, item.name)
         if held != item.default:
@@ -27,7 +27,7 @@ def from_json(family: type[Value], content: Mapping[str, Any]) -> Value:
     """Raises ValueError where the family has no such kind, TypeError where the kind has no such field."""
     given = dict(content)
     name = given.pop("kind")
-    known = members(family)
+    known = find_members(family)
     if name not in known:
         raise ValueError(f"there is no {family.__name__.lower()} {name!r}; there are: {', '.join(known)}")
     cls = known[name]
@@ -39,16 +39,16 @@ def from_json(family: type[Value], content: Mapping[str, Any]) -> Value:
     return cls(**given)
 
 
-def kind(cls: type[Any]) -> str:
+def derive_kind(cls: type[Any]) -> str:
     """`PodDeleted` → `pod-deleted`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
 
 
-def members(family: type[Value]) -> dict[str, type[Value]]:
+def find_members(family: type[Value]) -> dict[str, type[Value]]:
     """All classes of a family that stand for something, by their kind."""
     found: dict[str, type[Value]] = {}
     for cls in family.__subclasses__():
-        found |= members(cls)
+        found |= find_members(cls)
         if "__abstract__" not in vars(cls):
-            found[kind(cls)] = cls
+            found[derive_kind(cls)] = cls
     return dict(sorted(found.items()))

@@ -5,6 +5,6 @@ class here, one line in its module's RULES, and a test that shows what it compla
 written against what was before says so (`by_history`): after an etcd was restored it waits for a minute.
 """
 
-from .judge import Judge, Violation, watch
+from .judge import Checker, Violation, start_checker
 
-__all__ = ["Judge", "Violation", "watch"]
+__all__ = ["Checker", "Violation", "start_checker"]

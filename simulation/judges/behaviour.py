@@ -11,99 +11,99 @@ from typing import TYPE_CHECKING
 
 import kopf
 
-from pacekeeper_operator.api import Condition
-from pacekeeper_operator.services.leadership import LEASE
+from pacekeeper_operator.api import JobCondition
+from pacekeeper_operator.services.leadership import LEASE_NAME
 
-from ..kubernetes.connection import Request, Stage, parsed
-from .record import OPERATOR, Record
+from ..kubernetes.connection import Request, RequestStage, parse_path
+from .record import OPERATOR_PLACE_PREFIX, ClusterHistory
 from .rules import Rule
 
 if TYPE_CHECKING:
-    from ..kubernetes.api_server import Change
+    from ..kubernetes.api_server import ObjectChange
     from ..world import World
 
-MOST_REQUESTS = 900
+MAX_REQUESTS_PER_MINUTE = 900
 """Of one operator, in a minute."""
-MOST_WRITES = 200
-EXPECTED = (kopf.TemporaryError, kopf.PermanentError)
+MAX_WRITES_PER_MINUTE = 200
+EXPECTED_ERRORS = (kopf.TemporaryError, kopf.PermanentError)
 """Errors that are a way of saying something."""
 
 
-class OneActs(Rule):
-    words = "whoever writes holds the Lease"
+class OnlyLeaderWrites(Rule):
+    description = "whoever writes holds the Lease"
     kinds = ("leases",)
-    _FREE = frozenset({"leases", "tokenreviews"})
+    _UNRESTRICTED_KINDS = frozenset({"leases", "tokenreviews"})
 
-    def __init__(self, world: World, record: Record) -> None:
+    def __init__(self, world: World, record: ClusterHistory) -> None:
         super().__init__(world, record)
         self._holder = ""
         """Who took or renewed it last: one that is deleted or edited by others does not stop him at once."""
         self._until = -1.0
         self._found: list[str] = []
-        world.api.observe(self._sent)
+        world.api.add_observer(self._check_request)
 
-    def heard(self, change: Change) -> Iterator[str]:
-        if change.object["metadata"]["name"] == LEASE and change.type != "DELETED":
+    def check_change(self, change: ObjectChange) -> Iterator[str]:
+        if change.object["metadata"]["name"] == LEASE_NAME and change.type != "DELETED":
             spec = change.object.get("spec") or {}
             named = spec.get("holderIdentity") or ""
-            if named == change.who:
-                self._holder, self._until = named, change.at + (spec.get("leaseDurationSeconds") or 0)
-            elif not named and change.who == self._holder:
-                self._until = change.at
+            if named == change.actor:
+                self._holder, self._until = named, change.time + (spec.get("leaseDurationSeconds") or 0)
+            elif not named and change.actor == self._holder:
+                self._until = change.time
         return iter(())
 
-    def looked(self) -> Iterator[str]:
+    def check_world(self) -> Iterator[str]:
         found, self._found = self._found, []
         return iter(found)
 
-    def _sent(self, request: Request) -> None:
+    def _check_request(self, request: Request) -> None:
         """At that moment, by the clock that all share."""
-        if request.stage is not Stage.SENT or not request.writes or not request.place.startswith(OPERATOR):
+        if request.stage is not RequestStage.SENT or not request.is_write or not request.place.startswith(OPERATOR_PLACE_PREFIX):
             return
-        if request.query.get("fieldManager") == "kopf" or _plural(request) in self._FREE:
+        if request.query.get("fieldManager") == "kopf" or _get_plural(request) in self._UNRESTRICTED_KINDS:
             return
-        if request.place != self._holder or self.record.now() > self._until:
+        if request.place != self._holder or self.history.now() > self._until:
             names = f"{request.method} {request.path}"
             self._found.append(f"{request.place}: {names}, while the Lease is {self._holder or 'nobody'}'s")
 
 
-class NothingFails(Rule):
-    words = "nothing of the operator's own fails unexpectedly"
+class NoUnexpectedErrors(Rule):
+    description = "nothing of the operator's own fails unexpectedly"
     kinds = ("trainingjobs",)
 
-    def __init__(self, world: World, record: Record) -> None:
+    def __init__(self, world: World, record: ClusterHistory) -> None:
         super().__init__(world, record)
-        _EARS.heard.clear()
+        _ERROR_HANDLER.errors.clear()
 
-    def heard(self, change: Change) -> Iterator[str]:
+    def check_change(self, change: ObjectChange) -> Iterator[str]:
         for condition in change.object.get("status", {}).get("conditions", ()):
-            if condition["type"] == Condition.HINDERED and "a step of the operator's own" in condition.get(
+            if condition["type"] == JobCondition.HINDERED and "a step of the operator's own" in condition.get(
                 "message", ""
             ):
                 yield f"{change.object['metadata']['name']}: {condition['message']}"
 
-    def looked(self) -> Iterator[str]:
-        heard, _EARS.heard = _EARS.heard, []
+    def check_world(self) -> Iterator[str]:
+        heard, _ERROR_HANDLER.errors = _ERROR_HANDLER.errors, []
         yield from heard
         for context in self.world.loop.errors:
-            yield _in_words(context.get("exception")) or str(context.get("message"))
+            yield _format_error(context.get("exception")) or str(context.get("message"))
 
 
-class _Ears(logging.Handler):
+class _ErrorHandler(logging.Handler):
     """Hears of errors that the operator has caught, but did not expect. All worlds of a process share it."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.heard: list[str] = []
+        self.errors: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         ends = record.levelno >= logging.CRITICAL
-        if ends or not isinstance(error, EXPECTED):
-            self.heard.append(_in_words(error) or record.getMessage())
+        if ends or not isinstance(error, EXPECTED_ERRORS):
+            self.errors.append(_format_error(error) or record.getMessage())
 
 
-def _in_words(error: BaseException | None) -> str:
+def _format_error(error: BaseException | None) -> str:
     """Of what kind it is, and where it came from; "": there is none. No addresses: runs must be alike."""
     if error is None:
         return ""
@@ -112,44 +112,44 @@ def _in_words(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
-_EARS = _Ears()
+_ERROR_HANDLER = _ErrorHandler()
 for _name in ("pacekeeper_operator", "simulation.operators"):
-    logging.getLogger(_name).addHandler(_EARS)
+    logging.getLogger(_name).addHandler(_ERROR_HANDLER)
 
 
-class NothingRunsHot(Rule):
-    words = "operators ask and write no more than there is reason for"
+class RequestRateIsBounded(Rule):
+    description = "operators ask and write no more than there is reason for"
 
-    def __init__(self, world: World, record: Record) -> None:
+    def __init__(self, world: World, record: ClusterHistory) -> None:
         super().__init__(world, record)
         self._minute = 0
-        self._asked: Counter[str] = Counter()
-        self._written: Counter[tuple[str, str]] = Counter()
-        world.api.observe(self._sent)
+        self._requests: Counter[str] = Counter()
+        self._writes: Counter[tuple[str, str]] = Counter()
+        world.api.add_observer(self._count_request)
 
-    def looked(self) -> Iterator[str]:
-        if self.record.now() // 60 == self._minute:
+    def check_world(self) -> Iterator[str]:
+        if self.history.now() // 60 == self._minute:
             return
-        for place, number in self._asked.items():
-            if number > MOST_REQUESTS:
-                yield f"{place} sends more than {MOST_REQUESTS} requests in a minute"
-        for (place, what), number in self._written.items():
-            if number > MOST_WRITES:
-                yield f"{place} sends more than {MOST_WRITES} {what} in a minute"
-        self._minute = int(self.record.now() // 60)
-        self._asked.clear()
-        self._written.clear()
+        for place, number in self._requests.items():
+            if number > MAX_REQUESTS_PER_MINUTE:
+                yield f"{place} sends more than {MAX_REQUESTS_PER_MINUTE} requests in a minute"
+        for (place, what), number in self._writes.items():
+            if number > MAX_WRITES_PER_MINUTE:
+                yield f"{place} sends more than {MAX_WRITES_PER_MINUTE} {what} in a minute"
+        self._minute = int(self.history.now() // 60)
+        self._requests.clear()
+        self._writes.clear()
 
-    def _sent(self, request: Request) -> None:
-        if request.stage is Stage.SENT and request.place.startswith(OPERATOR):
-            self._asked[request.place] += 1
-            if request.writes:
-                self._written[request.place, f"{request.method} {_plural(request)}"] += 1
+    def _count_request(self, request: Request) -> None:
+        if request.stage is RequestStage.SENT and request.place.startswith(OPERATOR_PLACE_PREFIX):
+            self._requests[request.place] += 1
+            if request.is_write:
+                self._writes[request.place, f"{request.method} {_get_plural(request)}"] += 1
 
 
-def _plural(request: Request) -> str:
-    target = parsed(request.path)
+def _get_plural(request: Request) -> str:
+    target = parse_path(request.path)
     return "" if target is None else target.kind.plural
 
 
-RULES: tuple[type[Rule], ...] = (OneActs, NothingFails, NothingRunsHot)
+BEHAVIOR_RULES: tuple[type[Rule], ...] = (OnlyLeaderWrites, NoUnexpectedErrors, RequestRateIsBounded)

@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from . import behaviour, bookkeeping, end, nodes, promises, training, truth
-from .record import Record
-from .rules import UNDER_WAY_SECONDS, Rule
+from .record import ClusterHistory
+from .rules import MAX_REQUEST_DELAY_SECONDS, Rule
 
 if TYPE_CHECKING:
-    from ..kubernetes.api_server import Change
+    from ..kubernetes.api_server import ObjectChange
     from ..schedule import Schedule
     from ..world import World
 
-LOOK_SECONDS = 5.0
-RULES: tuple[type[Rule], ...] = (
-    *bookkeeping.RULES,
-    *promises.RULES,
-    *nodes.RULES,
-    *behaviour.RULES,
-    *training.RULES,
-    *truth.RULES,
+CHECK_INTERVAL_SECONDS = 5.0
+ALL_RULES: tuple[type[Rule], ...] = (
+    *bookkeeping.BOOKKEEPING_RULES,
+    *promises.WRITE_AHEAD_RULES,
+    *nodes.NODE_RULES,
+    *behaviour.BEHAVIOR_RULES,
+    *training.TRAINING_RULES,
+    *truth.STATUS_RULES,
 )
 
 
@@ -31,66 +31,66 @@ RULES: tuple[type[Rule], ...] = (
 class Violation:
     """Of an invariant."""
 
-    at: float  # virtual seconds
+    time: float  # virtual seconds
     rule: str
-    words: str
+    message: str
 
     def __str__(self) -> str:
-        return f"{self.at:.3f} s: {self.rule}: {self.words}"
+        return f"{self.time:.3f} s: {self.rule}: {self.message}"
 
 
-class Judge:
+class Checker:
     """Of one run. `patience`: seconds for which a job that can train may stand still; `rules`: those that it knows."""
 
     def __init__(
-        self, world: World, schedule: Schedule, patience: float = math.inf, rules: Iterable[type[Rule]] = RULES
+        self, world: World, schedule: Schedule, patience: float = math.inf, rules: Iterable[type[Rule]] = ALL_RULES
     ) -> None:
         self.violations: list[Violation] = []
         """Each kind of trouble once, as it was when it showed first."""
         self._world = world
         self._schedule = schedule
-        self._record = Record(world.now, patience)
-        for node in world.api.all("nodes"):
-            self._record.take_node(node, world.now())
-        self._rules = [rule(world, self._record) for rule in rules]
+        self._history = ClusterHistory(world.now, patience)
+        for node in world.api.list_all("nodes"):
+            self._history.record_node(node, world.now())
+        self._rules = [rule(world, self._history) for rule in rules]
         self._listeners: dict[str, list[Rule]] = {}
         for rule in self._rules:
             for kind in rule.kinds:
                 self._listeners.setdefault(kind, []).append(rule)
-        world.api.subscribe(self._hear)
-        world.after(LOOK_SECONDS, self._look)
+        world.api.subscribe(self._check_change)
+        world.call_after(CHECK_INTERVAL_SECONDS, self._check_world)
 
     @property
     def restarts(self) -> int:
         """That all jobs have counted so far."""
-        return sum(job.restarts for job in self._record.jobs.values())
+        return sum(job.restarts for job in self._history.jobs.values())
 
-    def at_end(self) -> list[str]:
+    def check_end(self) -> list[str]:
         """What is not yet as it shall be when all faults are over and time has passed; []: all is well."""
-        return list(end.unsettled(self._world, self._record, self._schedule))
+        return list(end.find_unsettled(self._world, self._history, self._schedule))
 
-    def _hear(self, change: Change) -> None:
-        self._record.hear(change)
-        restored = change.at - self._record.restored_at <= UNDER_WAY_SECONDS
+    def _check_change(self, change: ObjectChange) -> None:
+        self._history.record_change(change)
+        restored = change.time - self._history.restored_at <= MAX_REQUEST_DELAY_SECONDS
         for rule in self._listeners.get(change.plural, ()):
             if restored and rule.by_history:
                 continue
-            for words in rule.heard(change):
-                self._complain(rule, words)
+            for words in rule.check_change(change):
+                self._report_violation(rule, words)
 
-    def _look(self) -> None:
+    def _check_world(self) -> None:
         for rule in self._rules:
-            for words in rule.looked():
-                self._complain(rule, words)
-        self._world.after(LOOK_SECONDS, self._look)
+            for words in rule.check_world():
+                self._report_violation(rule, words)
+        self._world.call_after(CHECK_INTERVAL_SECONDS, self._check_world)
 
-    def _complain(self, rule: Rule, words: str) -> None:
-        found = Violation(self._world.now(), rule.words, words)
-        if all((known.rule, known.words) != (found.rule, found.words) for known in self.violations):
+    def _report_violation(self, rule: Rule, words: str) -> None:
+        found = Violation(self._world.now(), rule.description, words)
+        if all((known.rule, known.message) != (found.rule, found.message) for known in self.violations):
             self.violations.append(found)
-            self._world.story.tell("judge", f"{rule.words}: {words}")
+            self._world.log.record("judge", f"{rule.description}: {words}")
 
 
-def watch(world: World, schedule: Schedule, patience: float = math.inf) -> Judge:
+def start_checker(world: World, schedule: Schedule, patience: float = math.inf) -> Checker:
     """Before anything happens in `world`."""
-    return Judge(world, schedule, patience)
+    return Checker(world, schedule, patience)

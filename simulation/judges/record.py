@@ -15,9 +15,9 @@ from pacekeeper_operator.api import (
     LABEL_JOB,
     LABEL_NO_QUARANTINE,
     LABEL_PROBE,
-    PAUSE,
+    PAUSE_CONFIG_MAP,
     TAINT_QUARANTINE,
-    Condition,
+    JobCondition,
 )
 from pacekeeper_operator.ledger import read_runs
 
@@ -25,16 +25,16 @@ from ..kubernetes.api_server import RESTORED
 from ..kubernetes.containers import SHARED
 
 if TYPE_CHECKING:
-    from ..kubernetes.api_server import Change
+    from ..kubernetes.api_server import ObjectChange
 
 Object = Mapping[str, Any]
-OPERATOR = "operator-"
+OPERATOR_PLACE_PREFIX = "operator-"
 """What the places of the operator's pods begin with."""
-NEVER = -math.inf
+NEVER_HAPPENED = -math.inf
 
 
 @dataclass(frozen=True)
-class Hand:
+class WorkerEntry:
     """A worker, as the bookkeeping knows it."""
 
     name: str
@@ -44,7 +44,7 @@ class Hand:
 
 
 @dataclass(frozen=True)
-class Books:
+class Bookkeeping:
     """A TrainingJobState, as it is written."""
 
     version: int
@@ -53,30 +53,30 @@ class Books:
     allowed_restarts: int
     stop: str
     plan: Object
-    seats: tuple[tuple[str, tuple[int, ...]], ...]
+    rank_assignments: tuple[tuple[str, tuple[int, ...]], ...]
     """(worker, its ranks)."""
-    hands: Mapping[str, Hand]
+    workers: Mapping[str, WorkerEntry]
     incarnations: Mapping[int, int]
     restarts: tuple[float, ...]
-    total: int
+    total_restarts: int
     """Of all restarts that counted."""
     finished: tuple[str, ...]
-    over: bool
+    ended: bool
     trained: bool
     """Some round has completed a step, as far as operators have heard."""
     incidents: Mapping[str, Object]
-    asked: tuple[tuple[str, str], ...]
+    requested_quarantines: tuple[tuple[str, str], ...]
     """(node, incident) of quarantines that are wanted."""
 
     @classmethod
-    def of(cls, body: Object) -> Books:
+    def from_object(cls, body: Object) -> Bookkeeping:
         job, plan, state = body["metadata"]["name"], body["plan"], body["state"]
         placement, incidents, life = state["placement"], state["incidents"], state["life"]
         columns, members = placement["workers"], plan["members"]
-        names, uids = list(_names(columns, job)), columns["uids"].split(" ")
+        names, uids = list(_iterate_worker_names(columns, job)), columns["uids"].split(" ")
         marks = columns.get("marks", {})
         hands = [
-            Hand(name, uids[i], marks.get(str(i), {}).get("leaving", ""), marks.get(str(i), {}).get("dead", False))
+            WorkerEntry(name, uids[i], marks.get(str(i), {}).get("leaving", ""), marks.get(str(i), {}).get("dead", False))
             for i, name in enumerate(names)
         ]
         highest = placement["incarnations"]
@@ -87,25 +87,25 @@ class Books:
             allowed_restarts=plan["restarts"],
             stop=plan["stop"],
             plan=plan,
-            seats=tuple(_seats(members, job)),
-            hands={hand.name: hand for hand in hands},
+            rank_assignments=tuple(_iterate_rank_assignments(members, job)),
+            workers={hand.name: hand for hand in hands},
             incarnations=dict(zip(read_runs(highest["ordinals"]), read_runs(highest["highest"]), strict=True)),
             restarts=tuple(state["budget"]["restarts"]),
-            total=state["budget"]["total"],
+            total_restarts=state["budget"]["total"],
             finished=tuple(life["finished"]),
-            over=bool(life["completedAt"] or life["failedReason"]),
+            ended=bool(life["completedAt"] or life["failedReason"]),
             trained=bool(life.get("trainingSince")),
             incidents={incident["name"]: incident for incident in incidents["current"]},
-            asked=tuple((wanted["node"], wanted["incident"]) for wanted in incidents["quarantines"]),
+            requested_quarantines=tuple((wanted["node"], wanted["incident"]) for wanted in incidents["quarantines"]),
         )
 
-    def wants(self, worker: str) -> bool:
-        hand = self.hands.get(worker)
+    def is_wanted(self, worker: str) -> bool:
+        hand = self.workers.get(worker)
         return hand is not None and not hand.leaving
 
 
 @dataclass
-class JobRecord:
+class JobHistory:
     """Of one TrainingJob, by its UID."""
 
     name: str
@@ -113,12 +113,12 @@ class JobRecord:
     uid: str
     body: Object | None = None
     """As it is; None: it is gone."""
-    books: Books | None = None
-    before: Books | None = None
+    bookkeeping: Bookkeeping | None = None
+    previous_bookkeeping: Bookkeeping | None = None
     """As they were before the last write; None where that was the first, or was no operator's."""
     last_wanted: dict[str, float] = field(default_factory=dict)
     """Worker → until when its pod was to be there; infinity: still."""
-    last_asked: dict[tuple[str, str], float] = field(default_factory=dict)
+    last_requested: dict[tuple[str, str], float] = field(default_factory=dict)
     """The same of (node, incident) of a quarantine."""
     restarts: int = 0
     """That its books have ever counted."""
@@ -130,17 +130,17 @@ class JobRecord:
     """The smallest and the largest maxRestarts that its spec ever had."""
 
     @property
-    def deleted(self) -> bool:
+    def is_deleted(self) -> bool:
         return self.body is None or "deletionTimestamp" in self.body["metadata"]
 
 
-class Record:
+class ClusterHistory:
     """Of everything. `now`: virtual seconds; `patience`: seconds for which a job that can train may stand still."""
 
     def __init__(self, now: Callable[[], float], patience: float = math.inf) -> None:
         self.now = now
         self.patience = patience
-        self.jobs: dict[str, JobRecord] = {}
+        self.jobs: dict[str, JobHistory] = {}
         self.nodes: dict[str, Object] = {}
         self.most_nodes = 0
         self.quarantines: dict[str, Object] = {}
@@ -153,80 +153,80 @@ class Record:
         self.opted_out: dict[str, float] = {}
         """Node → since when it bears the label."""
         self.paused_since = math.inf
-        self.restored_at = NEVER
+        self.restored_at = NEVER_HAPPENED
         """When everything last went back to a backup."""
         self.pods: dict[tuple[str, str], Object] = {}
 
-    def hear(self, change: Change) -> None:
+    def record_change(self, change: ObjectChange) -> None:
         kind = change.plural
-        if change.who == RESTORED:
-            self.restored_at = change.at
+        if change.actor == RESTORED:
+            self.restored_at = change.time
         if kind == "trainingjobstates":
-            self._state(change)
+            self._record_state(change)
         elif kind == "trainingjobs":
-            self._job(change)
+            self._record_job(change)
         elif kind == "pods":
-            self._pod(change)
+            self._record_pod(change)
         elif kind == "nodes":
-            self._node(change)
+            self._record_node(change)
         elif kind == "nodequarantines":
-            self._quarantine(change)
-        elif kind == "configmaps" and change.object["metadata"]["name"] == PAUSE:
-            self.paused_since = math.inf if change.type == "DELETED" else min(self.paused_since, change.at)
+            self._record_quarantine(change)
+        elif kind == "configmaps" and change.object["metadata"]["name"] == PAUSE_CONFIG_MAP:
+            self.paused_since = math.inf if change.type == "DELETED" else min(self.paused_since, change.time)
 
-    def job_of(self, body: Object) -> JobRecord | None:
+    def find_job(self, body: Object) -> JobHistory | None:
         """Whose pod, or whose bookkeeping."""
         for owner in body["metadata"].get("ownerReferences", ()):
             if owner["kind"] == "TrainingJob":
-                return self._of(owner["uid"], body)
+                return self._get_or_create_job(owner["uid"], body)
         return None
 
-    def job_named(self, namespace: str, name: str) -> JobRecord | None:
+    def find_job_by_name(self, namespace: str, name: str) -> JobHistory | None:
         """The one that there is."""
         found = (job for job in self.jobs.values() if (job.namespace, job.name) == (namespace, name) and job.body)
         return next(found, None)
 
-    def _of(self, uid: str, body: Object) -> JobRecord:
+    def _get_or_create_job(self, uid: str, body: Object) -> JobHistory:
         metadata = body["metadata"]
         if uid not in self.jobs:
             name = metadata.get("labels", {}).get(LABEL_JOB, metadata["name"])
-            self.jobs[uid] = JobRecord(name, metadata["namespace"], uid)
+            self.jobs[uid] = JobHistory(name, metadata["namespace"], uid)
         return self.jobs[uid]
 
-    def _job(self, change: Change) -> None:
-        job = self._of(change.object["metadata"]["uid"], change.object)
+    def _record_job(self, change: ObjectChange) -> None:
+        job = self._get_or_create_job(change.object["metadata"]["uid"], change.object)
         job.body = None if change.type == "DELETED" else change.object
         wanted = change.object["spec"].get("remediation", {}).get("maxRestarts", 10)
         known = job.allowed_restarts if change.type != "ADDED" else (wanted, wanted)
         job.allowed_restarts = (min(wanted, *known), max(wanted, *known))
 
-    def _state(self, change: Change) -> None:
-        job = self.job_of(change.object)
+    def _record_state(self, change: ObjectChange) -> None:
+        job = self.find_job(change.object)
         if job is None:
             return
-        old = job.books
-        new = None if change.type == "DELETED" else Books.of(change.object)
-        job.before, job.books = (old if by_operator(change) else None), new
+        old = job.bookkeeping
+        new = None if change.type == "DELETED" else Bookkeeping.from_object(change.object)
+        job.previous_bookkeeping, job.bookkeeping = (old if is_operator_change(change) else None), new
         if new is None:
             return
-        job.restarts = max(new.total, job.restarts)
+        job.restarts = max(new.total_restarts, job.restarts)
         job.most_allowed[new.membership] = max(new.allowed_restarts, job.most_allowed.get(new.membership, 0))
-        for name, hand in new.hands.items():
+        for name, hand in new.workers.items():
             if not hand.leaving:
                 job.last_wanted[name] = math.inf
-        for key in new.asked:
-            job.last_asked[key] = math.inf
+        for key in new.requested_quarantines:
+            job.last_requested[key] = math.inf
         for name, incident in new.incidents.items():
             job.incidents[name] = incident.get("outcome") or job.incidents.get(name, "")
         if old is not None:
-            for name in old.hands:
-                if not new.wants(name) and job.last_wanted.get(name) == math.inf:
-                    job.last_wanted[name] = change.at
-            for key in old.asked:
-                if key not in new.asked:
-                    job.last_asked[key] = change.at
+            for name in old.workers:
+                if not new.is_wanted(name) and job.last_wanted.get(name) == math.inf:
+                    job.last_wanted[name] = change.time
+            for key in old.requested_quarantines:
+                if key not in new.requested_quarantines:
+                    job.last_requested[key] = change.time
 
-    def _pod(self, change: Change) -> None:
+    def _record_pod(self, change: ObjectChange) -> None:
         body = change.object
         metadata = body["metadata"]
         key = (metadata["namespace"], metadata["name"])
@@ -239,19 +239,19 @@ class Record:
             phase = body.get("status", {}).get("phase")
             failed = phase == "Failed" or (change.type == "DELETED" and phase != "Succeeded")
             if failed and not _fails_like_all(body):
-                self.last_failed_probe[node] = change.at
+                self.last_failed_probe[node] = change.time
 
-    def _node(self, change: Change) -> None:
+    def _record_node(self, change: ObjectChange) -> None:
         body, name = change.object, change.object["metadata"]["name"]
         if change.type == "DELETED":
             self.nodes.pop(name, None)
             self.opted_out.pop(name, None)
         else:
-            if not is_ready(body) or (change.before is not None and not is_ready(change.before)):
-                self.last_unready[name] = change.at
-            self.take_node(body, change.at)
+            if not is_ready(body) or (change.previous is not None and not is_ready(change.previous)):
+                self.last_unready[name] = change.time
+            self.record_node(body, change.time)
 
-    def take_node(self, body: Object, at: float) -> None:
+    def record_node(self, body: Object, at: float) -> None:
         """As it is at that moment."""
         name = body["metadata"]["name"]
         self.nodes[name] = body
@@ -261,13 +261,13 @@ class Record:
         else:
             self.opted_out.pop(name, None)
 
-    def _quarantine(self, change: Change) -> None:
+    def _record_quarantine(self, change: ObjectChange) -> None:
         body, name = change.object, change.object["metadata"]["name"]
         approved = change.type != "DELETED" and body["spec"].get("approved", False)
         if approved:
             self.last_approved[name] = math.inf
         elif self.last_approved.get(name) == math.inf:
-            self.last_approved[name] = change.at
+            self.last_approved[name] = change.time
         if change.type == "DELETED":
             self.quarantines.pop(name, None)
         else:
@@ -279,14 +279,14 @@ def _fails_like_all(probe: Object) -> bool:
     return any(SHARED in state.get("message", "") for state in states)
 
 
-def by_operator(change: Change) -> bool:
-    return change.who.startswith(OPERATOR)
+def is_operator_change(change: ObjectChange) -> bool:
+    return change.actor.startswith(OPERATOR_PLACE_PREFIX)
 
 
 def is_refused(job: Object) -> bool:
     """Its template is, and its status says so."""
     conditions = job.get("status", {}).get("conditions", ())
-    return any(c["type"] == Condition.INVALID_TEMPLATE and c["status"] == "True" for c in conditions)
+    return any(c["type"] == JobCondition.INVALID_TEMPLATE and c["status"] == "True" for c in conditions)
 
 
 def is_ready(node: Object) -> bool:
@@ -301,21 +301,21 @@ def is_tainted(node: Object) -> bool:
 
 def is_cordoned(node: Object) -> bool:
     """By the operator, perhaps among others."""
-    return bool(node["spec"].get("unschedulable")) and FIELD_MANAGER_CORDON in cordoned_by(node)
+    return bool(node["spec"].get("unschedulable")) and FIELD_MANAGER_CORDON in list_cordon_owners(node)
 
 
-def cordoned_by(node: Object) -> tuple[str, ...]:
+def list_cordon_owners(node: Object) -> tuple[str, ...]:
     """Managers that own the node's cordon."""
     owners = node["metadata"].get("managedFields", ())
     return tuple(entry["manager"] for entry in owners if "f:unschedulable" in entry["fieldsV1"].get("f:spec", {}))
 
 
-def _names(columns: Object, job: str) -> Iterator[str]:
+def _iterate_worker_names(columns: Object, job: str) -> Iterator[str]:
     for ordinal, incarnation in zip(read_runs(columns["ordinals"]), read_runs(columns["incarnations"]), strict=True):
         yield f"{job}-w{ordinal}-{incarnation}"
 
 
-def _seats(members: Object, job: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _iterate_rank_assignments(members: Object, job: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     ranks = members["ranks"]
-    for i, name in enumerate(_names(members, job)):
+    for i, name in enumerate(_iterate_worker_names(members, job)):
         yield name, tuple(range(i * ranks, (i + 1) * ranks)) if isinstance(ranks, int) else tuple(ranks[i])

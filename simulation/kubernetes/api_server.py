@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..loop import Process, VirtualLoop
-from ..network import Network
-from ..story import Story
+from ..network import SimulatedNetwork
+from ..story import RunLog
 from . import admission, apply
 from .admission import Actor
-from .connection import Connection, Request
-from .errors import PATCH_OPTIONS, ApiError, Cause, already_exists, bad_request, conflict, forbidden, invalid, not_found
+from .connection import SimulatedApiConnection, Request
+from .errors import PATCH_OPTIONS_KIND, ApiError, FieldError, build_already_exists, build_bad_request, build_conflict, build_forbidden, build_invalid, build_not_found
 from .faults import ApiFaults
 from .garbage import GarbageCollector
-from .objects import KINDS, Key, Kind, Object, as_sent, ended, json_patched, merged, seconds_of, timestamp
-from .quota import Quotas
-from .tokens import Tokens
-from .watch import Watch
+from .objects import KINDS, Key, ServedKind, Object, as_sent, has_ended, apply_json_patch, apply_merge_patch, parse_timestamp, format_timestamp
+from .quota import QuotaController
+from .tokens import PodTokens
+from .watch import WatchStream
 
-_IDENTITY = ("apiVersion", "kind", "metadata")
-MERGE, JSON, APPLY = "application/merge-patch+json", "application/json-patch+json", "application/apply-patch+yaml"
-_SYSTEM = (
+_IDENTITY_FIELDS = ("apiVersion", "kind", "metadata")
+MERGE_PATCH, JSON_PATCH, APPLY_PATCH = "application/merge-patch+json", "application/json-patch+json", "application/apply-patch+yaml"
+_SYSTEM_METADATA_FIELDS = (
     "name",
     "namespace",
     "uid",
@@ -39,33 +39,33 @@ _SYSTEM = (
     "managedFields",
 )
 """Of an object's metadata: what nobody but the API server writes."""
-_EMPTY: tuple[Any, ...] = (None, "", [], {})
+_EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 RESTORED = "etcd"
 """Who changes objects when everything goes back to a backup."""
 
 
-class Surroundings(Protocol):
+class ApiServerWorld(Protocol):
     """What the API server needs of a world."""
 
     loop: VirtualLoop
-    network: Network
-    story: Story
+    network: SimulatedNetwork
+    log: RunLog
 
-    def random(self, purpose: str) -> random.Random: ...
-    def wall(self, place: str = "") -> float: ...
-    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> object: ...
+    def create_random(self, purpose: str) -> random.Random: ...
+    def wall_time(self, place: str = "") -> float: ...
+    def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ObjectChange:
     """Of one object."""
 
     type: str  # ADDED, MODIFIED or DELETED
     plural: str
     object: Object  # as it is now; of a deleted one: as it was last, with the version at which it went
-    before: Object | None
-    who: str  # the operator's pod, or the manager
-    at: float  # virtual seconds
+    previous: Object | None
+    actor: str  # the operator's pod, or the manager
+    time: float  # virtual seconds
     verb: str  # create, update, patch, apply, delete
     version: int
 
@@ -81,20 +81,20 @@ class Backup:
 class ApiServer:
     """All objects of a cluster."""
 
-    def __init__(self, world: Surroundings) -> None:
+    def __init__(self, world: ApiServerWorld) -> None:
         self.faults = ApiFaults(restarts=self._restart)
         self.world = world
-        self.tokens = Tokens(self)
-        self.random = world.random("api")
+        self.tokens = PodTokens(self)
+        self.random = world.create_random("api")
         self.version = 1000
         """resourceVersion of the last change."""
-        self.history: dict[str, deque[Change]] = {plural: deque() for plural in KINDS}
+        self.history: dict[str, deque[ObjectChange]] = {plural: deque() for plural in KINDS}
         self.forgotten = dict.fromkeys(KINDS, self.version)
         """By kind: up to this version changes are no longer in `history`."""
-        self.watches: list[Watch] = []
+        self.watches: list[WatchStream] = []
         self._objects: dict[str, dict[Key, Object]] = {plural: {} for plural in KINDS}
-        self._quotas = Quotas(self)
-        self._subscribers: list[Callable[[Change], None]] = [GarbageCollector(self).hear, self._quotas.hear]
+        self._quotas = QuotaController(self)
+        self._subscribers: list[Callable[[ObjectChange], None]] = [GarbageCollector(self).on_change, self._quotas.on_change]
         self._observers: list[Callable[[Request], None]] = []
         for name in ("default", "kube-system"):
             self.create("namespaces", {"metadata": {"name": name}})
@@ -104,7 +104,7 @@ class ApiServer:
     def get(self, plural: str, name: str, namespace: str = "") -> Object | None:
         return self._objects[plural].get((namespace, name))
 
-    def all(self, plural: str, namespace: str = "") -> list[Object]:
+    def list_all(self, plural: str, namespace: str = "") -> list[Object]:
         """In the order in which they were created; of all namespaces where none is given."""
         items = self._objects[plural]
         return [body for (place, _), body in items.items() if place == namespace] if namespace else list(items.values())
@@ -131,7 +131,7 @@ class ApiServer:
         """A merge patch. `subresource`: status, or `binding` for a pod's spec.nodeName, `finalize` for the
         spec.finalizers of a namespace, `scale` for the spec.replicas of a job."""
         actor = Actor(manager, manager)
-        return self.do_patch(KINDS[plural], (namespace, name), as_sent(patch), actor, subresource, MERGE)
+        return self.do_patch(KINDS[plural], (namespace, name), as_sent(patch), actor, subresource, MERGE_PATCH)
 
     def delete(
         self,
@@ -148,23 +148,23 @@ class ApiServer:
         actor = Actor(manager, manager)
         self.do_delete(KINDS[plural], (namespace, name), actor, uid=uid, grace=grace, propagation=propagation)
 
-    def subscribe(self, call: Callable[[Change], None]) -> None:
+    def subscribe(self, call: Callable[[ObjectChange], None]) -> None:
         """Called right after every change, before anything else happens."""
         self._subscribers.append(call)
 
-    def observe(self, call: Callable[[Request], None]) -> None:
+    def add_observer(self, call: Callable[[Request], None]) -> None:
         """Called for every request over the network: when it is sent, has taken effect, is answered."""
         self._observers.append(call)
 
     def mint_token(self, pod: Object, audience: str = "pacekeeper", seconds: float = 3600.0) -> str:
         """A token of the pod's service account, as kubelets project it into a volume."""
-        return self.tokens.mint(pod, audience, seconds)
+        return self.tokens.mint_token(pod, audience, seconds)
 
     # For clients at the other end of the network.
 
-    def connection(self, place: str, process: Process) -> Connection:
+    def open_connection(self, place: str, process: Process) -> SimulatedApiConnection:
         """`place`: where the caller is, which is also who he is."""
-        return Connection(self, place, process)
+        return SimulatedApiConnection(self, place, process)
 
     def watch(
         self,
@@ -176,16 +176,16 @@ class ApiServer:
         labels: str = "",
         namespace: str = "",
         seconds: float = 300.0,
-    ) -> Watch:
+    ) -> WatchStream:
         """Changes after `version` ("": all there is, then changes); the server ends the stream after `seconds`."""
-        return Watch(self, place, process, KINDS[plural], version, labels, namespace, seconds)
+        return WatchStream(self, place, process, KINDS[plural], version, labels, namespace, seconds)
 
-    def end_watches(self, place: str = "", plural: str = "", *, gone: bool = False) -> None:
+    def end_watches(self, place: str = "", plural: str = "", *, history_lost: bool = False) -> None:
         """Streams of that place and kind ("": of all) end now; `gone`: with 410, and nobody may go on from before."""
-        if gone:
-            self._forget(plural)
+        if history_lost:
+            self._forget_history(plural)
         for watch in [w for w in self.watches if place in ("", w.place) and plural in ("", w.kind.plural)]:
-            watch.end(gone=gone)
+            watch.end(gone=history_lost)
 
     def backup(self) -> Backup:
         """Of everything, as it is now."""
@@ -207,33 +207,33 @@ class ApiServer:
                 if old is not body:
                     changes.append(("ADDED" if old is None else "MODIFIED", body, old))
             for type_, body, old in changes:
-                change = Change(type_, plural, body, old, RESTORED, self._now(), "restore", self.version)
+                change = ObjectChange(type_, plural, body, old, RESTORED, self._now(), "restore", self.version)
                 for call in self._subscribers:
                     call(change)
 
-    def later(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
+    def call_later(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
         """Between so many and so many seconds from now, or as long after that as the server is away: how its own
         controllers work."""
-        self.world.after(self.random.uniform(*between), self._when_there, between, call, *arguments)
+        self.world.call_after(self.random.uniform(*between), self._call_when_available, between, call, *arguments)
 
-    def _when_there(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
-        if self.faults.away:
-            self.later(between, call, *arguments)
+    def _call_when_available(self, between: tuple[float, float], call: Callable[..., object], *arguments: Any) -> None:
+        if self.faults.is_unavailable:
+            self.call_later(between, call, *arguments)
         else:
             call(*arguments)
 
     def _restart(self) -> None:
         """Its process ends; whoever it is that comes back knows nothing of what was told."""
-        self._forget("")
+        self._forget_history("")
         for watch in list(self.watches):
             watch.break_off()
 
-    def _forget(self, plural: str) -> None:
+    def _forget_history(self, plural: str) -> None:
         for name in [plural] if plural else list(KINDS):
             self.history[name].clear()
             self.forgotten[name] = self.version
 
-    def seen(self, request: Request) -> None:
+    def notify_observers(self, request: Request) -> None:
         """Tells those who observe requests."""
         for call in self._observers:
             call(request)
@@ -242,7 +242,7 @@ class ApiServer:
 
     def do_create(
         self,
-        kind: Kind,
+        kind: ServedKind,
         body: Object,
         actor: Actor,
         *,
@@ -252,97 +252,97 @@ class ApiServer:
     ) -> Object:
         metadata = body.get("metadata") or {}
         name, namespace = metadata.get("name", ""), metadata.get("namespace", "") if kind.namespaced else ""
-        admission.authorize(kind, name, "create", actor)
+        admission.authorize_actor(kind, name, "create", actor)
         if kind.plural == "tokenreviews":
-            return self.tokens.review(body)
+            return self.tokens.review_token(body)
         if metadata.get("resourceVersion"):
             raise ApiError(500, "", "resourceVersion should not be set on objects to be created")
         if not name:
             why = "Required value: name or generateName is required"
-            raise invalid(kind, "", [Cause("metadata.name", why, "FieldValueRequired")])
-        body = admission.decoded(kind, {**body, "apiVersion": kind.api_version, "kind": kind.name}, strict=strict)
-        self._admit_place(kind, namespace, name)
+            raise build_invalid(kind, "", [FieldError("metadata.name", why, "FieldValueRequired")])
+        body = admission.decode_body(kind, {**body, "apiVersion": kind.api_version, "kind": kind.name}, strict=strict)
+        self._check_namespace(kind, namespace, name)
         if kind.plural == "pods":
-            admission.find_references(kind, body)
-        body = self._new(kind, body, namespace)
-        admission.check(kind, body, None)
-        admission.police(kind, body, None, actor)
-        self._deny(kind, name)
+            admission.check_references(kind, body)
+        body = self._create_object(kind, body, namespace)
+        admission.validate_object(kind, body, None)
+        admission.enforce_policies(kind, body, None, actor)
+        self._apply_denials(kind, name)
         if kind.plural == "pods":
             self._quotas.charge(kind, namespace, name, dry_run=dry_run)
         if (namespace, name) in self._objects[kind.plural]:
-            raise already_exists(kind, name)
-        if kind.owners_of_fields:
-            by = apply.Manager(actor.manager, "Update")
-            _let_own(body, apply.updated(None, body, by, self._time()))
+            raise build_already_exists(kind, name)
+        if kind.tracks_managed_fields:
+            by = apply.FieldManager(actor.manager, "Update")
+            _add_managed_fields(body, apply.update_managed_fields(None, body, by, self._format_now()))
         if dry_run:
             return body
-        return self._store("ADDED", kind, body, None, actor, verb)
+        return self._store_object("ADDED", kind, body, None, actor, verb)
 
     def do_update(
-        self, kind: Kind, place: Key, body: Object, actor: Actor, subresource: str = "", *, dry_run: bool = False
+        self, kind: ServedKind, place: Key, body: Object, actor: Actor, subresource: str = "", *, dry_run: bool = False
     ) -> Object:
         metadata = body.get("metadata") or {}
         if metadata.get("name", place[1]) != place[1]:
             words = f"the name of the object ({metadata['name']}) does not match the name on the URL ({place[1]})"
-            raise bad_request(words)
+            raise build_bad_request(words)
         old = self._objects[kind.plural].get(place)
         if old is None:
             if not kind.created_by_replacing:
-                raise not_found(kind, place[1])
-            own = {name: part for name, part in metadata.items() if name not in _SYSTEM}
+                raise build_not_found(kind, place[1])
+            own = {name: part for name, part in metadata.items() if name not in _SYSTEM_METADATA_FIELDS}
             own |= {"name": place[1], **({"namespace": place[0]} if place[0] else {})}
             return self.do_create(kind, {**body, "metadata": own}, actor, dry_run=dry_run, verb="update")
         version = metadata.get("resourceVersion", "")
         if not version and not kind.unconditional:
-            cause = Cause("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
-            error = invalid(kind, place[1], [cause])
-            raise ApiError(422, "Invalid", error.message.replace(kind.qualified, kind.resource, 1), error.details)
+            cause = FieldError("metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
+            error = build_invalid(kind, place[1], [cause])
+            raise ApiError(422, "Invalid", error.message.replace(kind.qualified_name, kind.resource, 1), error.details)
         uid = metadata.get("uid", old["metadata"]["uid"])
         if uid != old["metadata"]["uid"]:
-            raise conflict(kind, place[1], f"Precondition failed: UID in precondition: {uid}")
+            raise build_conflict(kind, place[1], f"Precondition failed: UID in precondition: {uid}")
         body = {"apiVersion": kind.api_version, "kind": kind.name, **body, "metadata": metadata}
-        return self._change(kind, old, body, actor, subresource, "update", version, dry_run=dry_run)
+        return self._replace_object(kind, old, body, actor, subresource, "update", version, dry_run=dry_run)
 
     def do_patch(
         self,
-        kind: Kind,
+        kind: ServedKind,
         place: Key,
         patch: Any,
         actor: Actor,
         subresource: str = "",
-        style: str = MERGE,
+        style: str = MERGE_PATCH,
         *,
         force: bool = False,
         dry_run: bool = False,
     ) -> Object:
-        if style == APPLY:
-            return self._apply(kind, place, patch, actor, subresource, force=force, dry_run=dry_run)
+        if style == APPLY_PATCH:
+            return self._apply_configuration(kind, place, patch, actor, subresource, force=force, dry_run=dry_run)
         old = self._objects[kind.plural].get(place)
         if old is None:
-            raise not_found(kind, place[1])
-        if style == JSON:
+            raise build_not_found(kind, place[1])
+        if style == JSON_PATCH:
             try:
-                new = json_patched(old, patch)
+                new = apply_json_patch(old, patch)
             except (ValueError, KeyError, IndexError):
                 words = "the server rejected our request due to an error in our request"
                 raise ApiError(422, "Invalid", words, {}) from None
         else:
-            new = merged(old, patch)
+            new = apply_merge_patch(old, patch)
         metadata = new["metadata"]
         if metadata.get("name") != place[1]:
             words = f"the name of the object ({metadata.get('name')}) does not match the name on the URL ({place[1]})"
-            raise bad_request(words)
+            raise build_bad_request(words)
         uid = metadata.get("uid", old["metadata"]["uid"])
         if uid != old["metadata"]["uid"]:
-            cause = Cause("metadata.uid", f'Invalid value: "{uid}": field is immutable')
-            raise invalid(kind, place[1], [cause])
+            cause = FieldError("metadata.uid", f'Invalid value: "{uid}": field is immutable')
+            raise build_invalid(kind, place[1], [cause])
         version = metadata.get("resourceVersion", "") if metadata is not old["metadata"] else ""
-        return self._change(kind, old, new, actor, subresource, "patch", version, dry_run=dry_run)
+        return self._replace_object(kind, old, new, actor, subresource, "patch", version, dry_run=dry_run)
 
     def do_delete(
         self,
-        kind: Kind,
+        kind: ServedKind,
         place: Key,
         actor: Actor,
         *,
@@ -352,58 +352,58 @@ class ApiServer:
         propagation: str = "Background",
     ) -> Object:
         """The object where it stays for now or was a pod or custom resource; otherwise a Status."""
-        admission.authorize(kind, place[1], "delete", actor)
+        admission.authorize_actor(kind, place[1], "delete", actor)
         old = self._objects[kind.plural].get(place)
         if old is None:
-            raise not_found(kind, place[1])
+            raise build_not_found(kind, place[1])
         metadata = old["metadata"]
         if uid and uid != metadata["uid"]:
             why = f"the UID in the precondition ({uid}) does not match the UID in record ({metadata['uid']})"
             why = f"{why}. The object might have been deleted and then recreated"
-            raise conflict(kind, place[1], why, resource=kind.qualified)
+            raise build_conflict(kind, place[1], why, resource=kind.qualified_name)
         if version and version != metadata["resourceVersion"]:
             why = f"the ResourceVersion in the precondition ({version}) does not match the ResourceVersion in record"
             why = f"{why} ({metadata['resourceVersion']}). The object might have been modified"
-            raise conflict(kind, place[1], why, resource=kind.qualified)
-        admission.police(kind, None, old, actor)
+            raise build_conflict(kind, place[1], why, resource=kind.qualified_name)
+        admission.enforce_policies(kind, None, old, actor)
         if kind.plural == "namespaces":
-            return self._end_namespace(old, actor)
+            return self._terminate_namespace(old, actor)
         finalizer = {"Foreground": "foregroundDeletion", "Orphan": "orphan"}.get(propagation, "")
         finalizers = metadata.get("finalizers", [])
         if finalizer and finalizer not in finalizers and "deletionTimestamp" not in metadata:
             finalizers = [*finalizers, finalizer]
         if kind.plural != "pods" and not finalizers:
-            return self._remove(kind, old, actor)
-        marked = self._marked(old, _grace(old, grace) if kind.plural == "pods" else 0, finalizers)
+            return self._remove_object(kind, old, actor)
+        marked = self._mark_deleting(old, _compute_grace(old, grace) if kind.plural == "pods" else 0, finalizers)
         if marked is not old:
-            marked = self._store("MODIFIED", kind, marked, old, actor, "delete")
+            marked = self._store_object("MODIFIED", kind, marked, old, actor, "delete")
         if marked["metadata"]["deletionGracePeriodSeconds"] or finalizers:
             return marked
-        return self._remove(kind, marked, actor)
+        return self._remove_object(kind, marked, actor)
 
     # Inside.
 
-    def _admit_place(self, kind: Kind, namespace: str, name: str) -> None:
+    def _check_namespace(self, kind: ServedKind, namespace: str, name: str) -> None:
         """Whether its namespace takes new objects."""
         if not kind.namespaced:
             return
         if not namespace:
-            raise bad_request("an empty namespace may not be set during creation")
+            raise build_bad_request("an empty namespace may not be set during creation")
         found = self._objects["namespaces"].get(("", namespace))
         if found is None:
-            raise not_found(KINDS["namespaces"], namespace)
+            raise build_not_found(KINDS["namespaces"], namespace)
         if "deletionTimestamp" in found["metadata"]:
             why = f"unable to create new content in namespace {namespace} because it is being terminated"
-            cause = Cause("metadata.namespace", f"namespace {namespace} is being terminated", "NamespaceTerminating")
-            raise forbidden(kind, name, why, [cause])
+            cause = FieldError("metadata.namespace", f"namespace {namespace} is being terminated", "NamespaceTerminating")
+            raise build_forbidden(kind, name, why, [cause])
 
-    def _new(self, kind: Kind, body: Object, namespace: str) -> Object:
+    def _create_object(self, kind: ServedKind, body: Object, namespace: str) -> Object:
         """With the metadata that the server gives."""
-        given = {name: part for name, part in body["metadata"].items() if part not in _EMPTY}
-        metadata = {name: part for name, part in given.items() if name not in _SYSTEM}
+        given = {name: part for name, part in body["metadata"].items() if part not in _EMPTY_VALUES}
+        metadata = {name: part for name, part in given.items() if name not in _SYSTEM_METADATA_FIELDS}
         metadata |= {"name": given["name"], **({"namespace": namespace} if namespace else {})}
-        metadata |= {"uid": self._uid(), "creationTimestamp": self._time()}
-        if kind.generation:
+        metadata |= {"uid": self._create_uid(), "creationTimestamp": self._format_now()}
+        if kind.has_generation:
             metadata["generation"] = 1
         new = {**body, "metadata": metadata}
         if kind.plural == "pods":
@@ -411,22 +411,22 @@ class ApiServer:
         elif kind.plural == "namespaces":
             new |= {"spec": {"finalizers": ["kubernetes"]}, "status": {"phase": "Active"}}
             metadata["labels"] = {**metadata.get("labels", {}), "kubernetes.io/metadata.name": metadata["name"]}
-        elif kind.custom and kind.status:
+        elif kind.custom and kind.has_status:
             new.pop("status", None)
-            new = admission.decoded(kind, new, strict=False)  # whoever reads it finds a status that has a default
+            new = admission.decode_body(kind, new, strict=False)  # whoever reads it finds a status that has a default
         return new
 
-    def _deny(self, kind: Kind, name: str) -> None:
+    def _apply_denials(self, kind: ServedKind, name: str) -> None:
         for denial in self.faults.denials:
             if denial.plural == kind.plural and name.startswith(denial.prefix):
-                error = forbidden(kind, name, denial.message)
+                error = build_forbidden(kind, name, denial.message)
                 message = error.message if denial.status == 403 else denial.message
                 reason = {400: "BadRequest", 403: "Forbidden", 422: "Invalid"}.get(denial.status, "InternalError")
                 raise ApiError(denial.status, reason, message)
 
-    def _change(
+    def _replace_object(
         self,
-        kind: Kind,
+        kind: ServedKind,
         old: Object,
         new: Object,
         actor: Actor,
@@ -438,29 +438,29 @@ class ApiServer:
     ) -> Object:
         """`new` in the place of `old`, as far as this way of writing reaches."""
         name = old["metadata"]["name"]
-        admission.authorize(kind, name, verb, actor)
+        admission.authorize_actor(kind, name, verb, actor)
         if version and version != old["metadata"]["resourceVersion"]:
-            raise conflict(kind, name)
-        new = self._reached(kind, old, new, subresource)
-        disowned = kind.owners_of_fields and new["metadata"].get("managedFields") in ([], [{}])
-        new = admission.decoded(kind, new, strict=False)
-        new = _with_metadata(new, old)
+            raise build_conflict(kind, name)
+        new = self._limit_to_subresource(kind, old, new, subresource)
+        disowned = kind.tracks_managed_fields and new["metadata"].get("managedFields") in ([], [{}])
+        new = admission.decode_body(kind, new, strict=False)
+        new = _merge_metadata(new, old)
         if new == old and not disowned:
             return old
-        if kind.generation and _wanted(kind, new) != _wanted(kind, old):
+        if kind.has_generation and _select_generation_fields(kind, new) != _select_generation_fields(kind, old):
             new["metadata"]["generation"] = old["metadata"]["generation"] + 1
-        if kind.owners_of_fields:
-            by = apply.Manager(actor.manager, "Update", "status" if subresource == "status" else "")
-            _let_own(new, [] if disowned else apply.updated(old, new, by, self._time()))
-        return self._finish(kind, old, new, actor, subresource, verb, dry_run=dry_run)
+        if kind.tracks_managed_fields:
+            by = apply.FieldManager(actor.manager, "Update", "status" if subresource == "status" else "")
+            _add_managed_fields(new, [] if disowned else apply.update_managed_fields(old, new, by, self._format_now()))
+        return self._finish_write(kind, old, new, actor, subresource, verb, dry_run=dry_run)
 
-    def _finish(
-        self, kind: Kind, old: Object, new: Object, actor: Actor, subresource: str, verb: str, *, dry_run: bool
+    def _finish_write(
+        self, kind: ServedKind, old: Object, new: Object, actor: Actor, subresource: str, verb: str, *, dry_run: bool
     ) -> Object:
         if subresource not in ("status", "binding"):
-            admission.police(kind, new, old, actor)
+            admission.enforce_policies(kind, new, old, actor)
         if subresource != "binding":
-            admission.check(kind, new, old)
+            admission.validate_object(kind, new, old)
         if dry_run:
             return new
         metadata = new["metadata"]
@@ -468,18 +468,18 @@ class ApiServer:
             namespaced = kind.plural == "namespaces" and new["spec"].get("finalizers")
             graceful = kind.plural == "pods" and metadata["deletionGracePeriodSeconds"]
             if not namespaced and not graceful:
-                self._remove(kind, old, actor)
+                self._remove_object(kind, old, actor)
                 return new
-        return self._store("MODIFIED", kind, new, old, actor, verb)
+        return self._store_object("MODIFIED", kind, new, old, actor, verb)
 
-    def _reached(self, kind: Kind, old: Object, new: Object, subresource: str) -> Object:
+    def _limit_to_subresource(self, kind: ServedKind, old: Object, new: Object, subresource: str) -> Object:
         match subresource:
             case "":
-                if kind.status and new.get("status") != old.get("status"):
+                if kind.has_status and new.get("status") != old.get("status"):
                     new = {name: part for name, part in new.items() if name != "status"}
                     return {**new, "status": old["status"]} if "status" in old else new
                 return new
-            case "status" if kind.status:
+            case "status" if kind.has_status:
                 metadata = old["metadata"] if kind.custom else new["metadata"]
                 new = {name: part for name, part in new.items() if name == "status"}
                 return {**{name: part for name, part in old.items() if name != "status"}, **new, "metadata": metadata}
@@ -488,9 +488,9 @@ class ApiServer:
                 leaves = "deletionTimestamp" in old["metadata"]
                 if leaves or old["spec"].get("nodeName"):
                     why = "is being deleted" if leaves else "is already assigned to a node"
-                    raise conflict(kind, old["metadata"]["name"], f"pod {old['metadata']['name']} {why}")
+                    raise build_conflict(kind, old["metadata"]["name"], f"pod {old['metadata']['name']} {why}")
                 others = [item for item in old["status"].get("conditions", ()) if item["type"] != "PodScheduled"]
-                placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": self._time()}
+                placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": self._format_now()}
                 status = {**old["status"], "conditions": [*others, placed]}
                 return {**old, "spec": {**old["spec"], "nodeName": node}, "status": status}
             case "finalize" if kind.plural == "namespaces":
@@ -499,9 +499,9 @@ class ApiServer:
                 return {**old, "spec": {**old["spec"], "replicas": new["spec"]["replicas"]}}
         raise ApiError(404, "NotFound", "the server could not find the requested resource", {})
 
-    def _apply(
+    def _apply_configuration(
         self,
-        kind: Kind,
+        kind: ServedKind,
         place: Key,
         configuration: Object,
         actor: Actor,
@@ -513,143 +513,143 @@ class ApiServer:
         name = place[1]
         if not actor.manager:
             words = "Required value: is required for apply patch"
-            raise invalid(PATCH_OPTIONS, "", [Cause("fieldManager", words, "FieldValueRequired")])
+            raise build_invalid(PATCH_OPTIONS_KIND, "", [FieldError("fieldManager", words, "FieldValueRequired")])
         old = self._objects[kind.plural].get(place)
-        by = apply.Manager(actor.manager, "Apply", subresource)
+        by = apply.FieldManager(actor.manager, "Apply", subresource)
         if subresource:
-            configuration = {part: configuration[part] for part in _IDENTITY if part in configuration} | {
+            configuration = {part: configuration[part] for part in _IDENTITY_FIELDS if part in configuration} | {
                 subresource: configuration.get(subresource, {})
             }
         uid = configuration["metadata"].get("uid", "")
         version = configuration["metadata"].get("resourceVersion", "")
         if old is None and subresource:
-            raise not_found(kind, name)
+            raise build_not_found(kind, name)
         if old is None:
             if uid:
                 why = f"uid mismatch: the provided object specified uid {uid}, and no existing object was found"
-                raise conflict(kind, name, why)
+                raise build_conflict(kind, name, why)
             metadata = {**configuration["metadata"], **({"namespace": place[0]} if place[0] else {})}
             new = self.do_create(kind, {**configuration, "metadata": metadata}, actor, dry_run=True)
-            _let_own(new, apply.owners_after({"metadata": {}}, new, configuration, by, self._time()))
-            return new if dry_run else self._store("ADDED", kind, new, None, actor, "apply")
+            _add_managed_fields(new, apply.build_managed_fields({"metadata": {}}, new, configuration, by, self._format_now()))
+            return new if dry_run else self._store_object("ADDED", kind, new, None, actor, "apply")
         if uid and uid != old["metadata"]["uid"]:
-            raise invalid(kind, name, [Cause("metadata.uid", f'Invalid value: "{uid}": field is immutable')])
+            raise build_invalid(kind, name, [FieldError("metadata.uid", f'Invalid value: "{uid}": field is immutable')])
         if version and version != old["metadata"]["resourceVersion"]:
-            raise conflict(kind, name)
-        admission.authorize(kind, name, "patch", actor)
-        new, conflicts = apply.applied(old, configuration, by)
+            raise build_conflict(kind, name)
+        admission.authorize_actor(kind, name, "patch", actor)
+        new, conflicts = apply.apply_configuration(old, configuration, by)
         if conflicts and not force:
-            raise _owned_by_others(conflicts, kind)
-        new = admission.decoded(kind, self._reached(kind, old, new, subresource), strict=False)
-        new = _with_metadata(new, old)
-        owners = apply.owners_after(old, new, configuration, by, self._time())
+            raise _build_apply_conflict(conflicts, kind)
+        new = admission.decode_body(kind, self._limit_to_subresource(kind, old, new, subresource), strict=False)
+        new = _merge_metadata(new, old)
+        owners = apply.build_managed_fields(old, new, configuration, by, self._format_now())
         if new == old and owners == old["metadata"].get("managedFields", []):
             return old
-        if kind.generation and _wanted(kind, new) != _wanted(kind, old):
+        if kind.has_generation and _select_generation_fields(kind, new) != _select_generation_fields(kind, old):
             new["metadata"]["generation"] = old["metadata"]["generation"] + 1
-        _let_own(new, owners)
-        return self._finish(kind, old, new, actor, subresource, "apply", dry_run=dry_run)
+        _add_managed_fields(new, owners)
+        return self._finish_write(kind, old, new, actor, subresource, "apply", dry_run=dry_run)
 
-    def _marked(self, old: Object, seconds: int, finalizers: list[str]) -> Object:
+    def _mark_deleting(self, old: Object, seconds: int, finalizers: list[str]) -> Object:
         """As it is once it has been asked to go within so many seconds; itself where it is to go as soon already."""
         metadata = old["metadata"]
-        since = int(self.world.wall("api"))
+        since = int(self.world.wall_time("api"))
         if "deletionTimestamp" in metadata:
             if seconds >= metadata["deletionGracePeriodSeconds"]:
                 return old
-            since = seconds_of(metadata["deletionTimestamp"]) - metadata["deletionGracePeriodSeconds"]
+            since = parse_timestamp(metadata["deletionTimestamp"]) - metadata["deletionGracePeriodSeconds"]
         elif "generation" in metadata:
             metadata = {**metadata, "generation": metadata["generation"] + 1}
         metadata = {
             **metadata,
-            "deletionTimestamp": timestamp(since + seconds),
+            "deletionTimestamp": format_timestamp(since + seconds),
             "deletionGracePeriodSeconds": seconds,
         }
         return {**old, "metadata": {**metadata, "finalizers": finalizers} if finalizers else metadata}
 
-    def _end_namespace(self, old: Object, actor: Actor) -> Object:
+    def _terminate_namespace(self, old: Object, actor: Actor) -> Object:
         """The world's controller empties it, and then takes its spec.finalizers."""
         if "deletionTimestamp" in old["metadata"]:
             return old
-        marked = {**self._marked(old, 0, []), "status": {"phase": "Terminating"}}
-        return self._store("MODIFIED", KINDS["namespaces"], marked, old, actor, "delete")
+        marked = {**self._mark_deleting(old, 0, []), "status": {"phase": "Terminating"}}
+        return self._store_object("MODIFIED", KINDS["namespaces"], marked, old, actor, "delete")
 
-    def _remove(self, kind: Kind, old: Object, actor: Actor) -> Object:
+    def _remove_object(self, kind: ServedKind, old: Object, actor: Actor) -> Object:
         metadata = old["metadata"]
         del self._objects[kind.plural][metadata.get("namespace", ""), metadata["name"]]
         self.version += 1
         gone = {**old, "metadata": {**metadata, "resourceVersion": str(self.version)}}
-        self._tell(Change("DELETED", kind.plural, gone, old, actor.name, self._now(), "delete", self.version))
+        self._publish_change(ObjectChange("DELETED", kind.plural, gone, old, actor.name, self._now(), "delete", self.version))
         if kind.plural == "pods":
             return gone
         details = {"name": metadata["name"], "kind": kind.plural, "uid": metadata["uid"]}
         return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
 
-    def _store(self, type: str, kind: Kind, new: Object, old: Object | None, actor: Actor, verb: str) -> Object:
+    def _store_object(self, type: str, kind: ServedKind, new: Object, old: Object | None, actor: Actor, verb: str) -> Object:
         self.version += 1
         metadata = {**new["metadata"], "resourceVersion": str(self.version)}
         new = {**new, "metadata": metadata}
         place = (metadata.get("namespace", ""), metadata["name"])
         self._objects[kind.plural][place] = new
-        self._tell(Change(type, kind.plural, new, old, actor.name, self._now(), verb, self.version))
+        self._publish_change(ObjectChange(type, kind.plural, new, old, actor.name, self._now(), verb, self.version))
         return new
 
-    def _tell(self, change: Change) -> None:
+    def _publish_change(self, change: ObjectChange) -> None:
         history = self.history[change.plural]
         history.append(change)
         while len(history) > self.faults.history:
             self.forgotten[change.plural] = history.popleft().version
         for watch in self.watches:
             if watch.kind.plural == change.plural:
-                watch.hear(change)
+                watch.on_change(change)
         for call in self._subscribers:
             call(change)
 
     def _now(self) -> float:
         return self.world.loop.time()
 
-    def _time(self) -> str:
-        return timestamp(int(self.world.wall("api")))
+    def _format_now(self) -> str:
+        return format_timestamp(int(self.world.wall_time("api")))
 
-    def _uid(self) -> str:
+    def _create_uid(self) -> str:
         digits = f"{self.random.getrandbits(128):032x}"
         return f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-8{digits[17:20]}-{digits[20:]}"
 
 
-def _with_metadata(new: Object, old: Object) -> Object:
+def _merge_metadata(new: Object, old: Object) -> Object:
     """With what the server keeps of `old`; the same where nothing else is different."""
     before = old["metadata"]
     if new["metadata"] is before:
         return dict(new, metadata=dict(before)) if new is not old else old
-    metadata = {name: part for name, part in new["metadata"].items() if part not in _EMPTY and name not in _SYSTEM}
-    return {**new, "metadata": metadata | {name: before[name] for name in _SYSTEM if name in before}}
+    metadata = {name: part for name, part in new["metadata"].items() if part not in _EMPTY_VALUES and name not in _SYSTEM_METADATA_FIELDS}
+    return {**new, "metadata": metadata | {name: before[name] for name in _SYSTEM_METADATA_FIELDS if name in before}}
 
 
-def _let_own(body: Object, owners: list[Object]) -> None:
+def _add_managed_fields(body: Object, owners: list[Object]) -> None:
     """Writes them into a body that is not stored yet."""
     body["metadata"].pop("managedFields", None)
     if owners:
         body["metadata"]["managedFields"] = owners
 
 
-def _wanted(kind: Kind, body: Object) -> object:
+def _select_generation_fields(kind: ServedKind, body: Object) -> object:
     """What counts for metadata.generation."""
-    if kind.status or not kind.custom:
+    if kind.has_status or not kind.custom:
         return body.get("spec")
     return {name: part for name, part in body.items() if name not in ("metadata", "status")}
 
 
-def _grace(pod: Object, asked: int | None) -> int:
+def _compute_grace(pod: Object, asked: int | None) -> int:
     """Seconds that it is given; a pod that nothing runs of gets none."""
     if "deletionTimestamp" in pod["metadata"]:  # who asks again without a time wants no other one
         before: int = pod["metadata"]["deletionGracePeriodSeconds"]
         return before if asked is None else asked
-    if not pod["spec"].get("nodeName") or ended(pod):
+    if not pod["spec"].get("nodeName") or has_ended(pod):
         return 0
     return int(pod["spec"]["terminationGracePeriodSeconds"]) if asked is None else asked
 
 
-def _owned_by_others(conflicts: list[apply.Conflict], kind: Kind) -> ApiError:
+def _build_apply_conflict(conflicts: list[apply.FieldConflict], kind: ServedKind) -> ApiError:
     causes = [
         {"reason": "FieldManagerConflict", "message": f'conflict with "{c.manager}"', "field": c.field}
         for c in conflicts

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .objects import Object, timestamp
+from .objects import Object, format_timestamp
 
 if TYPE_CHECKING:
     from .api_server import ApiServer
 
 
-def disrupt(api: ApiServer, pod: Object, reason: str, message: str, at: float, *, who: str) -> None:
+def disrupt_pod(api: ApiServer, pod: Object, reason: str, message: str, at: float, *, who: str) -> None:
     """Delete a pod as evictions, preemptions and controllers do: first it is written down why. `at`: wall clock."""
     metadata, conditions = pod["metadata"], pod["status"].get("conditions", ())
     said = with_condition(conditions, "DisruptionTarget", "True", at, reason, message)
@@ -25,7 +25,7 @@ def with_condition(
 ) -> list[Object]:
     """All of them, with this one. The time of its transition (`at`: wall clock) stays while its status does."""
     before = next((item for item in conditions if item["type"] == type_), None)
-    written: Object = {"type": type_, "status": status, "lastTransitionTime": timestamp(int(at))}
+    written: Object = {"type": type_, "status": status, "lastTransitionTime": format_timestamp(int(at))}
     if before is not None and before["status"] == status and "lastTransitionTime" in before:
         written["lastTransitionTime"] = before["lastTransitionTime"]
     written |= {key: words for key, words in (("reason", reason), ("message", message)) if words}
@@ -34,6 +34,6 @@ def with_condition(
     return [written if item is before else item for item in conditions]
 
 
-def status_of(conditions: Sequence[Object], type_: str) -> str:
+def get_condition_status(conditions: Sequence[Object], type_: str) -> str:
     """True, False, Unknown; "": there is no such condition."""
     return next((item["status"] for item in conditions if item["type"] == type_), "")

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Protocol
 from pacekeeper_operator.probe import NETWORK
 
 from ..loop import Process
-from ..network import API
+from ..network import API_PLACE
 
 if TYPE_CHECKING:
-    from .nodes import Node
-    from .surroundings import Surroundings
+    from .nodes import SimulatedNode
+    from .surroundings import ClusterWorld
 
-KILLED = 137
+KILLED_EXIT_CODE = 137
 """Exit code: 128 + SIGKILL."""
-_PROBE_RUNS = (0.3, 3.0)
-_PROBE_TIMEOUT = 20.0
+_PROBE_RUN_SECONDS = (0.3, 3.0)
+_PROBE_TIMEOUT_SECONDS = 20.0
 """Seconds, as of `pacekeeper_operator.probe`."""
-_FIGURES = '{"core_seconds":0.002,"memory_bytes_per_second":30000000000}'
+_PROBE_METRICS_JSON = '{"core_seconds":0.002,"memory_bytes_per_second":30000000000}'
 """Of every node: what is slow here is slow in the ranks only."""
 SHARED = "as on every node"
 """Part of the words of a probe pod that fails what all nodes fail."""
 
 
-class Exited(Protocol):
+class ExitCallback(Protocol):
     """The main container has ended. Calls after the first one are of no account."""
 
     def __call__(self, code: int, reason: str, message: str = "") -> None: ...
@@ -39,7 +39,7 @@ class Containers(Protocol):
     def terminate(self, grace: float) -> None:
         """SIGTERM, and SIGKILL after so many seconds. Called again, it only shortens the time."""
 
-    def kill(self, code: int = KILLED, reason: str = "") -> None:
+    def kill(self, code: int = KILLED_EXIT_CODE, reason: str = "") -> None:
         """All of them, at once."""
 
     @property
@@ -49,42 +49,42 @@ class Containers(Protocol):
         """Kills it if it still runs; `sidecar` is another process then."""
 
 
-class Probe:
+class ProbeContainers:
     """The pod of a quarantine's probe: it ends well where the node can be used."""
 
-    def __init__(self, world: Surroundings, node: Node, exited: Exited) -> None:
+    def __init__(self, world: ClusterWorld, node: SimulatedNode, exited: ExitCallback) -> None:
         self._world = world
         self._node = node
         self._exited = exited
-        self._random = world.random(f"probe on {node.name} at {world.now()}")
-        self._over = False
+        self._random = world.create_random(f"probe on {node.name} at {world.now()}")
+        self._ended = False
 
     def start(self) -> None:
-        self._world.after(self._random.uniform(*_PROBE_RUNS), self._look)
+        self._world.call_after(self._random.uniform(*_PROBE_RUN_SECONDS), self._check_node)
 
-    def _look(self) -> None:
-        if self._over or self._node.stuck_since is not None:
+    def _check_node(self) -> None:
+        if self._ended or self._node.stuck_since is not None:
             return
-        if not self._world.network.reaches(self._node.name, API):
+        if not self._world.network.can_reach(self._node.name, API_PLACE):
             words = "the API server's service cannot be reached: timed out"
-            self._world.after(_PROBE_TIMEOUT, self._finish, 1, "Error", words)
-        elif self._node.sick:
-            self._finish(1, "Error", self._node.sick)
+            self._world.call_after(_PROBE_TIMEOUT_SECONDS, self._finish, 1, "Error", words)
+        elif self._node.fault_message:
+            self._finish(1, "Error", self._node.fault_message)
         elif check := self._node.shared_check:
             words = json.dumps({"unfit": f"{check}: timed out, {SHARED}", "check": check, "gpus": 0})
-            self._world.after(_PROBE_TIMEOUT if check == NETWORK else 0.0, self._finish, 1, "Error", words)
+            self._world.call_after(_PROBE_TIMEOUT_SECONDS if check == NETWORK else 0.0, self._finish, 1, "Error", words)
         else:
-            self._finish(0, "Completed", _FIGURES)
+            self._finish(0, "Completed", _PROBE_METRICS_JSON)
 
     def _finish(self, code: int, reason: str, message: str) -> None:
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._exited(code, reason, message)
 
     def terminate(self, grace: float) -> None:
-        self._world.after(min(grace, 0.1), self.kill)
+        self._world.call_after(min(grace, 0.1), self.kill)
 
-    def kill(self, code: int = KILLED, reason: str = "Error") -> None:
+    def kill(self, code: int = KILLED_EXIT_CODE, reason: str = "Error") -> None:
         self._finish(code, reason, "")
 
     sidecar = None
@@ -93,10 +93,10 @@ class Probe:
         raise AssertionError("a probe has no sidecar")
 
 
-class Other:
+class OtherContainers:
     """Somebody else's pod: it takes room, for as long as it is let."""
 
-    def __init__(self, world: Surroundings, exited: Exited) -> None:
+    def __init__(self, world: ClusterWorld, exited: ExitCallback) -> None:
         self._world = world
         self._exited = exited
 
@@ -104,9 +104,9 @@ class Other:
         pass
 
     def terminate(self, grace: float) -> None:
-        self._world.after(min(grace, 0.5), self.kill)
+        self._world.call_after(min(grace, 0.5), self.kill)
 
-    def kill(self, code: int = KILLED, reason: str = "Error") -> None:
+    def kill(self, code: int = KILLED_EXIT_CODE, reason: str = "Error") -> None:
         self._exited(code, reason)
 
     sidecar = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Fate(Enum):
+class RequestOutcome(Enum):
     """What becomes of one request."""
 
     REFUSED = "it is answered with an error, and does nothing"
@@ -23,7 +23,7 @@ class OneShot:
 
     method: str
     part: str
-    fate: Fate = Fate.REFUSED
+    outcome: RequestOutcome = RequestOutcome.REFUSED
     status: int = 500
 
 
@@ -93,6 +93,6 @@ class ApiFaults:
             self.restarts()
 
     @property
-    def away(self) -> bool:
+    def is_unavailable(self) -> bool:
         """Whether nobody gets an answer."""
         return self._down or self.silent

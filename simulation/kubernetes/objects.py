@@ -21,16 +21,16 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ServedKind:
     """A kind of objects, and how the API server treats them."""
 
     plural: str
     name: str
     api_version: str = "v1"
     namespaced: bool = True
-    status: bool = False
+    has_status: bool = False
     """Whether status is a subresource: then the other way to write the object leaves it alone."""
-    generation: bool = False
+    has_generation: bool = False
     """Whether metadata.generation counts changes of what is wanted."""
     unconditional: bool = True
     """Whether a replacement may go without a resourceVersion."""
@@ -38,7 +38,7 @@ class Kind:
     """Whether a replacement of what does not exist creates it."""
     custom: bool = False
     """Whether its schema stands in crds/."""
-    owners_of_fields: bool = False
+    tracks_managed_fields: bool = False
     """Whether metadata.managedFields is kept; elsewhere nobody reads it, and it would cost time."""
 
     @property
@@ -55,51 +55,51 @@ class Kind:
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     @property
-    def qualified(self) -> str:
+    def qualified_name(self) -> str:
         """As messages about invalid objects name it."""
         return f"{self.name}.{self.group}" if self.group else self.name
 
 
-def _custom(
+def _define_custom_kind(
     plural: str, name: str, *, namespaced: bool = True, status: bool = True, owners_of_fields: bool = False
-) -> Kind:
-    return Kind(
+) -> ServedKind:
+    return ServedKind(
         plural,
         name,
         "pacekeeper.dev/v1alpha1",
         namespaced,
         status,
-        generation=True,
+        has_generation=True,
         unconditional=False,
         custom=True,
-        owners_of_fields=owners_of_fields,
+        tracks_managed_fields=owners_of_fields,
     )
 
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, ServedKind] = {
     kind.plural: kind
     for kind in (
-        Kind("pods", "Pod", status=True, generation=True),
-        Kind("nodes", "Node", namespaced=False, status=True, owners_of_fields=True),
-        Kind("namespaces", "Namespace", namespaced=False, status=True),
-        Kind("configmaps", "ConfigMap", owners_of_fields=True),
-        Kind("secrets", "Secret"),
-        Kind("resourcequotas", "ResourceQuota", status=True),
-        Kind("events", "Event", "events.k8s.io/v1", created_by_replacing=True),
-        Kind("leases", "Lease", "coordination.k8s.io/v1", unconditional=False, created_by_replacing=True),
-        Kind("tokenreviews", "TokenReview", "authentication.k8s.io/v1", namespaced=False),
-        Kind("networkpolicies", "NetworkPolicy", "networking.k8s.io/v1", generation=True),
-        _custom("trainingjobs", "TrainingJob"),
-        _custom("trainingjobstates", "TrainingJobState", status=False),
-        _custom("incidents", "Incident"),
-        _custom("behaviourwindows", "BehaviourWindow", status=False),
-        _custom("fabrics", "Fabric", namespaced=False, owners_of_fields=True),
-        _custom("nodequarantines", "NodeQuarantine", namespaced=False),
-        _custom("nodehistories", "NodeHistory", namespaced=False),
-        _custom("nodeprobes", "NodeProbe", namespaced=False, status=False),
+        ServedKind("pods", "Pod", has_status=True, has_generation=True),
+        ServedKind("nodes", "Node", namespaced=False, has_status=True, tracks_managed_fields=True),
+        ServedKind("namespaces", "Namespace", namespaced=False, has_status=True),
+        ServedKind("configmaps", "ConfigMap", tracks_managed_fields=True),
+        ServedKind("secrets", "Secret"),
+        ServedKind("resourcequotas", "ResourceQuota", has_status=True),
+        ServedKind("events", "Event", "events.k8s.io/v1", created_by_replacing=True),
+        ServedKind("leases", "Lease", "coordination.k8s.io/v1", unconditional=False, created_by_replacing=True),
+        ServedKind("tokenreviews", "TokenReview", "authentication.k8s.io/v1", namespaced=False),
+        ServedKind("networkpolicies", "NetworkPolicy", "networking.k8s.io/v1", has_generation=True),
+        _define_custom_kind("trainingjobs", "TrainingJob"),
+        _define_custom_kind("trainingjobstates", "TrainingJobState", status=False),
+        _define_custom_kind("incidents", "Incident"),
+        _define_custom_kind("behaviourwindows", "BehaviourWindow", status=False),
+        _define_custom_kind("fabrics", "Fabric", namespaced=False, owners_of_fields=True),
+        _define_custom_kind("nodequarantines", "NodeQuarantine", namespaced=False),
+        _define_custom_kind("nodehistories", "NodeHistory", namespaced=False),
+        _define_custom_kind("nodeprobes", "NodeProbe", namespaced=False, status=False),
     )
 }
-KINDS_BY_NAME: dict[tuple[str, str], Kind] = {(kind.group, kind.name): kind for kind in KINDS.values()}
+KINDS_BY_NAME: dict[tuple[str, str], ServedKind] = {(kind.group, kind.name): kind for kind in KINDS.values()}
 
 
 def as_sent(value: Any) -> Any:
@@ -125,17 +125,17 @@ def as_sent(value: Any) -> Any:
     raise TypeError(f"{kind.__name__} cannot be sent as JSON")
 
 
-def copied(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """A deep copy of what is in plain types."""
     return marshal.loads(marshal.dumps(value))
 
 
-def bytes_of(value: Any) -> int:
+def estimate_json_bytes(value: Any) -> int:
     """About how long it is as JSON; never less than half of that."""
     return len(marshal.dumps(value))
 
 
-def merged(value: Any, patch: Any) -> Any:
+def apply_merge_patch(value: Any, patch: Any) -> Any:
     """By RFC 7396; the same object where nothing changes."""
     if type(patch) is not dict:
         return patch
@@ -148,7 +148,7 @@ def merged(value: Any, patch: Any) -> Any:
                 result = dict(base) if result is None else result
                 del result[name]
             continue
-        after = merged(before, part)
+        after = apply_merge_patch(before, part)
         if after is before or (name in base and after == before):
             continue
         result = dict(base) if result is None else result
@@ -156,15 +156,15 @@ def merged(value: Any, patch: Any) -> Any:
     return base if result is None else result
 
 
-def json_patched(value: Any, operations: list[Object]) -> Any:
+def apply_json_patch(value: Any, operations: list[Object]) -> Any:
     """By RFC 6902 (add, remove, replace, test). Raises ValueError where an operation does not fit."""
     for operation in operations:
         names = [part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:]]
-        value = _json_operation(value, names, operation)
+        value = _apply_json_operation(value, names, operation)
     return value
 
 
-def _json_operation(value: Any, names: list[str], operation: Object) -> Any:
+def _apply_json_operation(value: Any, names: list[str], operation: Object) -> Any:
     name, rest = names[0], names[1:]
     verb = operation["op"]
     if isinstance(value, list):
@@ -173,7 +173,7 @@ def _json_operation(value: Any, names: list[str], operation: Object) -> Any:
             return [*items, operation["value"]]
         place = int(name)
         if rest:
-            items[place] = _json_operation(items[place], rest, operation)
+            items[place] = _apply_json_operation(items[place], rest, operation)
         elif verb == "add":
             items.insert(place, operation["value"])
         elif place >= len(items):
@@ -188,7 +188,7 @@ def _json_operation(value: Any, names: list[str], operation: Object) -> Any:
     if not isinstance(value, dict) or (name not in value and (rest or verb in ("remove", "replace"))):
         raise ValueError(f"there is no {operation['path']}")
     if rest:
-        return {**value, name: _json_operation(value[name], rest, operation)}
+        return {**value, name: _apply_json_operation(value[name], rest, operation)}
     if verb == "remove":
         return {key: part for key, part in value.items() if key != name}
     if verb == "test":
@@ -198,47 +198,47 @@ def _json_operation(value: Any, names: list[str], operation: Object) -> Any:
     return {**value, name: operation["value"]}
 
 
-def without_nulls(value: Any) -> Any:
+def drop_nulls(value: Any) -> Any:
     """Built-in kinds know no null: a field that is null is not there. The same object where there is none."""
     if type(value) is dict:
         if any(part is None for part in value.values()):
             value = {name: part for name, part in value.items() if part is not None}
-        parts = {name: without_nulls(part) for name, part in value.items() if type(part) in (dict, list)}
+        parts = {name: drop_nulls(part) for name, part in value.items() if type(part) in (dict, list)}
         if any(part is not value[name] for name, part in parts.items()):
             return {**value, **parts}
         return value
     if type(value) is list:
-        items = [without_nulls(item) for item in value]
+        items = [drop_nulls(item) for item in value]
         return items if any(one is not other for one, other in zip(items, value, strict=True)) else value
     return value
 
 
 @lru_cache(maxsize=4096)
-def timestamp(second: int) -> str:
+def format_timestamp(second: int) -> str:
     """RFC 3339, as the API server writes its own."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(second))
 
 
-def seconds_of(text: str) -> int:
+def parse_timestamp(text: str) -> int:
     """The other way round."""
     return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ"))
 
 
-def ended(pod: Object) -> bool:
+def has_ended(pod: Object) -> bool:
     """Whether all that ran in it has ended."""
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
-Matches = Callable[[Object], bool]
+ObjectFilter = Callable[[Object], bool]
 
 
 @lru_cache(maxsize=256)
-def label_selector(text: str) -> Matches:
+def parse_label_selector(text: str) -> ObjectFilter:
     """Whether an object matches. Raises ValueError."""
-    return _all_of([_label_requirement(part.strip()) for part in _requirements(text)])
+    return _match_all([_parse_label_requirement(part.strip()) for part in _split_requirements(text)])
 
 
-def _requirements(text: str) -> list[str]:
+def _split_requirements(text: str) -> list[str]:
     """Split at commas that are not inside of brackets."""
     parts, depth = [""], 0
     for letter in text:
@@ -250,23 +250,23 @@ def _requirements(text: str) -> list[str]:
     return [part for part in parts if part.strip()]
 
 
-def _label_requirement(text: str) -> Matches:
+def _parse_label_requirement(text: str) -> ObjectFilter:
     for word, negated in ((" notin ", True), (" in ", False)):
         if word in text:
             name, _, listed = text.partition(word)
             values = [value.strip() for value in listed.strip().strip("()").split(",")]
-            return _label(name.strip(), values, negated)
+            return _match_label(name.strip(), values, negated)
     for word, negated in (("!=", True), ("==", False), ("=", False)):
         if word in text:
             name, _, value = text.partition(word)
-            return _label(name.strip(), [value.strip()], negated)
+            return _match_label(name.strip(), [value.strip()], negated)
     if text.startswith("!"):
         absent = text[1:].strip()
         return lambda body: absent not in (body["metadata"].get("labels") or {})
     return lambda body: text in (body["metadata"].get("labels") or {})
 
 
-def _label(name: str, values: list[str], negated: bool) -> Matches:
+def _match_label(name: str, values: list[str], negated: bool) -> ObjectFilter:
     def matches(body: Object) -> bool:
         value = (body["metadata"].get("labels") or {}).get(name)
         return (value in values) != negated
@@ -274,7 +274,7 @@ def _label(name: str, values: list[str], negated: bool) -> Matches:
     return matches
 
 
-_FIELDS: Mapping[str, Callable[[Object], Any]] = {
+_FIELD_READERS: Mapping[str, Callable[[Object], Any]] = {
     "metadata.name": lambda body: body["metadata"]["name"],
     "metadata.namespace": lambda body: body["metadata"].get("namespace", ""),
     "spec.nodeName": lambda body: body["spec"].get("nodeName", ""),
@@ -283,23 +283,23 @@ _FIELDS: Mapping[str, Callable[[Object], Any]] = {
 
 
 @lru_cache(maxsize=256)
-def field_selector(text: str, plural: str) -> Matches:
+def parse_field_selector(text: str, plural: str) -> ObjectFilter:
     """Whether an object matches. Raises ValueError for a field that its kind cannot be selected by."""
     found = []
     for part in text.split(","):
         name, _, value = part.partition("!=" if "!=" in part else "=")
         name, value = name.strip(), value.lstrip("=").strip()
-        if name not in _FIELDS or (plural != "pods" and not name.startswith("metadata.")):
+        if name not in _FIELD_READERS or (plural != "pods" and not name.startswith("metadata.")):
             raise ValueError(f"field label not supported: {name}")
-        found.append(_field(_FIELDS[name], value, "!=" in part))
-    return _all_of(found)
+        found.append(_match_field(_FIELD_READERS[name], value, "!=" in part))
+    return _match_all(found)
 
 
-def _field(read: Callable[[Object], Any], value: str, negated: bool) -> Matches:
+def _match_field(read: Callable[[Object], Any], value: str, negated: bool) -> ObjectFilter:
     return lambda body: (read(body) == value) != negated
 
 
-def _all_of(matches: list[Matches]) -> Matches:
+def _match_all(matches: list[ObjectFilter]) -> ObjectFilter:
     if len(matches) == 1:
         return matches[0]
     return lambda body: all(match(body) for match in matches)

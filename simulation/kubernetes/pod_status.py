@@ -9,21 +9,21 @@ from enum import Enum, auto
 
 from .conditions import with_condition
 from .containers import Containers
-from .objects import Object, timestamp
+from .objects import Object, format_timestamp
 
-ENDED = ("Succeeded", "Failed")
+ENDED_PHASES = ("Succeeded", "Failed")
 """Phases."""
-DEFAULT_GRACE = 30.0
+DEFAULT_POD_GRACE_SECONDS = 30.0
 """Seconds."""
-_SANDBOX = "PodReadyToStartContainers"
+_SANDBOX_CONDITION = "PodReadyToStartContainers"
 
 
-def pod_status(pod: LocalPod, conditions: Sequence[Object], node_address: str, now: float, wall: float) -> Object:
+def build_pod_status(pod: LocalPod, conditions: Sequence[Object], node_address: str, now: float, wall: float) -> Object:
     """`conditions`: those that stand in its status; others' stay. `now`: virtual seconds, `wall`: the node's clock."""
-    running, ended = pod.stage is Stage.RUNNING, pod.stage is Stage.ENDED
+    running, ended = pod.stage is PodStage.RUNNING, pod.stage is PodStage.ENDED
     facts = {
-        _SANDBOX: pod.stage is not Stage.CREATING and not ended,
-        "Initialized": running or pod.stage is Stage.EXITED,
+        _SANDBOX_CONDITION: pod.stage is not PodStage.CREATING and not ended,
+        "Initialized": running or pod.stage is PodStage.EXITED,
         "Ready": running,
         "ContainersReady": running,
     }
@@ -31,19 +31,19 @@ def pod_status(pod: LocalPod, conditions: Sequence[Object], node_address: str, n
         conditions = with_condition(conditions, type_, str(holds), wall)
     if pod.disrupted and ended:
         conditions = with_condition(conditions, "DisruptionTarget", "True", wall, "TerminationByKubelet", pod.message)
-    status: Object = {"phase": _phase(pod), "conditions": list(conditions)}
+    status: Object = {"phase": _compute_phase(pod), "conditions": list(conditions)}
     if pod.reason and ended:
         status |= {"reason": pod.reason, "message": pod.message}
     if ended and pod.containers is None and pod.exit is None:
         return status  # refused, or taken back before anything ran
     spec, since = pod.body["spec"], wall - now
-    status |= {"hostIP": node_address, "startTime": timestamp(int(since + pod.began))}
+    status |= {"hostIP": node_address, "startTime": format_timestamp(int(since + pod.admitted_at))}
     if pod.address:
         status |= {"podIP": pod.address, "podIPs": [{"ip": pod.address}]}
     first = spec.get("initContainers") or ()
     if first:
-        status["initContainerStatuses"] = [_container(pod, item, since, sidecar=True) for item in first]
-    status["containerStatuses"] = [_container(pod, item, since, behind=bool(first)) for item in spec["containers"]]
+        status["initContainerStatuses"] = [_build_container_status(pod, item, since, sidecar=True) for item in first]
+    status["containerStatuses"] = [_build_container_status(pod, item, since, behind=bool(first)) for item in spec["containers"]]
     return status
 
 
@@ -52,7 +52,7 @@ def has_run(status: Object) -> bool:
     return any("running" in container.get("state", {}) for container in status.get("containerStatuses", ()))
 
 
-class Stage(Enum):
+class PodStage(Enum):
     CREATING = auto()
     PULLING = auto()  # there is a sandbox, and an image that does not come
     PULL_FAILED = auto()
@@ -66,31 +66,31 @@ class LocalPod:
     """A pod as its kubelet knows it. Times are virtual seconds."""
 
     body: Object  # as it came
-    stage: Stage = Stage.CREATING
-    began: float = 0.0
+    stage: PodStage = PodStage.CREATING
+    admitted_at: float = 0.0
     containers: Containers | None = None
     address: str = ""
-    started: float = 0.0
+    started_at: float = 0.0
     restarts: int = 0  # of the sidecar
     exit: tuple[int, str, str] | None = None  # code, reason, message
-    exited: float = 0.0
+    exited_at: float = 0.0
     grace: float = math.inf  # seconds that it was given to end
     reason: str = ""  # why the kubelet itself has ended or refused it
     message: str = ""
     disrupted: bool = False  # by the kubelet
-    forgotten: bool = False  # its object is gone
-    told: bool = True  # the API server knows all this
-    tells: bool = False  # it is about to be told
+    deleted_by_force: bool = False  # its object is gone
+    reported: bool = True  # the API server knows all this
+    report_pending: bool = False  # it is about to be told
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether nothing of it runs any more, or ever will."""
-        return self.stage is Stage.ENDED
+        return self.stage is PodStage.ENDED
 
     @property
-    def wanted_grace(self) -> float:
+    def spec_grace(self) -> float:
         """Seconds to end in, by its spec."""
-        return float(self.body["spec"].get("terminationGracePeriodSeconds", DEFAULT_GRACE))
+        return float(self.body["spec"].get("terminationGracePeriodSeconds", DEFAULT_POD_GRACE_SECONDS))
 
     @property
     def uid(self) -> str:
@@ -105,30 +105,30 @@ class LocalPod:
         return str(self.body["metadata"]["namespace"])
 
 
-def _phase(pod: LocalPod) -> str:
-    if pod.stage in (Stage.RUNNING, Stage.EXITED):
+def _compute_phase(pod: LocalPod) -> str:
+    if pod.stage in (PodStage.RUNNING, PodStage.EXITED):
         return "Running"
-    if pod.stage is not Stage.ENDED:
+    if pod.stage is not PodStage.ENDED:
         return "Pending"
     well = pod.exit is not None and pod.exit[0] == 0 and not pod.reason
     return "Succeeded" if well else "Failed"
 
 
-def _container(pod: LocalPod, spec: Object, since: float, *, sidecar: bool = False, behind: bool = False) -> Object:
+def _build_container_status(pod: LocalPod, spec: Object, since: float, *, sidecar: bool = False, behind: bool = False) -> Object:
     """`since`: the wall clock of virtual second 0. `behind`: others have to start first."""
     waits: dict[str, str] = {"reason": "ContainerCreating"}
     if behind:
         waits = {"reason": "PodInitializing"}
-    elif pod.stage is Stage.PULL_FAILED:
+    elif pod.stage is PodStage.PULL_FAILED:
         waits = {"reason": "ErrImagePull", "message": f"failed to pull image {spec.get('image', '')!r}: not found"}
-    started = timestamp(int(since + pod.started))
+    started = format_timestamp(int(since + pod.started_at))
     state: Object = {"waiting": waits}
-    if pod.stage is Stage.RUNNING or (sidecar and pod.stage is Stage.EXITED):
+    if pod.stage is PodStage.RUNNING or (sidecar and pod.stage is PodStage.EXITED):
         state = {"running": {"startedAt": started}}
     elif pod.exit is not None:
         code, reason, message = pod.exit if not sidecar else (0, "Completed", "")
         state = {"terminated": {"exitCode": code, "reason": reason or ("Error" if code else "Completed")}}
-        state["terminated"] |= {"startedAt": started, "finishedAt": timestamp(int(since + pod.exited))}
+        state["terminated"] |= {"startedAt": started, "finishedAt": format_timestamp(int(since + pod.exited_at))}
         if message:
             state["terminated"]["message"] = message
     up = "running" in state

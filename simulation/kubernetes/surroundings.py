@@ -7,18 +7,18 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..network import Network
-from ..story import Story
+from ..network import SimulatedNetwork
+from ..story import RunLog
 
 if TYPE_CHECKING:
     from .api_server import ApiServer
-    from .containers import Containers, Exited
+    from .containers import Containers, ExitCallback
     from .objects import Object
 
 
-class Surroundings(Protocol):
-    network: Network
-    story: Story
+class ClusterWorld(Protocol):
+    network: SimulatedNetwork
+    log: RunLog
 
     @property
     def api(self) -> ApiServer: ...
@@ -26,12 +26,12 @@ class Surroundings(Protocol):
     def now(self) -> float:
         """Virtual seconds."""
 
-    def wall(self, place: str = "") -> float:
+    def wall_time(self, place: str = "") -> float:
         """Seconds since the epoch, by the clock of that place."""
 
-    def random(self, purpose: str) -> random.Random: ...
+    def create_random(self, purpose: str) -> random.Random: ...
 
-    def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle: ...
+    def call_after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle: ...
 
-    def launch(self, pod: Object, node: str, address: str, exited: Exited) -> Containers:
+    def create_worker(self, pod: Object, node: str, address: str, exited: ExitCallback) -> Containers:
         """The processes of a job's worker, not yet started."""

@@ -12,12 +12,12 @@ from .objects import Object
 if TYPE_CHECKING:
     from .api_server import ApiServer
 
-CACHE_SECONDS = 10.0
+TOKEN_CACHE_SECONDS = 10.0
 """So long the API server believes what it has found good: also of a pod that is gone by then."""
 
 
 @dataclass
-class _Minted:
+class _MintedToken:
     """A token, and when it was found good last, in virtual seconds."""
 
     namespace: str
@@ -26,21 +26,21 @@ class _Minted:
     account: str
     audience: str
     expires: float  # seconds since the epoch
-    good_at: float = -CACHE_SECONDS
+    validated_at: float = -TOKEN_CACHE_SECONDS
 
 
-class Tokens:
+class PodTokens:
     """All that were minted."""
 
     def __init__(self, api: ApiServer) -> None:
         self._api = api
-        self._minted: dict[str, _Minted] = {}
+        self._minted: dict[str, _MintedToken] = {}
 
-    def mint(self, pod: Object, audience: str, seconds: float) -> str:
+    def mint_token(self, pod: Object, audience: str, seconds: float) -> str:
         """Valid for so many seconds, and as long as the pod is there."""
         metadata = pod["metadata"]
         account = pod["spec"].get("serviceAccountName", "default")
-        now = self._api.world.wall("api")
+        now = self._api.world.wall_time("api")
         claims = {
             "aud": [audience],
             "exp": int(now + seconds),
@@ -52,27 +52,27 @@ class Tokens:
             },
             "sub": f"system:serviceaccount:{metadata['namespace']}:{account}",
         }
-        token = ".".join((_encoded({"alg": "none"}), _encoded(claims), f"s{len(self._minted)}"))
-        self._minted[token] = _Minted(
+        token = ".".join((_encode_part({"alg": "none"}), _encode_part(claims), f"s{len(self._minted)}"))
+        self._minted[token] = _MintedToken(
             metadata["namespace"], metadata["name"], metadata["uid"], account, audience, now + seconds
         )
         return token
 
-    def review(self, body: Object) -> Object:
+    def review_token(self, body: Object) -> Object:
         """A TokenReview with its answer."""
         spec = body["spec"]
         wanted = spec.get("audiences", [])
         minted = self._minted.get(spec.get("token", ""))
         now = self._api.world.loop.time()
         if minted is None:
-            return self._answer(body, {"user": {}, "error": "invalid bearer token"})
+            return self._build_review(body, {"user": {}, "error": "invalid bearer token"})
         if minted.audience not in wanted:
             why = f'token audiences ["{minted.audience}"] is invalid for the target audiences {json.dumps(wanted)}'
-            return self._answer(body, {"user": {}, "error": f"[invalid bearer token, {why}]"})
-        if now - minted.good_at >= CACHE_SECONDS:
-            if why := self._flaw(minted):
-                return self._answer(body, {"user": {}, "error": f"[invalid bearer token, {why}]"})
-            minted.good_at = now
+            return self._build_review(body, {"user": {}, "error": f"[invalid bearer token, {why}]"})
+        if now - minted.validated_at >= TOKEN_CACHE_SECONDS:
+            if why := self._find_flaw(minted):
+                return self._build_review(body, {"user": {}, "error": f"[invalid bearer token, {why}]"})
+            minted.validated_at = now
         user = {
             "username": f"system:serviceaccount:{minted.namespace}:{minted.account}",
             "groups": [
@@ -85,10 +85,10 @@ class Tokens:
                 "authentication.kubernetes.io/pod-uid": [minted.uid],
             },
         }
-        return self._answer(body, {"authenticated": True, "user": user, "audiences": [minted.audience]})
+        return self._build_review(body, {"authenticated": True, "user": user, "audiences": [minted.audience]})
 
-    def _flaw(self, minted: _Minted) -> str:
-        if self._api.world.wall("api") >= minted.expires:
+    def _find_flaw(self, minted: _MintedToken) -> str:
+        if self._api.world.wall_time("api") >= minted.expires:
             return "service account token has expired"
         pod = self._api.get("pods", minted.pod, minted.namespace)
         if pod is None or pod["metadata"]["uid"] != minted.uid:
@@ -96,9 +96,9 @@ class Tokens:
         return ""
 
     @staticmethod
-    def _answer(body: Object, status: Object) -> Object:
+    def _build_review(body: Object, status: Object) -> Object:
         return {**body, "status": status}
 
 
-def _encoded(part: Object) -> str:
+def _encode_part(part: Object) -> str:
     return base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=").decode()

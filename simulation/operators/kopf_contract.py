@@ -23,26 +23,26 @@ from typing import Any
 import aiohttp
 import kopf
 
-from pacekeeper_operator.cluster import JSON, MERGE_PATCH, Answer, Connection, Object
+from pacekeeper_operator.cluster import JSON_CONTENT_TYPE, MERGE_PATCH, ApiResponse, ApiConnection, Object
 from pacekeeper_operator.handlers import fabrics, quarantines, startup, trainingjobs  # noqa: F401  # registers them
 from pacekeeper_operator.services.operator import Operator
 
 from ..kubernetes.errors import ApiError
-from ..kubernetes.watch import Watch
+from ..kubernetes.watch import WatchStream
 
 RECONNECT_SECONDS = 0.1
 INACTIVITY_SECONDS = 70.0
 """A watch that says nothing for so long is begun anew; bookmarks are words, too."""
-RETRY_SECONDS = 60.0
+HANDLER_RETRY_SECONDS = 60.0
 log = logging.getLogger(__name__)
-_BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
+_CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class Body(dict[str, Any]):
     """Always the newest that was seen."""
 
 
-class Stopped:
+class DaemonStopped:
     """kopf's DaemonStopped."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Stopped:
 @dataclass
 class _Daemon:
     body: Body
-    stopped: Stopped
+    stopped: DaemonStopped
     task: asyncio.Task[None] | None = None
 
 
@@ -83,8 +83,8 @@ class Kopf:
     """Of one operator process. `watch`: (plural, from version, labels)."""
 
     operator: Operator
-    connection: Connection
-    watch: Callable[[str, str, str], Watch]
+    connection: ApiConnection
+    watch: Callable[[str, str, str], WatchStream]
     memo: kopf.Memo = field(init=False)
     settings: kopf.OperatorSettings = field(default_factory=kopf.OperatorSettings)
     _queues: dict[str, asyncio.Queue[tuple[str | None, Object]]] = field(default_factory=dict)  # by uid
@@ -97,10 +97,10 @@ class Kopf:
 
     async def run(self, stopped: asyncio.Event) -> None:
         """Until `stopped`; then watches end, then daemons, then what is to be cleaned up is."""
-        await self._activities("startup")
+        await self._run_activities("startup")
         tasks = [
-            asyncio.create_task(self._follow(resource), name=f"watch {resource.plural}")
-            for resource in self._resources()
+            asyncio.create_task(self._follow_resource(resource), name=f"watch {resource.plural}")
+            for resource in self._list_resources()
         ]
         try:
             await stopped.wait()
@@ -116,46 +116,46 @@ class Kopf:
                 await asyncio.wait(running, timeout=self.settings.background.instant_exit_timeout)
             for task in running:
                 task.cancel()
-            await self._activities("cleanup")
+            await self._run_activities("cleanup")
 
-    async def _activities(self, name: str) -> None:
+    async def _run_activities(self, name: str) -> None:
         for handler in self._registry._activities._handlers:
             if handler.activity is not None and handler.activity.value == name:
                 call: Callable[..., Any] = handler.fn
                 await call(memo=self.memo, settings=self.settings)
 
-    def _resources(self) -> list[Resource]:
+    def _list_resources(self) -> list[Resource]:
         handlers = [*self._registry._watching._handlers, *self._registry._spawning._handlers]
-        named = [_resource(handler.selector) for handler in handlers]
+        named = [_build_resource(handler.selector) for handler in handlers]
         return list(dict.fromkeys(named))
 
-    async def _follow(self, resource: Resource) -> None:
+    async def _follow_resource(self, resource: Resource) -> None:
         labels = ",".join(
             labels
             for selector, labels in self.settings.watching.label_selectors.items()
-            if _resource(selector) == resource
+            if _build_resource(selector) == resource
         )
         while True:
             try:
-                version = await self._list(resource, labels)
+                version = await self._list_objects(resource, labels)
                 while True:
-                    version = await self._watch(resource, version, labels)
-            except (*_BROKEN, ApiError) as error:
+                    version = await self._watch_objects(resource, version, labels)
+            except (*_CONNECTION_ERRORS, ApiError) as error:
                 log.debug("watching %s begins anew: %r", resource.plural, error)
             await asyncio.sleep(RECONNECT_SECONDS)
 
-    async def _list(self, resource: Resource, labels: str) -> str:
+    async def _list_objects(self, resource: Resource, labels: str) -> str:
         """Tries as often as kopf does. Raises what _BROKEN lists."""
         query = {"labelSelector": labels} if labels else {}
-        answer = await self._ask("GET", f"{resource.path}/{resource.plural}", query, None, JSON)
+        answer = await self._send_with_retries("GET", f"{resource.path}/{resource.plural}", query, None, JSON_CONTENT_TYPE)
         if answer.status >= 300:
             raise aiohttp.ClientConnectionError(f"status {answer.status}")
         for item in answer.body["items"]:
-            self._take(resource, None, item)
+            self._queue_event(resource, None, item)
         version: str = answer.body["metadata"]["resourceVersion"]
         return version
 
-    async def _watch(self, resource: Resource, version: str, labels: str) -> str:
+    async def _watch_objects(self, resource: Resource, version: str, labels: str) -> str:
         """One stream's length. Raises ApiError: Gone, say."""
         stream = self.watch(resource.plural, version, labels)
         try:
@@ -166,46 +166,46 @@ class Kopf:
                     type_, found = await anext(stream)
                 version = found["metadata"]["resourceVersion"]
                 if type_ != "BOOKMARK":
-                    self._take(resource, type_, found)
-        except (StopAsyncIteration, *_BROKEN):
+                    self._queue_event(resource, type_, found)
+        except (StopAsyncIteration, *_CONNECTION_ERRORS):
             await asyncio.sleep(0)  # an answer that ends at once must not be asked for without end
         finally:
             stream.close()
         return version
 
-    def _take(self, resource: Resource, type_: str | None, found: Object) -> None:
+    def _queue_event(self, resource: Resource, type_: str | None, found: Object) -> None:
         uid = found["metadata"]["uid"]
         queue = self._queues.get(uid)
         if queue is None:
             queue = self._queues[uid] = asyncio.Queue()
-            worker = asyncio.create_task(self._work(resource, uid, queue), name=f"worker for {resource.plural}")
+            worker = asyncio.create_task(self._process_queue(resource, uid, queue), name=f"worker for {resource.plural}")
             self._workers.add(worker)
             worker.add_done_callback(self._workers.discard)
         queue.put_nowait((type_, found))
 
-    async def _work(self, resource: Resource, uid: str, queue: asyncio.Queue[tuple[str | None, Object]]) -> None:
+    async def _process_queue(self, resource: Resource, uid: str, queue: asyncio.Queue[tuple[str | None, Object]]) -> None:
         while not queue.empty():
             type_, found = queue.get_nowait()
-            await self._process(resource, type_, found)
+            await self._process_event(resource, type_, found)
         del self._queues[uid]
 
-    async def _process(self, resource: Resource, type_: str | None, found: Object) -> None:
+    async def _process_event(self, resource: Resource, type_: str | None, found: Object) -> None:
         metadata = found["metadata"]
         daemon = self._daemons.get(metadata["uid"])
         if daemon is not None:
             daemon.body.clear()
             daemon.body.update(found)
-        for handler in self._concerned(self._registry._watching._handlers, resource, found):
+        for handler in self._select_handlers(self._registry._watching._handlers, resource, found):
             try:
                 await handler.fn(
                     memo=self.memo, body=found, type=type_, namespace=metadata.get("namespace"), name=metadata["name"]
                 )
             except Exception as error:
                 log.exception("a handler of %s failed: %r", resource.plural, error)
-        for handler in self._concerned(self._registry._spawning._handlers, resource, found):
-            await self._accompany(handler, resource, type_, found, daemon)
+        for handler in self._select_handlers(self._registry._spawning._handlers, resource, found):
+            await self._supervise_daemon(handler, resource, type_, found, daemon)
 
-    async def _accompany(
+    async def _supervise_daemon(
         self, handler: Any, resource: Resource, type_: str | None, found: Object, daemon: _Daemon | None
     ) -> None:
         metadata, finalizer = found["metadata"], self.settings.persistence.finalizer
@@ -213,24 +213,24 @@ class Kopf:
             return
         if "deletionTimestamp" not in metadata:
             if daemon is None:
-                self._spawn(handler, resource, found)
+                self._spawn_daemon(handler, resource, found)
             if finalizer not in metadata.get("finalizers", ()):
                 await self._patch_finalizers(resource, found, [*metadata.get("finalizers", ()), finalizer])
             return
         if daemon is not None:
             daemon.stopped.set()
         if finalizer in metadata.get("finalizers", ()):
-            await self._release(resource, found, daemon)
+            await self._run_deletion_handlers(resource, found, daemon)
 
-    async def _release(self, resource: Resource, found: Object, daemon: _Daemon | None) -> None:
-        for handler in self._concerned(self._registry._changing._handlers, resource, found):
+    async def _run_deletion_handlers(self, resource: Resource, found: Object, daemon: _Daemon | None) -> None:
+        for handler in self._select_handlers(self._registry._changing._handlers, resource, found):
             while True:
                 try:
                     await handler.fn(memo=self.memo, body=found)
                     break
                 except Exception as error:
                     log.exception("a deletion of %s failed: %r", resource.plural, error)
-                    await asyncio.sleep(RETRY_SECONDS)
+                    await asyncio.sleep(HANDLER_RETRY_SECONDS)
         if daemon is not None and daemon.task is not None:
             await asyncio.wait([daemon.task])
         while True:
@@ -245,20 +245,20 @@ class Kopf:
             if await self._patch_finalizers(resource, found, others):
                 return
 
-    def _spawn(self, handler: Any, resource: Resource, found: Object) -> None:
-        daemon = self._daemons[found["metadata"]["uid"]] = _Daemon(Body(found), Stopped())
+    def _spawn_daemon(self, handler: Any, resource: Resource, found: Object) -> None:
+        daemon = self._daemons[found["metadata"]["uid"]] = _Daemon(Body(found), DaemonStopped())
         daemon.task = asyncio.create_task(
-            self._keep(handler, resource, daemon), name=f"daemon {found['metadata']['name']}"
+            self._run_daemon(handler, resource, daemon), name=f"daemon {found['metadata']['name']}"
         )
 
-    async def _keep(self, handler: Any, resource: Resource, daemon: _Daemon) -> None:
+    async def _run_daemon(self, handler: Any, resource: Resource, daemon: _Daemon) -> None:
         while True:
             try:
                 await handler.fn(memo=self.memo, body=daemon.body, stopped=daemon.stopped)
             except Exception as error:
                 log.exception("a daemon of %s failed: %r", resource.plural, error)
                 if not daemon.stopped:
-                    await asyncio.sleep(RETRY_SECONDS)
+                    await asyncio.sleep(HANDLER_RETRY_SECONDS)
                     continue
             break
 
@@ -270,12 +270,12 @@ class Kopf:
         known = {name: metadata[name] for name in ("uid", "resourceVersion")}
         body = {"metadata": {**known, "finalizers": finalizers}}
         try:
-            answer = await self._ask("PATCH", path, {"fieldManager": "kopf"}, body, MERGE_PATCH)
-        except _BROKEN:
+            answer = await self._send_with_retries("PATCH", path, {"fieldManager": "kopf"}, body, MERGE_PATCH)
+        except _CONNECTION_ERRORS:
             return False
         return answer.status < 300 or answer.status == 404
 
-    async def _ask(self, method: str, path: str, query: dict[str, str], body: Object | None, style: str) -> Answer:
+    async def _send_with_retries(self, method: str, path: str, query: dict[str, str], body: Object | None, style: str) -> ApiResponse:
         """Tried again where nobody answers, as often as kopf does. Raises what _BROKEN lists."""
         backoffs = self.settings.networking.error_backoffs
         for pause in [*(backoffs if isinstance(backoffs, Iterable) else ()), None]:
@@ -283,21 +283,21 @@ class Kopf:
                 answer = await self.connection.request(method, path, query, body, style)
                 if pause is None or (answer.status < 500 and answer.status != 429):
                     return answer
-            except _BROKEN:
+            except _CONNECTION_ERRORS:
                 if pause is None:
                     raise
             await asyncio.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
-    def _concerned(self, handlers: Any, resource: Resource, found: Object) -> Iterator[Any]:
+    def _select_handlers(self, handlers: Any, resource: Resource, found: Object) -> Iterator[Any]:
         for handler in handlers:
-            if _resource(handler.selector) != resource or not _has_labels(handler.labels, found):
+            if _build_resource(handler.selector) != resource or not _has_labels(handler.labels, found):
                 continue
             if handler.when is None or handler.when(spec=found.get("spec", {}), status=found.get("status", {})):
                 yield handler
 
 
-def _resource(selector: Any) -> Resource:
+def _build_resource(selector: Any) -> Resource:
     return Resource(selector.group, selector.version, selector.any_name)
 
 

@@ -12,176 +12,176 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import singledispatch
 
-from pacekeeper_operator.api import LABEL_JOB, SIDECAR, TRAINER
-from pacekeeper_operator.state import Draft
+from pacekeeper_operator.api import LABEL_JOB, SIDECAR_CONTAINER, TRAINER_CONTAINER
+from pacekeeper_operator.state import DesiredState
 from testcluster import faults as machine
-from tests.support.cluster import Cluster, running_cluster, scratch_namespace
-from tests.support.jobs import Job, paced
-from tests.support.operator_process import OperatorProcess, operating
-from tests.support.resources import without_operator
+from tests.support.cluster import KubectlCluster, running_cluster, scratch_namespace
+from tests.support.jobs import ClusterJob, build_paced_job
+from tests.support.operator_process import OperatorProcess, run_operator_process
+from tests.support.resources import run_without_operator
 
 from ..faults import machines, people, ranks
-from ..faults.fault import Fault, Heal, Missed, NodeFault, Role, WorkerFault
+from ..faults.fault import Fault, HealCallback, TargetMissing, NodeFault, TargetRole, WorkerFault
 from ..faults.operators import OperatorKilled
-from .disaster import GRACE_SECONDS, STEP_SECONDS, Disaster
-from .performance import Entry, Object, perform
+from .disaster import WORKER_GRACE_SECONDS, CONFORMANCE_STEP_SECONDS, ConformanceScenario
+from .performance import SequenceEntry, Object, run_scenario
 
-LONG = 10_000_000
-RESOURCES = {"requests": {"cpu": "20m", "memory": "256Mi"}, "limits": {"cpu": "400m", "memory": "1200Mi"}}
+MAX_TRAINING_STEPS = 10_000_000
+TRAINER_RESOURCES = {"requests": {"cpu": "20m", "memory": "256Mi"}, "limits": {"cpu": "400m", "memory": "1200Mi"}}
 """Of a trainer: so little memory that a rank has filled it before it seems to hang."""
-AT_ONCE = 3
+MAX_CONCURRENT_JOBS = 3
 """Jobs that train at the same time, where they do not disturb each other."""
 
 
 @contextmanager
-def on_the_cluster() -> Iterator[tuple[Cluster, OperatorProcess]]:
+def prepare_cluster() -> Iterator[tuple[KubectlCluster, OperatorProcess]]:
     """It is up, and has no operator but this one."""
-    with running_cluster() as cluster, without_operator(cluster), operating(cluster) as operator:
+    with running_cluster() as cluster, run_without_operator(cluster), run_operator_process(cluster) as operator:
         yield cluster, operator
 
 
-def play_all(
-    cluster: Cluster,
+def run_all_on_cluster(
+    cluster: KubectlCluster,
     operator: OperatorProcess,
-    disasters: Iterable[Disaster],
+    scenarios: Iterable[ConformanceScenario],
     told: Callable[[str], None] = lambda _: None,
-) -> Iterator[tuple[Disaster, tuple[Entry, ...]]]:
+) -> Iterator[tuple[ConformanceScenario, tuple[SequenceEntry, ...]]]:
     """As they end: those that may be at the same time first, then one after the other. `told`: what happens, with the
     incidents' own words."""
-    disasters = list(disasters)
+    scenarios = list(scenarios)
 
-    def play(disaster: Disaster) -> tuple[Disaster, tuple[Entry, ...]]:
-        return disaster, play_one(cluster, operator, disaster, told)
+    def play(disaster: ConformanceScenario) -> tuple[ConformanceScenario, tuple[SequenceEntry, ...]]:
+        return disaster, run_one_on_cluster(cluster, operator, disaster, told)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from pool.map(play, [each for each in disasters if not each.exclusive])
-    yield from map(play, [each for each in disasters if each.exclusive])
+    with ThreadPoolExecutor(MAX_CONCURRENT_JOBS) as pool:
+        yield from pool.map(play, [each for each in scenarios if not each.is_exclusive])
+    yield from map(play, [each for each in scenarios if each.is_exclusive])
 
 
-def play_one(
-    cluster: Cluster, operator: OperatorProcess, disaster: Disaster, told: Callable[[str], None] = lambda _: None
-) -> tuple[Entry, ...]:
+def run_one_on_cluster(
+    cluster: KubectlCluster, operator: OperatorProcess, scenario: ConformanceScenario, told: Callable[[str], None] = lambda _: None
+) -> tuple[SequenceEntry, ...]:
     with scratch_namespace(cluster) as namespace:
-        stage = ClusterStage(operator, Job(cluster, namespace, disaster.job.name), disaster)
+        stage = ClusterTarget(operator, ClusterJob(cluster, namespace, scenario.job.name), scenario)
         try:
-            return asyncio.run(perform(stage, disaster, told))
+            return asyncio.run(run_scenario(stage, scenario, told))
         finally:
             cluster.kubectl("delete", "trainingjobs", "--all", "-n", namespace, "--wait=false")
-            if disaster.exclusive:
+            if scenario.is_exclusive:
                 cluster.kubectl("delete", "nodequarantines", "--all", "--timeout=60s", timeout=70)
 
 
 @dataclass(frozen=True)
-class ClusterStage:
+class ClusterTarget:
     """One job in a namespace of its own."""
 
     operator: OperatorProcess
-    on: Job
-    disaster: Disaster
+    test_job: ClusterJob
+    scenario: ConformanceScenario
 
-    def make_job(self) -> None:
-        settings = self.disaster.job
+    def create_job(self) -> None:
+        settings = self.scenario.job
         apart = {
             "labelSelector": {"matchLabels": {LABEL_JOB: settings.name}},
             "topologyKey": "kubernetes.io/hostname",
         }
-        body = paced(
+        body = build_paced_job(
             settings.name,
-            LONG,
-            trainer={"resources": RESOURCES},
-            environment={"STOP_EVERY": "20", "SLEEP": str(STEP_SECONDS)},
+            MAX_TRAINING_STEPS,
+            trainer={"resources": TRAINER_RESOURCES},
+            environment={"STOP_EVERY": "20", "SLEEP": str(CONFORMANCE_STEP_SECONDS)},
             pod={
                 "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}},
-                "terminationGracePeriodSeconds": GRACE_SECONDS,
+                "terminationGracePeriodSeconds": WORKER_GRACE_SECONDS,
             },
             replicas=settings.replicas,
             spares=settings.spares,
             **settings.spec,
         )
-        Job.apply(self.on.cluster, self.on.namespace, body)
+        ClusterJob.apply(self.test_job.cluster, self.test_job.namespace, body)
 
-    def strike(self, fault: Fault) -> Heal | None:
-        return _strike(fault, self)
+    def strike(self, fault: Fault) -> HealCallback | None:
+        return _inject_fault(fault, self)
 
     def kill_operator(self) -> None:
         self.operator.kill()
 
-    def revive_operator(self) -> None:
+    def restart_operator(self) -> None:
         self.operator.start()
 
-    def job(self) -> Object:
-        return self.on.read()
+    def read_job(self) -> Object:
+        return self.test_job.read()
 
-    def draft(self) -> Draft | None:
-        return self.on.draft()
+    def read_desired(self) -> DesiredState | None:
+        return self.test_job.read_desired()
 
-    def incidents(self) -> list[Object]:
-        return list(self.on.incidents())
+    def list_incidents(self) -> list[Object]:
+        return list(self.test_job.list_incidents())
 
-    def pods(self) -> frozenset[str]:
-        return frozenset(pod["metadata"]["name"] for pod in self.on.pods())
+    def list_pods(self) -> frozenset[str]:
+        return frozenset(pod["metadata"]["name"] for pod in self.test_job.list_pods())
 
-    def rank(self, fault: WorkerFault | NodeFault) -> int:
+    def find_rank(self, fault: WorkerFault | NodeFault) -> int:
         """Of the member that a fault strikes: each has one, in the order of the plan."""
-        return fault.index % len(self.on.plan()["members"])
+        return fault.index % len(self.test_job.read_plan()["members"])
 
-    def worker(self, fault: WorkerFault) -> str:
+    def find_worker(self, fault: WorkerFault) -> str:
         """Its pod."""
-        if fault.role is Role.MEMBER:
-            return self.on.worker(self.rank(fault))
-        seated = [member["worker"] for member in self.on.plan()["members"]]
-        spares = sorted(self.pods() - set(seated))
+        if fault.role is TargetRole.MEMBER:
+            return self.test_job.find_worker(self.find_rank(fault))
+        seated = [member["worker"] for member in self.test_job.read_plan()["members"]]
+        spares = sorted(self.list_pods() - set(seated))
         if not spares:
-            raise Missed(f"job {self.on.name} has no spare")
+            raise TargetMissing(f"job {self.test_job.name} has no spare")
         return spares[fault.index % len(spares)]
 
-    def ask(self, fault: WorkerFault, word: str) -> None:
+    def command_script(self, fault: WorkerFault, word: str) -> None:
         """The script of the rank that it strikes does it, in its next step."""
-        file = self.on.folder() / f"fault-{self.rank(fault)}"
+        file = self.test_job.find_checkpoint_folder() / f"fault-{self.find_rank(fault)}"
         written = file.with_suffix(".new")
         written.write_text(word)
         written.rename(file)
 
-    def kubectl(self, *arguments: str, stdin: str | None = None) -> None:
-        self.on.cluster.kubectl(*arguments, stdin=stdin)
+    def run_kubectl(self, *arguments: str, stdin: str | None = None) -> None:
+        self.test_job.cluster.kubectl(*arguments, stdin=stdin)
 
 
 @singledispatch
-def _strike(fault: Fault, stage: ClusterStage) -> Heal | None:
+def _inject_fault(fault: Fault, stage: ClusterTarget) -> HealCallback | None:
     raise NotImplementedError(f"nobody can do this to the test cluster: {fault}")
 
 
-@_strike.register
-def _(fault: ranks.RankCrashes, stage: ClusterStage) -> None:
+@_inject_fault.register
+def _(fault: ranks.RankCrashes, stage: ClusterTarget) -> None:
     if fault.code < 0:
-        stage.on.crash(stage.rank(fault))
+        stage.test_job.crash_rank(stage.find_rank(fault))
     else:
-        stage.ask(fault, "raise")
+        stage.command_script(fault, "raise")
 
 
-@_strike.register
-def _(fault: ranks.RankRunsOutOfMemory, stage: ClusterStage) -> None:
-    stage.ask(fault, "fill")
+@_inject_fault.register
+def _(fault: ranks.RankRunsOutOfMemory, stage: ClusterTarget) -> None:
+    stage.command_script(fault, "fill")
 
 
-@_strike.register
-def _(fault: ranks.RankHangs, stage: ClusterStage) -> None:
-    stage.ask(fault, "hang")
+@_inject_fault.register
+def _(fault: ranks.RankHangs, stage: ClusterTarget) -> None:
+    stage.command_script(fault, "hang")
 
 
-@_strike.register
-def _(fault: ranks.RankStopped, stage: ClusterStage) -> None:
-    stage.on.hang(stage.rank(fault))
+@_inject_fault.register
+def _(fault: ranks.RankStopped, stage: ClusterTarget) -> None:
+    stage.test_job.hang_rank(stage.find_rank(fault))
 
 
-@_strike.register
-def _(fault: ranks.Frozen, stage: ClusterStage) -> Heal:
+@_inject_fault.register
+def _(fault: ranks.ProcessPaused, stage: ClusterTarget) -> HealCallback:
     """The launcher alone, or all processes of the pod."""
-    namespace, worker = stage.on.namespace, stage.worker(fault)
-    launcher, *others = machine.container_pids(namespace, worker, TRAINER)
+    namespace, worker = stage.test_job.namespace, stage.find_worker(fault)
+    launcher, *others = machine.list_container_pids(namespace, worker, TRAINER_CONTAINER)
     stopped = [launcher]
-    if fault.part is ranks.Part.POD:
-        stopped += [*others, *machine.container_pids(namespace, worker, SIDECAR)]
+    if fault.part is ranks.WorkerProcess.POD:
+        stopped += [*others, *machine.list_container_pids(namespace, worker, SIDECAR_CONTAINER)]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
 
@@ -193,66 +193,66 @@ def _(fault: ranks.Frozen, stage: ClusterStage) -> Heal:
     return heal
 
 
-@_strike.register
-def _(fault: ranks.ProcessKilled, stage: ClusterStage) -> None:
-    container = SIDECAR if fault.part is ranks.Part.SIDECAR else TRAINER
-    first, *_ = machine.container_pids(stage.on.namespace, stage.worker(fault), container)
+@_inject_fault.register
+def _(fault: ranks.ProcessKilled, stage: ClusterTarget) -> None:
+    container = SIDECAR_CONTAINER if fault.part is ranks.WorkerProcess.SIDECAR else TRAINER_CONTAINER
+    first, *_ = machine.list_container_pids(stage.test_job.namespace, stage.find_worker(fault), container)
     os.kill(first, signal.SIGKILL)
 
 
-@_strike.register
-def _(fault: machines.PodDeleted, stage: ClusterStage) -> None:
+@_inject_fault.register
+def _(fault: machines.PodDeleted, stage: ClusterTarget) -> None:
     by_force = ["--force", "--grace-period=0"] if fault.force else []
-    stage.kubectl("delete", "pod", stage.worker(fault), "-n", stage.on.namespace, "--wait=false", *by_force)
+    stage.run_kubectl("delete", "pod", stage.find_worker(fault), "-n", stage.test_job.namespace, "--wait=false", *by_force)
 
 
-@_strike.register
-def _(fault: machines.NodeDrained, stage: ClusterStage) -> Heal:
-    rank = stage.rank(fault)
-    worker, node, namespace = stage.on.worker(rank), stage.on.node(rank), stage.on.namespace
-    stage.kubectl("cordon", node)
+@_inject_fault.register
+def _(fault: machines.NodeDrained, stage: ClusterTarget) -> HealCallback:
+    rank = stage.find_rank(fault)
+    worker, node, namespace = stage.test_job.find_worker(rank), stage.test_job.find_node(rank), stage.test_job.namespace
+    stage.run_kubectl("cordon", node)
     eviction = {
         "apiVersion": "policy/v1",
         "kind": "Eviction",
         "metadata": {"name": worker, "namespace": namespace},
     }
     path = f"/api/v1/namespaces/{namespace}/pods/{worker}/eviction"
-    stage.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
-    return lambda: stage.kubectl("uncordon", node)
+    stage.run_kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
+    return lambda: stage.run_kubectl("uncordon", node)
 
 
-@_strike.register
-def _(fault: machines.NodeTainted, stage: ClusterStage) -> Heal:
-    node = stage.on.node(stage.rank(fault))
-    stage.kubectl("taint", "node", node, f"{machines.MAINTENANCE}:{fault.effect}", "--overwrite")
-    return lambda: stage.kubectl("taint", "node", node, f"{machines.MAINTENANCE}-")
+@_inject_fault.register
+def _(fault: machines.NodeTainted, stage: ClusterTarget) -> HealCallback:
+    node = stage.test_job.find_node(stage.find_rank(fault))
+    stage.run_kubectl("taint", "node", node, f"{machines.MAINTENANCE_TAINT}:{fault.effect}", "--overwrite")
+    return lambda: stage.run_kubectl("taint", "node", node, f"{machines.MAINTENANCE_TAINT}-")
 
 
-@_strike.register
-def _(fault: machines.NodeIsCutOff, stage: ClusterStage) -> Heal:
-    node = stage.on.node(stage.rank(fault))
-    machine.node_down(node)
-    return lambda: machine.node_up(node)
+@_inject_fault.register
+def _(fault: machines.NodeIsCutOff, stage: ClusterTarget) -> HealCallback:
+    node = stage.test_job.find_node(stage.find_rank(fault))
+    machine.disconnect_node(node)
+    return lambda: machine.reconnect_node(node)
 
 
-@_strike.register
-def _(_: OperatorKilled, stage: ClusterStage) -> None:
+@_inject_fault.register
+def _(_: OperatorKilled, stage: ClusterTarget) -> None:
     stage.kill_operator()
-    stage.revive_operator()
+    stage.restart_operator()
 
 
-@_strike.register
-def _(_: people.JobSuspended, stage: ClusterStage) -> Heal:
-    stage.on.patch(suspend=True)
-    return lambda: stage.on.patch(suspend=False)
+@_inject_fault.register
+def _(_: people.JobSuspended, stage: ClusterTarget) -> HealCallback:
+    stage.test_job.patch(suspend=True)
+    return lambda: stage.test_job.patch(suspend=False)
 
 
-@_strike.register
-def _(fault: people.JobScaled, stage: ClusterStage) -> None:
-    stage.on.patch(replicas=fault.replicas)
+@_inject_fault.register
+def _(fault: people.JobScaled, stage: ClusterTarget) -> None:
+    stage.test_job.patch(replicas=fault.replicas)
 
 
-@_strike.register
-def _(_: people.JobFinishes, stage: ClusterStage) -> None:
+@_inject_fault.register
+def _(_: people.JobFinishes, stage: ClusterTarget) -> None:
     """As soon as its ranks look."""
-    (stage.on.folder() / "stop").touch()
+    (stage.test_job.find_checkpoint_folder() / "stop").touch()

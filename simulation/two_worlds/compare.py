@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from .cluster import on_the_cluster, play_all
-from .disaster import disaster
-from .sequences import Comparison, table
-from .simulated import simulate
+from .cluster import prepare_cluster, run_all_on_cluster
+from .disaster import generate_scenario
+from .sequences import Comparison, format_table
+from .simulated import run_in_simulation
 
 
-def compare(seeds: Iterable[int]) -> int:
+def compare_worlds(seeds: Iterable[int]) -> int:
     """What happened is printed as seeds end, then a table. The exit status: 1 where the worlds differ."""
     logging.disable(logging.WARNING)  # of the simulated operator, whose words are nobody's concern here
-    with on_the_cluster() as (cluster, operator):
+    with prepare_cluster() as (cluster, operator):
         found = []
-        for each, real in play_all(cluster, operator, map(disaster, seeds)):
-            found.append(Comparison(each, simulate(each), real))
-            print(*found[-1].lines(), sep="\n", flush=True)
-    print(*table(found), sep="\n")
+        for each, real in run_all_on_cluster(cluster, operator, map(generate_scenario, seeds)):
+            found.append(Comparison(each, run_in_simulation(each), real))
+            print(*found[-1].format_lines(), sep="\n", flush=True)
+    print(*format_table(found), sep="\n")
     return 0 if all(each.agrees for each in found) else 1

@@ -7,52 +7,52 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pacekeeper_operator.api import Condition, JobPhase
-from pacekeeper_operator.state import Draft
+from pacekeeper_operator.api import JobCondition, JobPhase
+from pacekeeper_operator.state import DesiredState
 
-from ..faults.fault import Fault, Heal, Missed
-from .disaster import Dies, Disaster, Episode, Sign
+from ..faults.fault import Fault, HealCallback, TargetMissing
+from .disaster import OperatorDeath, ConformanceScenario, Episode, ExpectedSign
 
 Object = Mapping[str, Any]
-LOOK_SECONDS = 0.5
-AT_ONCE_SECONDS = 0.1
+CALM_POLL_SECONDS = 0.5
+OPERATOR_DEATH_POLL_SECONDS = 0.1
 """Between two looks for the moment at which the operator dies."""
 CALM_SECONDS = 8.0
 """So long all is well before the next fault comes: spares are warm by then, and rounds have trained."""
-PATIENCE_SECONDS = 240.0
+NOTICE_TIMEOUT_SECONDS = 240.0
 """Until a fault is noticed, and until all is calm again."""
-DOUBT_SECONDS = 5.0
+UNNOTICED_FAULT_SECONDS = 5.0
 """What is not expected to be noticed has so long a time to show."""
 
 
-class Stage(Protocol):
+class ConformanceTarget(Protocol):
     """A world with one job in it."""
 
-    def make_job(self) -> None: ...
+    def create_job(self) -> None: ...
 
-    def strike(self, fault: Fault) -> Heal | None:
+    def strike(self, fault: Fault) -> HealCallback | None:
         """Raises Missed where there is nobody to strike."""
 
     def kill_operator(self) -> None:
         """It starts again by itself, now or with `revive_operator`."""
 
-    def revive_operator(self) -> None: ...
+    def restart_operator(self) -> None: ...
 
-    def job(self) -> Object:
+    def read_job(self) -> Object:
         """As stored."""
 
-    def draft(self) -> Draft | None:
+    def read_desired(self) -> DesiredState | None:
         """Plan and bookkeeping as the operator has written them; None: not yet."""
 
-    def incidents(self) -> list[Object]:
+    def list_incidents(self) -> list[Object]:
         """Of the job, as stored."""
 
-    def pods(self) -> frozenset[str]:
+    def list_pods(self) -> frozenset[str]:
         """Names of the job's."""
 
 
 @dataclass(frozen=True)
-class Healed:
+class IncidentSummary:
     """How an incident is told. Left out are times, messages, and which pod and node it was: which of equal ones, is the
     scheduler's choice."""
 
@@ -68,7 +68,7 @@ class Healed:
 
 
 @dataclass(frozen=True)
-class Look:
+class JobSnapshot:
     """At the job, when all is calm."""
 
     phase: str
@@ -76,176 +76,176 @@ class Look:
     round: int
     restarts: int
     workers: str
-    made: int  # pods, ever
+    pods_created: int  # pods, ever
 
     def __str__(self) -> str:
         return (
             f"{self.phase}, membership {self.membership}, round {self.round}, restarts {self.restarts}, "
-            f"workers {self.workers}, {self.made} made"
+            f"workers {self.workers}, {self.pods_created} made"
         )
 
 
-Entry = str
+SequenceEntry = str
 """One line of a sequence."""
 
 
-async def perform(stage: Stage, disaster: Disaster, told: Callable[[str], None] = lambda _: None) -> tuple[Entry, ...]:
+async def run_scenario(target: ConformanceTarget, scenario: ConformanceScenario, on_entry: Callable[[str], None] = lambda _: None) -> tuple[SequenceEntry, ...]:
     """What happened, in an order that both worlds share. Where the job does not become calm it ends early, and says
     so."""
-    performance = _Performance(stage, told)
+    performance = _ScenarioRun(target, on_entry)
     try:
-        await performance.play(disaster)
-    except _Never as error:
-        performance.say(f"NOT WITHIN {PATIENCE_SECONDS:.0f} s: {error}")
+        await performance.run(scenario)
+    except _NotReached as error:
+        performance.add_entry(f"NOT WITHIN {NOTICE_TIMEOUT_SECONDS:.0f} s: {error}")
     return tuple(performance.entries)
 
 
-class _Never(Exception):
+class _NotReached(Exception):
     """What was waited for has not come."""
 
 
-class _Performance:
-    def __init__(self, stage: Stage, told: Callable[[str], None]) -> None:
-        self.entries: list[Entry] = []
-        self._stage = stage
-        self._told = told
+class _ScenarioRun:
+    def __init__(self, target: ConformanceTarget, on_entry: Callable[[str], None]) -> None:
+        self.entries: list[SequenceEntry] = []
+        self._target = target
+        self._on_entry = on_entry
         self._known: dict[str, None] = {}  # names of incidents that stand in the sequence
 
-    def say(self, entry: Entry) -> None:
+    def add_entry(self, entry: SequenceEntry) -> None:
         self.entries.append(entry)
-        self._told(entry)
+        self._on_entry(entry)
 
-    async def play(self, disaster: Disaster) -> None:
-        self._stage.make_job()
-        await self._calm()
-        self._look()
-        for episode in disaster.episodes:
-            self.say(f"→ {episode}")
-            await self._play(episode)
+    async def run(self, scenario: ConformanceScenario) -> None:
+        self._target.create_job()
+        await self._wait_until_calm()
+        self._record_state()
+        for episode in scenario.episodes:
+            self.add_entry(f"→ {episode}")
+            await self._run_episode(episode)
 
-    async def _play(self, episode: Episode) -> None:
-        stage, noticed = self._stage, self._notices(episode.sign)
-        membership = self._membership()
+    async def _run_episode(self, episode: Episode) -> None:
+        stage, noticed = self._target, self._build_notice_check(episode.expected_sign)
+        membership = self._read_membership()
         undo = None if episode.prelude is None else stage.strike(episode.prelude)
-        if episode.operator is Dies.WITH_THE_FAULT:
+        if episode.operator_death is OperatorDeath.AT_FAULT:
             stage.kill_operator()
         try:
-            heal = stage.strike(episode.what)
-        except Missed as error:
-            self.say(f"misses: {error}")
+            heal = stage.strike(episode.fault)
+        except TargetMissing as error:
+            self.add_entry(f"misses: {error}")
             heal = None
             noticed = lambda: True  # noqa: E731
         finally:
-            if episode.operator is Dies.WITH_THE_FAULT:
-                stage.revive_operator()
-        if episode.operator is Dies.AT_THE_INCIDENT:
-            await self._until(lambda: len(stage.incidents()) > len(self._known), "an incident", AT_ONCE_SECONDS)
-            self._operator_dies()
-        elif episode.operator is Dies.AT_THE_ROUND:
-            await self._until(lambda: self._membership() > membership or noticed(), "a new plan", AT_ONCE_SECONDS)
-            self._operator_dies()
-        await self._until(noticed, f"{episode.sign} that tells of it")
-        if episode.sign is Sign.NONE:
-            await asyncio.sleep(DOUBT_SECONDS)
-        await self._calm()
-        self._look()
+            if episode.operator_death is OperatorDeath.AT_FAULT:
+                stage.restart_operator()
+        if episode.operator_death is OperatorDeath.AT_INCIDENT:
+            await self._wait_until(lambda: len(stage.list_incidents()) > len(self._known), "an incident", OPERATOR_DEATH_POLL_SECONDS)
+            self._kill_operator()
+        elif episode.operator_death is OperatorDeath.AT_ROUND:
+            await self._wait_until(lambda: self._read_membership() > membership or noticed(), "a new plan", OPERATOR_DEATH_POLL_SECONDS)
+            self._kill_operator()
+        await self._wait_until(noticed, f"{episode.expected_sign} that tells of it")
+        if episode.expected_sign is ExpectedSign.NONE:
+            await asyncio.sleep(UNNOTICED_FAULT_SECONDS)
+        await self._wait_until_calm()
+        self._record_state()
         if heal is not None:
             heal()
             if undo is not None:
                 undo()
-            self.say("is healed")
-            await asyncio.sleep(DOUBT_SECONDS)
-            await self._calm()
-            self._look()
+            self.add_entry("is healed")
+            await asyncio.sleep(UNNOTICED_FAULT_SECONDS)
+            await self._wait_until_calm()
+            self._record_state()
 
-    def _operator_dies(self) -> None:
-        self._stage.kill_operator()
-        self._stage.revive_operator()
+    def _kill_operator(self) -> None:
+        self._target.kill_operator()
+        self._target.restart_operator()
 
-    def _notices(self, sign: Sign) -> Callable[[], bool]:
+    def _build_notice_check(self, sign: ExpectedSign) -> Callable[[], bool]:
         """Asked from the time before the fault on."""
-        stage, pods = self._stage, self._stage.pods()
+        stage, pods = self._target, self._target.list_pods()
         match sign:
-            case Sign.INCIDENT:
-                return lambda: len(stage.incidents()) > len(self._known)
-            case Sign.SPEC:
-                return lambda: _is_seen(stage.job())
-            case Sign.PODS:
-                return lambda: bool(stage.pods() - pods)
-            case Sign.END:
-                return lambda: _phase(stage.job()) in (JobPhase.COMPLETE, JobPhase.FAILED)
+            case ExpectedSign.INCIDENT:
+                return lambda: len(stage.list_incidents()) > len(self._known)
+            case ExpectedSign.SPEC:
+                return lambda: _is_generation_observed(stage.read_job())
+            case ExpectedSign.PODS:
+                return lambda: bool(stage.list_pods() - pods)
+            case ExpectedSign.END:
+                return lambda: _get_phase(stage.read_job()) in (JobPhase.COMPLETE, JobPhase.FAILED)
         return lambda: True
 
-    async def _calm(self) -> None:
+    async def _wait_until_calm(self) -> None:
         quiet = 0.0
         waited = 0.0
         while quiet < CALM_SECONDS:
-            if waited > PATIENCE_SECONDS:
-                self._look()
-                raise _Never("calm")
-            await asyncio.sleep(LOOK_SECONDS)
-            waited += LOOK_SECONDS
-            quiet = quiet + LOOK_SECONDS if is_calm(self._stage.job(), self._stage.incidents()) else 0.0
+            if waited > NOTICE_TIMEOUT_SECONDS:
+                self._record_state()
+                raise _NotReached("calm")
+            await asyncio.sleep(CALM_POLL_SECONDS)
+            waited += CALM_POLL_SECONDS
+            quiet = quiet + CALM_POLL_SECONDS if is_job_calm(self._target.read_job(), self._target.list_incidents()) else 0.0
 
-    async def _until(self, condition: Callable[[], bool], what: str, pause: float = LOOK_SECONDS) -> None:
+    async def _wait_until(self, condition: Callable[[], bool], what: str, pause: float = CALM_POLL_SECONDS) -> None:
         waited = 0.0
         while not condition():
-            if waited > PATIENCE_SECONDS:
-                raise _Never(what)
+            if waited > NOTICE_TIMEOUT_SECONDS:
+                raise _NotReached(what)
             await asyncio.sleep(pause)
             waited += pause
 
-    def _look(self) -> None:
-        incidents = self._stage.incidents()
-        new = [body for body in incidents if _name(body) not in self._known]
-        for place, body in enumerate(sorted(new, key=_detected)):
-            self._known[_name(body)] = None
-            self.say(str(_healed(body, consequence=place > 0)))
-            self._told(f"    {_name(body)}: {body['spec'].get('message', '')}")
-        job, draft = self._stage.job(), self._stage.draft()
+    def _record_state(self) -> None:
+        incidents = self._target.list_incidents()
+        new = [body for body in incidents if _get_name(body) not in self._known]
+        for place, body in enumerate(sorted(new, key=_build_sort_key)):
+            self._known[_get_name(body)] = None
+            self.add_entry(str(_summarize_incident(body, consequence=place > 0)))
+            self._on_entry(f"    {_get_name(body)}: {body['spec'].get('message', '')}")
+        job, draft = self._target.read_job(), self._target.read_desired()
         if draft is not None:
-            self.say(str(_looked_at(job, draft)))
+            self.add_entry(str(_take_snapshot(job, draft)))
 
-    def _membership(self) -> int:
-        draft = self._stage.draft()
+    def _read_membership(self) -> int:
+        draft = self._target.read_desired()
         return 0 if draft is None else draft.plan.membership
 
 
-def is_calm(job: Object, incidents: list[Object]) -> bool:
+def is_job_calm(job: Object, incidents: list[Object]) -> bool:
     """It is as its spec wants it, as far as its status knows, and no incident is open."""
-    if not _is_seen(job) or not all(body.get("status", {}).get("outcome") for body in incidents):
+    if not _is_generation_observed(job) or not all(body.get("status", {}).get("outcome") for body in incidents):
         return False
     spec, status = job["spec"], job["status"]
-    phase = _phase(job)
+    phase = _get_phase(job)
     if phase in (JobPhase.COMPLETE, JobPhase.FAILED):
         return True
     if spec.get("suspend"):
         holds = {found["type"]: found["status"] for found in status.get("conditions", ())}
-        return phase == JobPhase.SUSPENDED and holds.get(Condition.SUSPENDED) == "True"
+        return phase == JobPhase.SUSPENDED and holds.get(JobCondition.SUSPENDED) == "True"
     workers = status.get("workers", {})
     full = workers.get("ready", 0) == spec["replicas"] and workers.get("spare", 0) == spec.get("spares", 0)
     return phase == JobPhase.RUNNING and full
 
 
-def _is_seen(job: Object) -> bool:
+def _is_generation_observed(job: Object) -> bool:
     return bool(job.get("status", {}).get("observedGeneration") == job["metadata"]["generation"])
 
 
-def _phase(job: Object) -> str:
+def _get_phase(job: Object) -> str:
     return str(job.get("status", {}).get("phase", ""))
 
 
-def _name(body: Object) -> str:
+def _get_name(body: Object) -> str:
     return str(body["metadata"]["name"])
 
 
-def _detected(incident: Object) -> tuple[str, str]:
-    return str(incident.get("status", {}).get("detected", "~")), _name(incident)
+def _build_sort_key(incident: Object) -> tuple[str, str]:
+    return str(incident.get("status", {}).get("detected", "~")), _get_name(incident)
 
 
-def _healed(incident: Object, *, consequence: bool) -> Healed:
+def _summarize_incident(incident: Object, *, consequence: bool) -> IncidentSummary:
     spec, status = incident["spec"], incident.get("status", {})
-    return Healed(
+    return IncidentSummary(
         cause=spec["cause"],
         class_=spec["class"],
         rank=None if consequence else spec.get("rank"),
@@ -254,12 +254,12 @@ def _healed(incident: Object, *, consequence: bool) -> Healed:
     )
 
 
-def _looked_at(job: Object, draft: Draft) -> Look:
-    return Look(
-        phase=_phase(job),
+def _take_snapshot(job: Object, draft: DesiredState) -> JobSnapshot:
+    return JobSnapshot(
+        phase=_get_phase(job),
         membership=draft.plan.membership,
         round=draft.state.placement.round_seen,
         restarts=draft.state.budget.total,
         workers=str(job.get("status", {}).get("workers", {}).get("summary", "")),
-        made=sum(highest + 1 for highest in draft.state.placement.incarnations.values()),
+        pods_created=sum(highest + 1 for highest in draft.state.placement.incarnations.values()),
     )

@@ -6,25 +6,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from .disaster import Disaster
-from .performance import Entry
+from .disaster import ConformanceScenario
+from .performance import SequenceEntry
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Of one disaster."""
 
-    disaster: Disaster
-    simulated: tuple[Entry, ...]
-    real: tuple[Entry, ...]
+    scenario: ConformanceScenario
+    simulated: tuple[SequenceEntry, ...]
+    real: tuple[SequenceEntry, ...]
 
     @property
     def agrees(self) -> bool:
         return self.simulated == self.real
 
-    def lines(self) -> Iterator[str]:
+    def format_lines(self) -> Iterator[str]:
         """What both say; where they differ, both."""
-        yield f"seed {self.disaster.seed}: {self.disaster}: {'the same' if self.agrees else 'DIFFERENT'}"
+        yield f"seed {self.scenario.seed}: {self.scenario}: {'the same' if self.agrees else 'DIFFERENT'}"
         for simulated, real in zip_longest(self.simulated, self.real, fillvalue="(nothing)"):
             if simulated == real:
                 yield f"    {real}"
@@ -33,8 +33,8 @@ class Comparison:
                 yield f"  + {real}"
 
 
-def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
+def format_table(comparisons: Iterable[Comparison]) -> Iterator[str]:
     """One line a seed."""
-    for found in sorted(comparisons, key=lambda found: found.disaster.seed):
+    for found in sorted(comparisons, key=lambda found: found.scenario.seed):
         verdict = "the same" if found.agrees else "DIFFERENT"
-        yield f"{found.disaster.seed:4}  {verdict:9}  {len(found.real):3} lines  {found.disaster}"
+        yield f"{found.scenario.seed:4}  {verdict:9}  {len(found.real):3} lines  {found.scenario}"

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pacekeeper.keep.news import NO_NEWS, CheckpointNews
+from pacekeeper.keep.news import NO_CHECKPOINT_STATUS, CheckpointStatus
 from pacekeeper_analysis.plan import WorkerPlan
-from pacekeeper_analysis.reports import Fault, Heartbeat
+from pacekeeper_analysis.reports import FaultReport, Heartbeat
 
-from .volume import Kept
+from .volume import SavedState
 
 
 @dataclass
-class Folder:
+class PodFolder:
     heartbeat: Heartbeat
     plan: WorkerPlan | None = None
-    contact: float = float("-inf")
+    operator_contact_at: float = float("-inf")
     """Virtual seconds of the operator's last answer."""
-    sign: float | None = None
+    launcher_alive_at: float | None = None
     """Virtual seconds of the launcher's last sign of life; None: none is expected."""
-    refused: str = ""
-    checkpoints: CheckpointNews = NO_NEWS
-    faults: dict[str, Fault] = field(default_factory=dict)
+    refusal: str = ""
+    checkpoints: CheckpointStatus = NO_CHECKPOINT_STATUS
+    faults: dict[str, FaultReport] = field(default_factory=dict)
     """By name; the sidecar takes away what is delivered."""
-    snapshot: Kept | None = None
+    snapshot: SavedState | None = None
     """In the pod's memory."""

@@ -6,27 +6,27 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .run import Run
-from .volume import Volume
+from .run import TrainingRound
+from .volume import CheckpointVolume
 
 if TYPE_CHECKING:
     from ..world import World
-    from .meeting import Host
-    from .rank import Rank
-    from .worker import Worker
+    from .meeting import SimulatedRendezvousServer
+    from .rank import SimulatedRank
+    from .worker import SimulatedWorker
 
 
 REPLICA_RANKS = "REPLICA_RANKS"
 
 
-class Training:
+class SimulatedTraining:
     """Of one job, that is of one uid. Times are seconds."""
 
     def __init__(self, world: World, uid: str, job: str, environment: dict[str, str], arguments: list[str]) -> None:
-        random = world.random(f"training {uid}")
+        random = world.create_random(f"training {uid}")
         self.uid = uid
         self.job = job
-        self.until = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else None
+        self.last_step = int(arguments[arguments.index("--steps") + 1]) if "--steps" in arguments else None
         """Steps after which it ends; None: it does not."""
         self.checkpoint_every = int(environment.get("PACEKEEPER_CHECKPOINT_EVERY") or 0)
         self.snapshot_every = random.randint(5, 20)
@@ -48,45 +48,45 @@ class Training:
         """Those of them on which it was an error in the script's text."""
         self.outage_at = -math.inf
         """When a rank or a worker last ended at its start because of an outage (virtual seconds)."""
-        self.runs: list[Run] = []
+        self.rounds: list[TrainingRound] = []
         """All rounds whose ranks have met, in that order."""
-        self.volume = Volume(int(environment.get("PACEKEEPER_CHECKPOINT_KEEP") or 3))
+        self.volume = CheckpointVolume(int(environment.get("PACEKEEPER_CHECKPOINT_KEEP") or 3))
 
 
-class Trainings:
+class TrainingRegistry:
     """Of all jobs."""
 
     def __init__(self, world: World) -> None:
-        self.on_rank_exit: list[Callable[[Rank], None]] = []
+        self.on_rank_exit: list[Callable[[SimulatedRank], None]] = []
         """Called when a rank has ended."""
-        self.on_exit: list[Callable[[Worker], None]] = []
+        self.on_exit: list[Callable[[SimulatedWorker], None]] = []
         """Called when a worker's trainer has ended."""
-        self.on_step: list[Callable[[Run], None]] = []
+        self.on_step: list[Callable[[TrainingRound], None]] = []
         """Called when ranks have come to an ordinal after at least a step, and when they have restored their state."""
         self.outage = ""
         """Error of each rank that starts: what all need of their surroundings is away. "": nothing is."""
         self.outage_at_import = False
         """Whether workers end of it before their ranks start."""
-        self.hosts: dict[str, Host] = {}
+        self.rendezvous_servers: dict[str, SimulatedRendezvousServer] = {}
         """Launchers that serve a meeting, by address:port."""
         self._world = world
-        self._by_job: dict[str, Training] = {}
-        self._stores: dict[tuple[str, int], Run] = {}
+        self._by_job: dict[str, SimulatedTraining] = {}
+        self._stores: dict[tuple[str, int], TrainingRound] = {}
 
-    def of_job(self, uid: str) -> Training | None:
+    def find_training(self, uid: str) -> SimulatedTraining | None:
         """None: no worker of this job has run yet."""
         return self._by_job.get(uid)
 
-    def of_worker(self, worker: Worker) -> Training:
+    def get_or_create_training(self, worker: SimulatedWorker) -> SimulatedTraining:
         found = self._by_job.get(worker.job_uid)
         if found is None:
-            found = Training(self._world, worker.job_uid, worker.job, worker.environment, worker.arguments)
+            found = SimulatedTraining(self._world, worker.job_uid, worker.job, worker.environment, worker.arguments)
             self._by_job[worker.job_uid] = found
         return found
 
-    def run_at(self, address: str, port: int, rank: Rank) -> Run:
+    def find_round(self, address: str, port: int, rank: SimulatedRank) -> TrainingRound:
         """Of the ranks that meet at this store."""
         found = self._stores.get((address, port))
         if found is None:
-            found = self._stores[address, port] = Run(self._world, rank.worker.training, rank, address)
+            found = self._stores[address, port] = TrainingRound(self._world, rank.worker.training, rank, address)
         return found

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .run import Run
+    from .run import TrainingRound
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedState:
     """A state of a job. `progress`: as `modes.progress.Progress` tells it."""
 
     step: int
@@ -19,28 +19,28 @@ class Kept:
     progress: Mapping[str, Any] = field(repr=False)
 
 
-class Volume:
+class CheckpointVolume:
     """A job's folder of checkpoints, as `keep.checkpoints` treats it: the newest round owns it."""
 
     def __init__(self, keep: int) -> None:
-        self.checkpoints: list[Kept] = []
+        self.checkpoints: list[SavedState] = []
         """Published ones, oldest first."""
-        self.owner: Run | None = None
+        self.owner: TrainingRound | None = None
         """The run that may publish."""
         self.fails = False
         """Nothing can be written there."""
         self.slow = 0.0
         """Seconds that each checkpoint takes longer."""
-        self._keep = keep
+        self._max_checkpoints = keep
 
     @property
-    def newest(self) -> Kept | None:
+    def newest(self) -> SavedState | None:
         return self.checkpoints[-1] if self.checkpoints else None
 
-    def publish(self, kept: Kept) -> None:
+    def publish(self, kept: SavedState) -> None:
         """The owner does. Older ones beyond `keep` are forgotten."""
         others = [older for older in self.checkpoints if older.step != kept.step]
-        self.checkpoints = sorted([*others, kept], key=lambda each: each.step)[-self._keep :]
+        self.checkpoints = sorted([*others, kept], key=lambda each: each.step)[-self._max_checkpoints :]
 
     def tear_newest(self) -> None:
         """Its files no longer have their checksums, so that nobody restores it."""

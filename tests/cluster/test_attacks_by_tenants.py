@@ -16,7 +16,7 @@ import pytest
 
 from testcluster import release
 from tests.support.chart import RELEASE, SYSTEM
-from tests.support.cluster import Cluster, scratch_namespace, wait_for
+from tests.support.cluster import KubectlCluster, scratch_namespace, wait_for
 
 OPERATOR = f"system:serviceaccount:{SYSTEM}:{RELEASE}"
 API_VERSION = "pacekeeper.dev/v1alpha1"
@@ -27,7 +27,7 @@ DRY_RUN = "--dry-run=server"
 class Tenant:
     """A namespace with service accounts of different rights in it, and what stands in it."""
 
-    cluster: Cluster
+    cluster: KubectlCluster
     namespace: str
 
     def account(self, name: str) -> str:
@@ -80,7 +80,7 @@ def several(bodies: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def tenant(cluster: Cluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG001  # the chart must be installed
+def tenant(cluster: KubectlCluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG001  # the chart must be installed
     with scratch_namespace(cluster) as namespace:
         found = Tenant(cluster, namespace)
         cluster.apply(JOB, namespace)
@@ -102,7 +102,7 @@ def tenant(cluster: Cluster, operator: None) -> Iterator[Tenant]:  # noqa: ARG00
         yield found
 
 
-def is_suspended(cluster: Cluster, namespace: str) -> bool:
+def is_suspended(cluster: KubectlCluster, namespace: str) -> bool:
     return bool(cluster.get("tj", "gpt", namespace).get("status", {}).get("phase") == "Suspended")
 
 
@@ -133,7 +133,7 @@ def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_o
     levels = 9_900
     body = JOB | {"metadata": {"name": "deep"}, "spec": {"template": JOB["spec"]["template"] | {"x": "deep"}}}
     text = json.dumps(body).replace('"x": "deep"', f'"x": {"[" * levels}{"]" * levels}')
-    before = wait_for(release.leading_pod, 30, "an operator leads, and is there to stay")["metadata"]["name"]
+    before = wait_for(release.find_leading_pod, 30, "an operator leads, and is there to stay")["metadata"]["name"]
     tenant.cluster.kubectl("create", "-f", "-", "-n", tenant.namespace, stdin=text)
     where = ("get", "tj", "deep", "-n", tenant.namespace, "-o")
     invalid = 'jsonpath={.status.conditions[?(@.type=="InvalidTemplate")].message}'
@@ -143,7 +143,7 @@ def test_an_object_nested_as_deeply_as_it_goes_is_refused_and_no_operator_ends_o
             timeout=60,
             what="refusal of a template that is nested deeply",
         )
-        assert release.leader() == before
+        assert release.get_leader_name() == before
     finally:
         tenant.cluster.kubectl("delete", "tj", "deep", "-n", tenant.namespace, "--timeout=60s")
 

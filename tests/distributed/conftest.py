@@ -76,6 +76,6 @@ def _unfreeze(pid: int) -> None:
 @pytest.fixture(params=["0", "1"], ids=["Python", "C"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Have ranks record in Python, or with the part in C: by `PACEKEEPER_NATIVE`, as in the field."""
-    assert opening.fast is not None, f"{opening.WHY_SLOW}; `make native` builds it"
+    assert opening.fast is not None, f"{opening.NATIVE_UNAVAILABLE_REASON}; `make native` builds it"
     monkeypatch.setenv("PACEKEEPER_NATIVE", request.param)
     return str(request.param)

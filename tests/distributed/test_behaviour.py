@@ -18,21 +18,21 @@ from torch import Tensor, nn
 
 import pacekeeper as pk
 from pacekeeper.observe.behaviour import watch
-from pacekeeper.runtime import Runtime, write_plan
-from pacekeeper_analysis.behaviour.localise import Localisation, localise
-from pacekeeper_analysis.behaviour.page import Page, page
-from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES, MOST_BYTES, Answer, Owner, compact
-from pacekeeper_analysis.behaviour.report import report
+from pacekeeper.runtime import RuntimeFolder, write_plan
+from pacekeeper_analysis.behaviour.localise import Localization, localize_fault
+from pacekeeper_analysis.behaviour.page import ProfilePage, write_profile_page
+from pacekeeper_analysis.behaviour.pattern import MAX_PROFILE_ANSWER_BYTES, MAX_RANK_PATTERN_BYTES, ProfileAnswer, TimeOwner, encode_compact_json
+from pacekeeper_analysis.behaviour.report import build_report_data
 from pacekeeper_analysis.behaviour.table import read_table
 from pacekeeper_analysis.diagnose.finding import FaultClass
-from pacekeeper_analysis.plan import Profile, Role, Sources, SyncMode, WorkerPlan
+from pacekeeper_analysis.plan import ProfileRequest, WorkerRole, SourceNaming, SyncMode, WorkerPlan
 from tests.support.ranks import run_ranks
 
 RANKS = 3
 HEALTHY_STEPS = 130
 """Before the fault; the ranks' early window lies in them."""
 FIRST_STEP = 140
-WINDOW = Profile("profile-7", FIRST_STEP, steps=60, seconds=8.0, sources=Sources.SHOW)
+WINDOW = ProfileRequest("profile-7", FIRST_STEP, steps=60, seconds=8.0, sources=SourceNaming.SHOW)
 CHECKPOINT_STEP, COMPILE_STEP, SWITCH_STEP = 150, 160, 180
 FILE = "./tests/distributed/test_behaviour.py"
 
@@ -80,8 +80,8 @@ def script(
     """One that knows nothing of Pacekeeper but one line."""
 
     def rank_main(rank: int) -> None:
-        watch.EARLY_AFTER_SECONDS = 0.2
-        watch.EARLY = replace(watch.EARLY, seconds=1.0)
+        watch.EARLY_PROFILE_MIN_SECONDS = 0.2
+        watch.EARLY_PROFILE = replace(watch.EARLY_PROFILE, seconds=1.0)
         torch.set_num_threads(1)
         import pacekeeper.auto  # noqa: F401
 
@@ -110,8 +110,8 @@ def steered(folder: Path, steps: int) -> Callable[[int], None]:
     compiled, and at last its mode is switched: each but the last takes as long as 20 steps."""
 
     def rank_main(rank: int) -> None:
-        watch.EARLY_AFTER_SECONDS = 0.2
-        watch.EARLY = replace(watch.EARLY, seconds=1.0)
+        watch.EARLY_PROFILE_MIN_SECONDS = 0.2
+        watch.EARLY_PROFILE = replace(watch.EARLY_PROFILE, seconds=1.0)
         torch.set_num_threads(1)
         torch.compile(torch.sin, backend="eager")(torch.ones(1))  # what it imports, it does not in a step
         job = pk.init(checkpoints=pk.Checkpoints(folder / "checkpoints", every=CHECKPOINT_STEP), snapshot_every=0)
@@ -130,7 +130,7 @@ def steered(folder: Path, steps: int) -> Callable[[int], None]:
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0 and step.number == SWITCH_STEP:
-                write_plan(Runtime(folder).plan, replace(plan(), version=8, sync_mode=SyncMode.EDIT))
+                write_plan(RuntimeFolder(folder).plan, replace(plan(), version=8, sync_mode=SyncMode.EDIT))
         for thread in threading.enumerate():
             if thread.name == "pacekeeper-behaviour":
                 thread.join()
@@ -151,20 +151,20 @@ def slow_to_compile(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Calla
     return graph.forward
 
 
-def plan(profile: Profile = WINDOW) -> WorkerPlan:
-    return WorkerPlan(version=7, membership=1, role=Role.MEMBER, profile=profile)
+def plan(profile: ProfileRequest = WINDOW) -> WorkerPlan:
+    return WorkerPlan(version=7, membership=1, role=WorkerRole.MEMBER, profile=profile)
 
 
-def run(folder: Path, main: Callable[[int], Any], profile: Profile = WINDOW) -> tuple[Localisation, dict[int, Answer]]:
-    runtime = Runtime(folder).make()
+def run(folder: Path, main: Callable[[int], Any], profile: ProfileRequest = WINDOW) -> tuple[Localization, dict[int, ProfileAnswer]]:
+    runtime = RuntimeFolder(folder).create()
     write_plan(runtime.plan, plan(profile))
     run_ranks(main, RANKS, folder)
     paths = {rank: runtime.pattern(profile.name, rank) for rank in range(RANKS)}
     raw = {rank: path.read_bytes() for rank, path in paths.items() if path.exists()}
-    assert all(len(data) <= MOST_ANSWER_BYTES for data in raw.values())
-    answers = {rank: Answer.from_bytes(data) for rank, data in raw.items()}
-    assert all(len(compact(answer.pattern.to_json())) <= MOST_BYTES for answer in answers.values())
-    return localise(sorted(raw.items()), RANKS), answers
+    assert all(len(data) <= MAX_PROFILE_ANSWER_BYTES for data in raw.values())
+    answers = {rank: ProfileAnswer.from_bytes(data) for rank, data in raw.items()}
+    assert all(len(encode_compact_json(answer.pattern.to_json())) <= MAX_RANK_PATTERN_BYTES for answer in answers.values())
+    return localize_fault(sorted(raw.items()), RANKS), answers
 
 
 def test_a_slow_function_of_one_rank_is_found_by_name(tmp_path: Path) -> None:
@@ -175,17 +175,17 @@ def test_a_slow_function_of_one_rank_is_found_by_name(tmp_path: Path) -> None:
     assert {answer.pattern.first_step for answer in answers.values()} == {FIRST_STEP}
     assert {answer.pattern.steps for answer in answers.values()} == {WINDOW.steps}
     assert all(answer.baseline is not None for answer in answers.values())
-    waiting = next(f for f in answers[0].pattern.by_function if f.owner is Owner.COLLECTIVE)
+    waiting = next(f for f in answers[0].pattern.function_patterns if f.owner is TimeOwner.COLLECTIVE)
     assert waiting.name == "all_reduce"
     assert waiting.share > 0.2
     assert any(stack.frames[-1] == f"{FILE}:augment" for stack in answers[1].pattern.stacks)
     assert max(looks_into_augment(found, answers))[1] == "rank 1 (suspect)"
 
 
-def looks_into_augment(found: Localisation, answers: dict[int, Answer]) -> list[tuple[int, str]]:
+def looks_into_augment(found: Localization, answers: dict[int, ProfileAnswer]) -> list[tuple[int, str]]:
     """In each flame graph of the page, and whose it is."""
     raw = {rank: answer.to_bytes() for rank, answer in answers.items()}
-    shown = report(Page.from_json(page(found, read_table(raw.items()), raw)), "job")
+    shown = build_report_data(ProfilePage.from_json(write_profile_page(found, read_table(raw.items()), raw)), "job")
     place = shown["names"].index(f"{FILE}:augment")
 
     def looks(node: list[Any]) -> int:
@@ -207,7 +207,7 @@ def test_a_slow_loader_is_data(tmp_path: Path) -> None:
 
 def test_a_checkpoint_and_a_compilation_are_not_looked_at_and_another_mode_ends_it(tmp_path: Path) -> None:
     """Own files are hidden here, as in a job that does not show them."""
-    found, answers = run(tmp_path, steered(tmp_path, SWITCH_STEP + 10), replace(WINDOW, sources=Sources.HASH))
+    found, answers = run(tmp_path, steered(tmp_path, SWITCH_STEP + 10), replace(WINDOW, sources=SourceNaming.HASH))
     assert found.finding.fault is FaultClass.CODE
     assert found.finding.culprit.endswith(":augment on rank 1")
     assert found.heard == RANKS
@@ -231,18 +231,18 @@ def test_a_rank_that_dies_inside_costs_its_own_answer_only(tmp_path: Path) -> No
             os._exit(0)
         return 0.0
 
-    runtime = Runtime(tmp_path).make()
-    write_plan(runtime.plan, WorkerPlan(version=7, role=Role.MEMBER, profile=replace(WINDOW, steps=18)))
+    runtime = RuntimeFolder(tmp_path).create()
+    write_plan(runtime.plan, WorkerPlan(version=7, role=WorkerRole.MEMBER, profile=replace(WINDOW, steps=18)))
     with pytest.raises(AssertionError, match="rank 1"):
         run_ranks(script(210, at_step=die), RANKS, tmp_path)
     answers = {rank: runtime.pattern(WINDOW.name, rank).read_bytes() for rank in (0, 2)}
-    found = localise(answers.items(), RANKS)
+    found = localize_fault(answers.items(), RANKS)
     assert (found.heard, found.remarks[0]) == (2, "2 of 3 ranks have answered")
 
 
 def test_a_window_that_was_heard_of_too_late_is_let_be(tmp_path: Path) -> None:
     late = replace(WINDOW, first_step=0, steps=1)
-    runtime = Runtime(tmp_path).make()
-    write_plan(runtime.plan, WorkerPlan(version=7, role=Role.MEMBER, profile=late))
+    runtime = RuntimeFolder(tmp_path).create()
+    write_plan(runtime.plan, WorkerPlan(version=7, role=WorkerRole.MEMBER, profile=late))
     run_ranks(script(20), RANKS, tmp_path)
     assert not list(runtime.patterns.glob("*.json"))

@@ -14,7 +14,7 @@ import pytest
 
 from pacekeeper_analysis.plan import Plan, Stop, SyncMode
 from pacekeeper_analysis.reports import LauncherState
-from tests.support.launchers import Team, team
+from tests.support.launchers import LauncherTeam, create_team
 
 TRAIN_SCRIPT = Path(__file__).parents[1] / "support/scripts/train.py"
 UNTIL = 14
@@ -30,26 +30,26 @@ def training(
     mode: SyncMode = SyncMode.SYNC,
     apart: bool = False,
     **variables: Any,
-) -> Iterator[Team]:
+) -> Iterator[LauncherTeam]:
     """Four ranks on two workers that train. `apart`: each worker is on a node of its own, as far as they know."""
     folder.mkdir()
-    with team(folder, script=TRAIN_SCRIPT) as one:
-        one.apart = apart
+    with create_team(folder, script=TRAIN_SCRIPT) as one:
+        one.separate_namespaces = apart
         one.environment.update(UNTIL=str(UNTIL), SNAPSHOT_EVERY="2", PACEKEEPER_CHECKPOINT_EVERY="5")
         one.environment.update(PACEKEEPER_CHECKPOINT_PATH=str(folder / "checkpoints"))
         one.environment.update({name: str(value) for name, value in variables.items()})
         for name in workers:
             one.start(name)
-        members = one.members(a=[0, 1], b=[2, 3])
+        members = one.build_members(a=[0, 1], b=[2, 3])
         shares = tuple(shares) if shares else None
         plan = Plan(version=1, membership=1, members=members, store_port=29431, restarts=5, shares=shares)
-        one.give(replace(plan, sync_mode=mode, sync_every=3, sync_seconds=0.1))
+        one.give_plan(replace(plan, sync_mode=mode, sync_every=3, sync_seconds=0.1))
         yield one
 
 
-def run_to_the_end(one: Team) -> None:
+def run_to_the_end(one: LauncherTeam) -> None:
     for name in ("a", "b"):
-        assert one.workers[name].wait() == 0, one.logs()
+        assert one.workers[name].wait() == 0, one.read_logs()
 
 
 def history(folder: Path) -> tuple[list[Any], list[str]]:
@@ -121,16 +121,16 @@ def test_a_lost_worker_costs_a_sharded_job_the_steps_since_the_snapshot(
     assert history(folder) == history(reference)
 
 
-def lose_b(one: Team) -> int:
+def lose_b(one: LauncherTeam) -> int:
     """A spare takes its ranks, and the job runs to its end. The step at which that happened."""
     lost = one.workers.pop("b")
     lost.kill()
     lost.wait()
     lost_at = newest_step(one.folder)
-    members = one.members(a=[0, 1], c=[2, 3])
-    one.give(replace(one.plan, version=2, membership=2, round=2, store_port=29433, members=members))
+    members = one.build_members(a=[0, 1], c=[2, 3])
+    one.give_plan(replace(one.plan, version=2, membership=2, round=2, store_port=29433, members=members))
     for name in ("a", "c"):
-        assert one.workers[name].wait() == 0, one.logs()
+        assert one.workers[name].wait() == 0, one.read_logs()
     return lost_at
 
 
@@ -166,13 +166,13 @@ def test_a_suspended_job_resumes_from_the_volume(uninterrupted: tuple[str, Path]
     folder = tmp_path / "run"
     with training(folder, SHARD=shard, SLEEP=0.05) as one:
         one.wait_for(lambda: newest_step(folder) >= 6, "step 6")
-        one.give(replace(one.plan, version=2, stop=Stop.SUSPEND))
+        one.give_plan(replace(one.plan, version=2, stop=Stop.SUSPEND))
         for name in "ab":
             one.wait_for_state(name, LauncherState.WARM)
             for path in (folder / name / "snapshots").iterdir():
                 path.unlink()  # as if the nodes were gone, and their memory with them
         stopped_at = newest_step(folder)
-        one.give(replace(one.plan, version=3, membership=2, round=2, store_port=29432, stop=Stop.NO))
+        one.give_plan(replace(one.plan, version=3, membership=2, round=2, store_port=29432, stop=Stop.NO))
         run_to_the_end(one)
     assert restored_steps(folder) == [0, stopped_at]
     assert stopped_at < UNTIL
@@ -185,7 +185,7 @@ def test_a_killed_rank_in_a_local_mode_goes_on_from_the_snapshot(mode: SyncMode,
     faults = [{"rank": 2, "round": 1, "step": 11, "kind": "sigkill"}]
     with training(tmp_path / "run", mode=mode, shares=None, SLEEP=0.02, FAULTS=json.dumps(faults)) as one:
         run_to_the_end(one)
-        assert {one.workers[name].heartbeat().sync_mode for name in "ab"} == {mode}
+        assert {one.workers[name].read_heartbeat().sync_mode for name in "ab"} == {mode}
     first, second = restored_steps(tmp_path / "run")
     assert first == 0
     assert 0 < second < UNTIL

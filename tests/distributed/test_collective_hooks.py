@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from pacekeeper.observe import dispatcher, hooks
-from pacekeeper.torch_internals import Work, default_store
+from pacekeeper.torch_internals import Work, get_default_store
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.oldest_torch
@@ -46,7 +46,7 @@ class Listener:
         self.threads.add(threading.get_ident())
         name = call.name if isinstance(call.name, str) else call.name.name
         sizes = [tensor.numel() for tensor in call.input_tensors], [tensor.numel() for tensor in call.output_tensors]
-        assert hooks.collective_of(call) == hooks.collective_of(SimpleNamespace(name=name))
+        assert hooks.identify_collective(call) == hooks.identify_collective(SimpleNamespace(name=name))
         self.heard.append((name, call.async_op, *sizes))
 
     def _issued(self, call: Any) -> None:
@@ -243,7 +243,7 @@ def test_a_time_out_is_the_callers() -> None:
     def rank_main(rank: int) -> str:
         dist.init_process_group("gloo")
         Listener(dispatcher, dist.group.WORLD)
-        store = default_store()
+        store = get_default_store()
         if rank == 1:
             store.wait(["timed out"], timedelta(seconds=20))
             store.set("heard", "")

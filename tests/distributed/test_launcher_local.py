@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pacekeeper.launcher import local
 from pacekeeper.launcher.command import launch_locally
 from pacekeeper.launcher.launcher import Script
-from pacekeeper.launcher.warm import preimport
-from tests.support.launchers import STEPS_SCRIPT, eventually, fork
+from pacekeeper.launcher.warm import import_modules
+from tests.support.launchers import STEPS_SCRIPT, wait_until_true, fork_process
 from tests.support.ranks import PREIMPORTS
 
 
@@ -39,7 +39,7 @@ def local_run(
 
     fake_clock: by which nothing takes time but what the script says (where it knows how to). way: of ordinary.py.
     """
-    preimport(PREIMPORTS)
+    import_modules(PREIMPORTS)
     environment = {
         **({"FAKE_CLOCK": "yes"} if fake_clock else {}),
         "FOLDER": str(folder),
@@ -56,7 +56,7 @@ def local_run(
             setattr(local, name, value)
         return launch_locally(what, ranks=2, restarts=restarts)
 
-    pid = fork(run, folder / "log", environment)
+    pid = fork_process(run, folder / "log", environment)
     try:
         yield pid
     finally:
@@ -97,7 +97,7 @@ def exit_code(pid: int, folder: Path, before_reaped: Callable[[], object] = lamb
         return os.waitpid(pid, 0)
 
     try:
-        _, status = eventually(ended, "the run ends") or (0, 0)
+        _, status = wait_until_true(ended, "the run ends") or (0, 0)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{(folder / 'log').read_text()}") from None
     return os.waitstatus_to_exitcode(status)
@@ -122,7 +122,7 @@ def children(pid: int) -> list[int]:
 def test_a_warm_process_that_dies_is_made_anew_and_the_run_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with local_run(tmp_path, steps=20, step_seconds=0.05) as pid:
-        eventually(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
+        wait_until_true(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
         (warm,) = children(pid)
         os.kill(warm, signal.SIGKILL)
         assert exit_code(pid, tmp_path) == 0, log.read_text()
@@ -136,10 +136,10 @@ def test_a_warm_process_that_dies_is_made_anew_and_the_run_goes_on(tmp_path: Pat
 
 def test_a_warm_process_that_dies_while_it_starts_ends_the_run(tmp_path: Path) -> None:
     with local_run(tmp_path, steps=10_000) as pid:
-        eventually(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
+        wait_until_true(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
         (first,) = children(pid)
         os.kill(first, signal.SIGKILL)
-        (second,) = eventually(lambda: [child for child in children(pid) if is_python(child, first)], "another one")
+        (second,) = wait_until_true(lambda: [child for child in children(pid) if is_python(child, first)], "another one")
         os.kill(second, signal.SIGKILL)
         assert exit_code(pid, tmp_path) == 1
     assert "ends while it starts: killed by SIGKILL" in (tmp_path / "log").read_text()
@@ -213,7 +213,7 @@ def test_hangs_use_up_the_restarts(tmp_path: Path) -> None:
 def test_sigterm_ends_the_ranks_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before = set(Path("/dev/shm").glob("pacekeeper-*"))
     with local_run(tmp_path, steps=10_000) as pid:
-        eventually(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
+        wait_until_true(lambda: (tmp_path / "diary-0").exists() and "round 1 step 3" in diary(tmp_path, 0), "three steps")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
     assert diary(tmp_path, 1)[-1] == "round 1 leave"
@@ -247,14 +247,14 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_leave_and_names_what_outlives_a_
     )
     before = set(Path("/dev/shm").glob("pacekeeper-*"))
     with local_run(tmp_path, script=script) as pid:
-        eventually(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), "both ranks stay")
+        wait_until_true(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)), "both ranks stay")
         log, again = tmp_path / "log", "told to end again (SIGINT)"
 
         def is_told() -> bool:
             os.kill(pid, signal.SIGINT)
             return again in log.read_text()
 
-        eventually(is_told, "a second one is heard")
+        wait_until_true(is_told, "a second one is heard")
         with interrupted(pid) as leave_alone:  # also while the launcher's process ends
             assert exit_code(pid, tmp_path, leave_alone) == 130
     server = int((tmp_path / "server").read_text())
@@ -266,11 +266,11 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_leave_and_names_what_outlives_a_
 
 def test_what_a_killed_run_has_left_behind_is_swept_up_by_the_next(tmp_path: Path) -> None:
     with local_run(tmp_path, steps=10_000) as pid:
-        eventually(lambda: (tmp_path / "diary-0").exists(), "the ranks have started")
+        wait_until_true(lambda: (tmp_path / "diary-0").exists(), "the ranks have started")
         (left,) = Path("/dev/shm").glob(f"pacekeeper-run-{pid}-*")
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    eventually(lambda: not is_held(left), "its ranks have ended, too")
+    wait_until_true(lambda: not is_held(left), "its ranks have ended, too")
     (tmp_path / "next").mkdir()
     with local_run(tmp_path / "next", steps=0) as pid:
         assert exit_code(pid, tmp_path / "next") == 0
@@ -288,8 +288,8 @@ def test_a_slow_ranks_share_shrinks_while_the_job_runs(tmp_path: Path) -> None:
     script, hurried = STEPS_SCRIPT.with_name("uneven.py"), {"JUDGE_EVERY": 0.5}
     with local_run(tmp_path, steps=100_000, script=script, controller=hurried, fake_clock=True) as pid:
         log = tmp_path / "log"
-        eventually(lambda: "in most steps, at equal shares over their peers: rank 1" in log.read_text(), "a judgement")
-        eventually(lambda: samples()[-100:] == [(18, 6)] * 100, "a hundred steps in which both take equally long")
+        wait_until_true(lambda: "in most steps, at equal shares over their peers: rank 1" in log.read_text(), "a judgement")
+        wait_until_true(lambda: samples()[-100:] == [(18, 6)] * 100, "a hundred steps in which both take equally long")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
     assert samples()[0] == (12, 12)
@@ -309,10 +309,10 @@ def test_sequences_are_balanced_by_what_they_cost_once_that_has_shown(tmp_path: 
         return found
 
     with local_run(tmp_path, steps=100_000, script=script, controller={"JUDGE_EVERY": 0.5}, fake_clock=True) as pid:
-        eventually(lambda: "BalanceLengths" in log.read_text(), "a judgement")
-        eventually(lambda: (uneven()[-100:] < 1.1).all(), "what is dealt costs the same, for a hundred steps")
+        wait_until_true(lambda: "BalanceLengths" in log.read_text(), "a judgement")
+        wait_until_true(lambda: (uneven()[-100:] < 1.1).all(), "what is dealt costs the same, for a hundred steps")
         judged = len(uneven())
-        eventually(lambda: len(uneven()) > judged + 200, "further judgements")
+        wait_until_true(lambda: len(uneven()) > judged + 200, "further judgements")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
     assert log.read_text().count("BalanceLengths: samples dealt so that every rank's cost the same") == 1
@@ -326,11 +326,11 @@ def test_ranks_that_are_slow_by_turns_train_apart_until_they_no_longer_are(tmp_p
     erratic = STEPS_SCRIPT.with_name("erratic.py")
     log = tmp_path / "log"
     with local_run(tmp_path, steps=100_000, script=erratic, controller=hurried) as pid:
-        eventually(lambda: "LocalSGD: AsyncEDiT, synchronising every" in log.read_text(), "a judgement")
-        eventually(lambda: "AsyncEDiT from step" in log.read_text(), "the ranks follow")
+        wait_until_true(lambda: "LocalSGD: AsyncEDiT, synchronising every" in log.read_text(), "a judgement")
+        wait_until_true(lambda: "AsyncEDiT from step" in log.read_text(), "the ranks follow")
         (tmp_path / "calm").touch()
-        eventually(lambda: "Sync: a synchronous step would take" in log.read_text(), "the way back")
-        eventually(lambda: re.search(r"\bSync from step", log.read_text()), "the ranks follow back")
+        wait_until_true(lambda: "Sync: a synchronous step would take" in log.read_text(), "the way back")
+        wait_until_true(lambda: re.search(r"\bSync from step", log.read_text()), "the ranks follow back")
         os.kill(pid, signal.SIGTERM)
         assert exit_code(pid, tmp_path) == 143
     assert "starts with ranks [0, 1] of 2" in log.read_text()

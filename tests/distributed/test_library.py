@@ -22,15 +22,15 @@ from torch import nn
 
 import pacekeeper as pk
 from pacekeeper.observe.ring import RingReader
-from pacekeeper.plain import pack, unpack
-from pacekeeper.runtime import Runtime, write_json
+from pacekeeper.plain import pack_value, unpack_value
+from pacekeeper.runtime import RuntimeFolder, write_json
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from tests.support.ranks import run_ranks, unpickle_nothing
+from pacekeeper_analysis.plan import WorkerRole, WorkerPlan
+from tests.support.ranks import run_ranks, forbid_unpickling
 
 RANKS = 4
 BATCH = 16
-PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER)
+PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER)
 
 
 def make_job(**arguments: Any) -> tuple[pk.Job, nn.Module, torch.optim.Optimizer]:
@@ -68,7 +68,7 @@ def train(step: pk.Step, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def state(runtime: Path, rank: int) -> NDArray[np.void]:
-    return RingReader(Runtime(runtime).ring(rank)).state()  # type: ignore[return-value]
+    return RingReader(RuntimeFolder(runtime).ring(rank)).state()  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -77,7 +77,7 @@ def test_shares_change_live_on_one_step_and_no_sample_is_lost(workers: int, tmp_
 
     def rank_main(rank: int) -> tuple[list[int], list[int]]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, PLAN.to_json())
+            write_json(RuntimeFolder(tmp_path).plan, PLAN.to_json())
         job, model, optimizer = make_job()
         sizes, used = [], []
         for step in job.steps(make_loader(job, num_workers=workers), until=16):
@@ -86,7 +86,7 @@ def test_shares_change_live_on_one_step_and_no_sample_is_lost(workers: int, tmp_
             used += mine
             if rank == 0 and step.number in shares:
                 plan = replace(PLAN, version=1 + step.number, shares=shares[step.number])
-                write_json(Runtime(tmp_path).plan, plan.to_json())
+                write_json(RuntimeFolder(tmp_path).plan, plan.to_json())
         return sizes, used
 
     results = run_ranks(rank_main, RANKS, runtime=tmp_path)
@@ -117,13 +117,13 @@ def test_a_bad_plan_is_refused_and_the_last_good_one_goes_on(
     def rank_main(rank: int) -> list[int]:
         logging.getLogger("pacekeeper").addHandler(logging.StreamHandler())
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, good.to_json())
+            write_json(RuntimeFolder(tmp_path).plan, good.to_json())
         job, model, optimizer = make_job()
         sizes = []
         for step in job.steps(make_loader(job), until=8):
             sizes.append(len(train(step, model, optimizer)))
             if rank == 0 and step.number == 2:
-                path = Runtime(tmp_path).plan
+                path = RuntimeFolder(tmp_path).plan
                 if isinstance(bad, str):
                     path.write_text(bad)
                 else:
@@ -137,13 +137,13 @@ def test_a_bad_plan_is_refused_and_the_last_good_one_goes_on(
 def test_plans_of_the_next_membership_leave_this_rounds_shares_alone(tmp_path: Path) -> None:
     def rank_main(rank: int) -> list[int]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, replace(PLAN, shares=(7, 4, 3, 2)).to_json())
+            write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, shares=(7, 4, 3, 2)).to_json())
         job, model, optimizer = make_job()
         sizes = []
         for step in job.steps(make_loader(job), until=6):
             sizes.append(len(train(step, model, optimizer)))
             if rank == 0 and step.number == 2:
-                write_json(Runtime(tmp_path).plan, replace(PLAN, version=2, membership=2, shares=(8, 8)).to_json())
+                write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, version=2, membership=2, shares=(8, 8)).to_json())
         return sizes
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[7] * 6, [4] * 6, [3] * 6, [2] * 6]
@@ -152,7 +152,7 @@ def test_plans_of_the_next_membership_leave_this_rounds_shares_alone(tmp_path: P
 def test_a_requested_checkpoint_is_published_and_answered(tmp_path: Path) -> None:
     def rank_main(rank: int) -> tuple[int, int]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, PLAN.to_json())
+            write_json(RuntimeFolder(tmp_path).plan, PLAN.to_json())
         job, model, optimizer = make_job(checkpoints=pk.Checkpoints(tmp_path / "volume", every=1000))
         loader = make_loader(job)
         job.register(model=model, optimizer=optimizer, loader=loader)
@@ -160,7 +160,7 @@ def test_a_requested_checkpoint_is_published_and_answered(tmp_path: Path) -> Non
         for step in job.steps(loader):
             train(step, model, optimizer)
             if rank == 0 and step.number == 3:
-                write_json(Runtime(tmp_path).plan, replace(PLAN, version=2, checkpoint_request=1).to_json())
+                write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, version=2, checkpoint_request=1).to_json())
             # All ranks see it alike only where they agree; the ring of rank 0 is what the launcher looks at.
             answered = torch.tensor(int(state(tmp_path, 0)["checkpoint_request"]))
             torch.distributed.all_reduce(answered, torch.distributed.ReduceOp.MIN)
@@ -313,8 +313,8 @@ def test_the_schedules_of_torch_go_on_as_if_nothing_had_been(make: Callable[[tor
     optimizer, before = schedule()
     advance(optimizer, before, 4)
     again, after = schedule()
-    again.load_state_dict(unpack(pack(optimizer.state_dict())))
-    after.load_state_dict(unpack(pack(before.state_dict())))
+    again.load_state_dict(unpack_value(pack_value(optimizer.state_dict())))
+    after.load_state_dict(unpack_value(pack_value(before.state_dict())))
     assert advance(again, after, 6) == advance(optimizer, before, 6)
 
 
@@ -324,8 +324,8 @@ def test_a_spare_takes_over_a_rank(sharded: bool, tmp_path: Path) -> None:
 
     def run(until: int, folders: list[str]) -> Callable[[int], Any]:
         def rank_main(rank: int) -> Any:
-            unpickle_nothing()
-            os.environ.update(LOCAL_RANK="0", PACEKEEPER_RUNTIME=str(Runtime(tmp_path / folders[rank]).make().root))
+            forbid_unpickling()
+            os.environ.update(LOCAL_RANK="0", PACEKEEPER_RUNTIME=str(RuntimeFolder(tmp_path / folders[rank]).create().root))
             job = pk.init(
                 mesh={"shard": -1} if sharded else None,
                 checkpoints=pk.Checkpoints(tmp_path / "volume", every=4),
@@ -385,7 +385,7 @@ def test_bad_arguments_of_init_are_named(
 def test_garbage_is_collected_at_the_planned_steps_on_all_ranks(tmp_path: Path) -> None:
     def rank_main(rank: int) -> list[int]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, replace(PLAN, garbage_every=4).to_json())
+            write_json(RuntimeFolder(tmp_path).plan, replace(PLAN, garbage_every=4).to_json())
         job, model, optimizer = make_job()
         collected = []
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from pacekeeper.replication.local_sgd import OuterSGD, Synchronisation
+from pacekeeper.replication.local_sgd import OuterSGD, Synchronization
 from pacekeeper_analysis.pseudo_gradient import Penalty
-from tests.support.local_sgd import Run, Training, digest, make_mesh, meet
+from tests.support.local_sgd import ReplicaRun, ReplicaTraining, compute_digest, make_mesh, init_process_group
 from tests.support.ranks import run_ranks
 
 REPLICAS = 4
@@ -21,7 +21,7 @@ WHEN = (2, 9, 10, 16)
 COUNT = 20
 PENALTY = Penalty(warmup=5)
 OFF = OuterSGD(penalty=replace(PENALTY, enabled=False))
-GOOD = Run(OuterSGD(penalty=PENALTY), steps=(4,))
+GOOD = ReplicaRun(OuterSGD(penalty=PENALTY), steps=(4,))
 
 
 def garbage(factor: float, replica: int, number: int) -> float:
@@ -32,13 +32,13 @@ NAN = replace(GOOD, poison=lambda *of: garbage(math.nan, *of))
 HUGE = replace(GOOD, garbage=lambda *of: garbage(1000.0, *of))
 
 
-def train(mesh: torch.distributed.device_mesh.DeviceMesh, run: Run) -> tuple[list[float], list[Synchronisation]]:
+def train(mesh: torch.distributed.device_mesh.DeviceMesh, run: ReplicaRun) -> tuple[list[float], list[Synchronization]]:
     """Held-out loss of the common parameters after each synchronisation, and what it was like."""
-    training = Training(mesh, run)
+    training = ReplicaTraining(mesh, run)
     curve, seen = [], []
-    for synchronisation in training.synchronisations(COUNT):
+    for synchronisation in training.run_steps_and_syncs(COUNT):
         training.replicas.finish()
-        curve.append(training.held_out())
+        curve.append(training.compute_held_out_loss())
         seen.append(synchronisation)
     return curve, seen
 
@@ -48,8 +48,8 @@ def test_garbage_is_within_noise_with_the_penalty_and_ruin_without() -> None:
     runs |= {"NaN": NAN, "x1000": HUGE}
     runs |= {"NaN, off": replace(NAN, settings=OFF), "x1000, off": replace(HUGE, settings=OFF)}
 
-    def rank_main(_rank: int) -> dict[str, tuple[list[float], list[Synchronisation]]]:
-        meet()
+    def rank_main(_rank: int) -> dict[str, tuple[list[float], list[Synchronization]]]:
+        init_process_group()
         mesh = make_mesh(REPLICAS, 1)
         return {name: train(mesh, run) for name, run in runs.items()}
 
@@ -75,12 +75,12 @@ def test_without_one_good_replica_all_go_back(replicas: int, shards: int) -> Non
     run = replace(GOOD, poison=lambda _, number: math.nan if number == 3 else 1.0)
 
     def rank_main(_rank: int) -> None:
-        meet()
-        training = Training(make_mesh(replicas, shards), run)
+        init_process_group()
+        training = ReplicaTraining(make_mesh(replicas, shards), run)
         momenta = []
-        for synchronisation in training.synchronisations(5):
+        for synchronisation in training.run_steps_and_syncs(5):
             training.replicas.finish()
-            momenta.append(digest(state["momentum_buffer"] for state in training.replicas.outer.state.values()))
+            momenta.append(compute_digest(state["momentum_buffer"] for state in training.replicas.outer.state.values()))
             bad = synchronisation.number == 3
             assert synchronisation.rolled_back == (synchronisation.units if bad else ())
             assert synchronisation.not_finite == (tuple(range(replicas)) if bad else ())
@@ -88,6 +88,6 @@ def test_without_one_good_replica_all_go_back(replicas: int, shards: int) -> Non
         assert training.common[2] == training.common[1]
         assert momenta[2] == momenta[1]
         assert len({*training.common}) == len({*momenta}) == 4
-        assert math.isfinite(training.held_out())
+        assert math.isfinite(training.compute_held_out_loss())
 
     run_ranks(rank_main, 4)

@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import pacekeeper as pk
-from pacekeeper.runtime import Runtime, write_json
+from pacekeeper.runtime import RuntimeFolder, write_json
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
-from tests.support.mode_jobs import mode_steps
+from pacekeeper_analysis.plan import WorkerRole, SyncMode, WorkerPlan
+from tests.support.mode_jobs import list_mode_starts
 from tests.support.ranks import import_before_forks, run_ranks
 
 BATCH, SIZE, STEPS, RATE = 8, 64, 16, 0.002
 BLOCKS = 4
 MOST_COMPILED = BLOCKS - 1
 """How often dynamo compiles one piece of code, here: fewer than there are blocks that share one."""
-PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, sync_every=1, sync_seconds=1e-6)
+PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER, sync_every=1, sync_seconds=1e-6)
 SWITCHES = {4: SyncMode.EDIT, 7: SyncMode.ASYNC_EDIT, 11: SyncMode.SYNC}
 MODES = (SyncMode.SYNC, SyncMode.EDIT, SyncMode.ASYNC_EDIT, SyncMode.SYNC)
 
@@ -124,7 +124,7 @@ class Seen:
 def run_case(case: Case, runtime: Path) -> list[Seen]:
     def rank_main(rank: int) -> Seen:
         if rank == 0:
-            write_json(Runtime(runtime).plan, PLAN.to_json())
+            write_json(RuntimeFolder(runtime).plan, PLAN.to_json())
         torch._dynamo.config.recompile_limit = MOST_COMPILED
         graphs: list[Any] = []
 
@@ -172,7 +172,7 @@ def run_case(case: Case, runtime: Path) -> list[Seen]:
             seen.graphs.append(len(graphs))
             if rank == 0 and coming and step.number >= min(coming):
                 changed = replace(PLAN, version=1 + step.number, sync_mode=coming.pop(min(coming)))
-                write_json(Runtime(runtime).plan, changed.to_json())
+                write_json(RuntimeFolder(runtime).plan, changed.to_json())
         names = {name.replace("_orig_mod.", "").replace("module.", ""): p for name, p in net.named_parameters()}
         for name, parameter in names.items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -180,7 +180,7 @@ def run_case(case: Case, runtime: Path) -> list[Seen]:
         return seen
 
     run = run_ranks(rank_main, 2 * case.shard, runtime=runtime)
-    modes = mode_steps(runtime, 0)
+    modes = list_mode_starts(runtime, 0)
     assert [mode for mode, _ in modes] == list(MODES), "the job went through all modes"
     return run
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import pacekeeper as pk
-from pacekeeper.runtime import Runtime, write_json
+from pacekeeper.runtime import RuntimeFolder, write_json
 from pacekeeper_analysis.plan import SyncMode
-from tests.support.mode_jobs import BATCH, PLAN, Numbers, digest
+from tests.support.mode_jobs import BATCH, PLAN, Numbers, compute_digest
 from tests.support.ranks import run_ranks
 
 EDIT, ASYNC_EDIT = SyncMode.EDIT, SyncMode.ASYNC_EDIT
@@ -26,7 +26,7 @@ def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path:
 
     def rank_main(rank: int) -> tuple[list[int], dict[int, str]]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": mode, "sync_seconds": 0.02})
+            write_json(RuntimeFolder(tmp_path).plan, {**PLAN.to_json(), "sync_mode": mode, "sync_seconds": 0.02})
         job = pk.init(mesh={"sync": 2, "shard": 2})
         net = job.fully_shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)), nn.Tanh(), nn.Linear(4, 1)))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
@@ -40,7 +40,7 @@ def test_one_rank_of_a_mesh_asks_and_nobody_is_held_up(mode: SyncMode, tmp_path:
                 due.append(job.step)
             if mode is EDIT:  # a collective of the script's own, behind what only one rank asks
                 torch.distributed.barrier()
-            parameters[job.step] = digest(net.parameters())
+            parameters[job.step] = compute_digest(net.parameters())
         return due, parameters
 
     (due, parameters), *others = run_ranks(rank_main, 4, runtime=tmp_path)
@@ -74,7 +74,7 @@ def test_ranks_without_a_step_and_ranks_that_call_one_model_alone_hold_nobody_up
             optimizer.step()
             optimizer.zero_grad()
             own.append(step.samples)
-        return own, job.samples, digest(parameters)
+        return own, job.samples, compute_digest(parameters)
 
     (zero, used, parameters), (one, used_too, parameters_too) = run_ranks(rank_main, 2)
     assert sum(zero) + sum(one) == used == used_too == 6 * BATCH
@@ -87,7 +87,7 @@ def test_ranks_ask_different_things_and_each_event_comes_once(tmp_path: Path) ->
 
     def rank_main(rank: int) -> dict[str, list[int]]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
+            write_json(RuntimeFolder(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
         job = pk.init()
         net = job.replicate(nn.Linear(4, 1))
         optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01), warmup_steps=0)
@@ -115,7 +115,7 @@ def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None
 
     def rank_main(rank: int) -> list[str]:
         if rank == 0:
-            write_json(Runtime(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
+            write_json(RuntimeFolder(tmp_path).plan, {**PLAN.to_json(), "sync_mode": EDIT})
         job = pk.init()
         parts = nn.Linear(4, 4), nn.Linear(4, 1)
         net = job.replicate(nn.Sequential(*parts))
@@ -128,7 +128,7 @@ def test_the_ranks_meet_when_all_optimizers_have_stepped(tmp_path: Path) -> None
                 optimizer.step()
                 optimizer.zero_grad()
             if step.due("look", every=4):
-                found.append(digest(net.parameters()))
+                found.append(compute_digest(net.parameters()))
         return found
 
     zero, one = run_ranks(rank_main, 2, runtime=tmp_path)

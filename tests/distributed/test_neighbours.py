@@ -22,17 +22,17 @@ from pacekeeper.environment import Environment
 from pacekeeper.keep import neighbours, snapshots, sources, store
 from pacekeeper.keep.checkpoint_writer import WriteOutcome
 from pacekeeper.keep.checkpoints import CheckpointFolder
-from pacekeeper.keep.snapshots import check
+from pacekeeper.keep.snapshots import check_slot
 from pacekeeper.keep.sources import CheckpointSource, send_slot
 from pacekeeper.keep.state import TrainingState
-from pacekeeper.keep.store import Store
-from pacekeeper.keep.versions import Version
+from pacekeeper.keep.store import StateStore
+from pacekeeper.keep.versions import StateVersion
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper.runtime import Runtime, write_plan
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from tests.support.launchers import eventually
+from pacekeeper.runtime import RuntimeFolder, write_plan
+from pacekeeper_analysis.plan import WorkerRole, WorkerPlan
+from tests.support.launchers import wait_until_true
 from tests.support.ranks import run_ranks
 
 RANKS = 4
@@ -52,9 +52,9 @@ class Rank:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         state = TrainingState({"model": self.model, "optimizer": self.optimizer}, replication, rank)
         worker = workers[rank // 2]
-        runtime = Runtime(folder / worker).make()
+        runtime = RuntimeFolder(folder / worker).create()
         self.snapshots = runtime.snapshots
-        write_plan(runtime.plan, WorkerPlan(membership=1, role=Role.MEMBER, secret=SECRET))
+        write_plan(runtime.plan, WorkerPlan(membership=1, role=WorkerRole.MEMBER, secret=SECRET))
         environment = Environment(
             rank,
             RANKS,
@@ -64,13 +64,13 @@ class Rank:
             worker=worker,
             node=f"node of {worker}",
             address="127.0.0.1",
-            neighbour_megabytes=megabytes,
+            peer_replica_megabytes=megabytes,
         )
         (folder / "volume").mkdir(exist_ok=True)
         checkpoints = CheckpointFolder(folder / "volume", round_=1) if volume else None
         if checkpoints is not None and rank == 0:
             checkpoints.claim()
-        self.store = Store(environment, CpuGroup(Recorder(NoRing())), state, checkpoints)
+        self.store = StateStore(environment, CpuGroup(Recorder(NoRing())), state, checkpoints)
 
     def step(self, number: int) -> list[torch.Tensor]:
         """One step, its snapshot, and the neighbour's copy of it; the shards after it."""
@@ -79,13 +79,13 @@ class Rank:
         self.optimizer.zero_grad()
         self.store.snapshot(number, samples=number)
         assert self.store.settle() == number
-        eventually(lambda: self.delivered_step == number, f"the copy of step {number}")
+        wait_until_true(lambda: self.delivered_step == number, f"the copy of step {number}")
         return self.shards()
 
     @property
     def delivered_step(self) -> int:
         """-1: no copy has been."""
-        courier = self.store._neighbours._courier
+        courier = self.store._peer_replication._sender
         return -1 if courier is None else courier.delivered.step
 
     def shards(self) -> list[torch.Tensor]:
@@ -236,7 +236,7 @@ def test_each_shard_is_held_against_its_checksum_by_who_goes_on_from_it(
 
     def count(slot: torch.Tensor) -> None:
         checked.append(len(slot))
-        check(slot)
+        check_slot(slot)
 
     monkeypatch.setattr(snapshots, "check", count)
 
@@ -259,7 +259,7 @@ def test_the_ranks_of_a_worker_share_what_it_has_of_a_lost_one(tmp_path: Path) -
         for step in (1, 2):
             writer.step(step)
         dist.barrier()
-        kept = Rank(rank, tmp_path, "ac").store._neighbours.kept.held()
+        kept = Rank(rank, tmp_path, "ac").store._peer_replication.peer_shards.list_versions()
         return [its for its, version, _ in kept if version.step == 2]
 
     assert run_ranks(rank_main, RANKS, runtime=tmp_path) == [[2], [3], [], []]
@@ -283,8 +283,8 @@ def test_what_copies_take_from_the_training_is_part_of_what_a_snapshot_costs(tmp
     def rank_main(rank: int) -> tuple[bool, bool]:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path)
-        cost = writer.store._neighbours._cost
-        cost._waited = lambda: None  # all that the threads compute counts
+        cost = writer.store._peer_replication._cost
+        cost._read_wait_seconds = lambda: None  # all that the threads compute counts
         for step in (1, 2):
             writer.step(step)
         counted = cost.seconds > 0
@@ -302,7 +302,7 @@ def test_with_both_lost_the_state_comes_from_the_volume(tmp_path: Path) -> None:
         dist.init_process_group("gloo")
         writer = Rank(rank, tmp_path, volume=True)
         kept = {step: writer.step(step) for step in (1, 2)}
-        writer.store.checkpoint(2, samples=2, published=lambda _: None)
+        writer.store.checkpoint(2, samples=2, on_published=lambda _: None)
         writer.store.wait_for_checkpoint()
         writer.step(3)
         dist.barrier()
@@ -320,7 +320,7 @@ def test_with_a_neighbour_the_volume_is_not_read(tmp_path: Path) -> None:
         writer = Rank(rank, tmp_path, volume=True)
         writer.step(1)
         writer.step(2)
-        writer.store.checkpoint(2, samples=2, published=lambda _: None)
+        writer.store.checkpoint(2, samples=2, on_published=lambda _: None)
         writer.store.wait_for_checkpoint()
         dist.barrier()
         if rank == 0:
@@ -342,24 +342,24 @@ def test_no_snapshot_is_taken_while_a_copy_is_under_way(tmp_path: Path) -> None:
         writer = Rank(rank, tmp_path)
         heard = Heard()
         logging.getLogger(neighbours.__name__).addHandler(heard)
-        courier = writer.store._neighbours._courier
+        courier = writer.store._peer_replication._sender
         assert courier is not None
         for step in (1, 2):
             writer.step(step)
         if rank == 3:
-            courier._idle.clear()  # it is slow
+            courier._idle_event.clear()  # it is slow
         taken = []
-        for step in range(3, 3 + 2 * neighbours.MANY_LEFT_OUT):
+        for step in range(3, 3 + 2 * neighbours.SKIPPED_SNAPSHOTS_WARNING):
             writer.store.snapshot(step, samples=step)
             taken.append(writer.store.settle())
         dist.barrier()
-        courier._idle.set()
+        courier._idle_event.set()
         dist.barrier()
         writer.store.snapshot(60, samples=60)
         return taken, writer.store.settle() == 60, heard.warnings
 
     found = run_ranks(rank_main, RANKS, runtime=tmp_path)
-    assert [its[:2] for its in found] == [([-1] * (2 * neighbours.MANY_LEFT_OUT), True)] * RANKS
+    assert [its[:2] for its in found] == [([-1] * (2 * neighbours.SKIPPED_SNAPSHOTS_WARNING), True)] * RANKS
     first, *others = [its[2] for its in found]
     assert others == [[]] * (RANKS - 1)
     (warning,) = first
@@ -388,21 +388,21 @@ def test_a_worker_that_is_drained_costs_no_more_than_one_that_is_lost(
         writer = Rank(rank, tmp_path)
         for step in (1, 2, 3):
             writer.step(step)
-        courier = writer.store._neighbours._courier
+        courier = writer.store._peer_replication._sender
         assert courier is not None
         arrive = threading.Event()
         if rank == 3:
-            deliver = courier._deliver
+            deliver = courier._send_snapshot
 
-            def deliver_late(version: Version) -> None:
+            def deliver_late(version: StateVersion) -> None:
                 assert version.step == 4 and arrive.wait(60), "the last one comes too late"  # noqa: PT018  # one reason
                 deliver(version)
 
-            courier._deliver = deliver_late  # type: ignore[method-assign]
+            courier._send_snapshot = deliver_late  # type: ignore[method-assign]
         writer.store.snapshot(4, samples=4)
         if arrives:
             threading.Timer(0.3, arrive.set).start()
-        store.LAST_COPY_SECONDS = 30.0 if arrives else 0.1
+        store.FINAL_DELIVERY_SECONDS = 30.0 if arrives else 0.1
         writer.store.snapshot(5, samples=5, leaving=True)
         last = writer.store.settle()
         dist.barrier()
@@ -486,20 +486,20 @@ def test_what_is_kept_for_others_gives_way_to_the_workers_own_state(tmp_path: Pa
         for step in (1, 2, 3):
             writer.step(step)
         dist.barrier()
-        takes = [left() == 0, writer.store._slots_to_come() == 1]
+        takes = [left() == 0, writer.store._count_unallocated_slots() == 1]
         snapshots, checkpoints = writer.store._snapshot_writer._snapshots, writer.store._checkpoint_writer
         assert snapshots is not None
         assert checkpoints is not None
-        snapshots._left = left
+        snapshots._read_memory_left = left
         snapshots._slots = [None, None]  # as when the state has grown
         writer.step(4)
         dist.barrier()
         takes.append(left() == 0)
-        checkpoints._saver._left = left
-        writer.store.checkpoint(4, samples=4, published=lambda _: None)
+        checkpoints._saver._read_memory_left = left
+        writer.store.checkpoint(4, samples=4, on_published=lambda _: None)
         outcome = writer.store.wait_for_checkpoint()
-        takes += [left() == 0, writer.store._slots_to_come() == 1]
+        takes += [left() == 0, writer.store._count_unallocated_slots() == 1]
         return takes, outcome
 
     found = run_ranks(rank_main, RANKS, runtime=tmp_path)
-    assert found == [([True, True, True, False, False], WriteOutcome.KEPT)] * RANKS
+    assert found == [([True, True, True, False, False], WriteOutcome.PUBLISHED)] * RANKS

@@ -19,11 +19,11 @@ from pacekeeper.environment import Environment
 from pacekeeper.keep.copies import CopyTime, HostCopies, TornCopyError
 from pacekeeper.keep.snapshots import Snapshots
 from pacekeeper.keep.state import TrainingState
-from pacekeeper.keep.store import Store
+from pacekeeper.keep.store import StateStore
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 from tests.support.ranks import run_ranks
 
 RANKS = 2
@@ -36,7 +36,7 @@ class Beside(HostCopies):
     asynchronous = True
 
     def finish(self) -> CopyTime | None:
-        return CopyTime(held=0.0, beside=0.0)
+        return CopyTime(blocked_seconds=0.0, concurrent_seconds=0.0)
 
 
 class _Rank:
@@ -46,8 +46,8 @@ class _Rank:
         fully_shard(self.model, mesh=replication.mesh["shard"])
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         state = TrainingState({"model": self.model, "optimizer": self.optimizer}, replication, rank)
-        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=Runtime(runtime))
-        self.store = Store(environment, CpuGroup(Recorder(NoRing())), state, None)
+        environment = Environment(rank, RANKS, local_rank=rank, round=1, runtime=RuntimeFolder(runtime))
+        self.store = StateStore(environment, CpuGroup(Recorder(NoRing())), state, None)
 
     def step(self) -> None:
         self.model(torch.randn(3, 6)).sum().backward()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from pacekeeper.launcher.command import main
-from tests.support.launchers import eventually, fork
+from tests.support.launchers import wait_until_true, fork_process
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "scripts" / "what_it_sees.py"
 OPTIONS = [
@@ -73,7 +73,7 @@ class Running:
     over: bool = False
 
     def wait_for(self, *words: str) -> None:
-        eventually(lambda: all(word in self.log.read_text() for word in words), f"{words} in {self.log}")
+        wait_until_true(lambda: all(word in self.log.read_text() for word in words), f"{words} in {self.log}")
 
     def end(self) -> int:
         """The exit code."""
@@ -83,7 +83,7 @@ class Running:
             return found if found[0] else None
 
         try:
-            _, status = eventually(ended, "the run ends")
+            _, status = wait_until_true(ended, "the run ends")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log.read_text()}") from None
         self.over = True
@@ -92,7 +92,7 @@ class Running:
 
 @contextmanager
 def running(tmp_path: Path, *arguments: str, **environment: str) -> Iterator[Running]:
-    one = Running(fork(lambda: main(arguments), tmp_path / "log", environment), tmp_path / "log")
+    one = Running(fork_process(lambda: main(arguments), tmp_path / "log", environment), tmp_path / "log")
     try:
         yield one
     finally:

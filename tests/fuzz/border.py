@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import Longest, Within
+from pacekeeper_analysis.reading import MaxLength, Within
 
 from .mutations import Mutated
 
@@ -136,7 +136,7 @@ def _beyond(value: object, hint: Any, path: str) -> str:
         match bound:
             case Within() if isinstance(value, (int, float)) and not bound.low <= value <= bound.high:
                 return f"{path} is {value}, and must be from {bound.low} to {bound.high}"
-            case Longest() if isinstance(value, (str, tuple)) and len(value) > bound.count:
+            case MaxLength() if isinstance(value, (str, tuple)) and len(value) > bound.count:
                 return f"{path} has {len(value)} items or characters, and may have {bound.count}"
     return ""
 

@@ -45,7 +45,7 @@ def fail(step: int, busy: Busy, loss: torch.Tensor) -> None:
     for fault in json.loads(os.environ["FAULTS"]):
         if (fault["rank"], fault["round"], fault["step"]) == (RANK, ROUND, step):
             diary("kernel")
-            busy.for_ever()
+            busy.run_forever()
             if fault["reads_loss"]:
                 loss.item()
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from bench.scripts.gpu.machine import NCCL, ON_GPU
 from bench.scripts.gpu.recovery import STAGES, recovery
 from bench.scripts.gpu.workers import on_a_host_of_its_own
-from pacekeeper_analysis.diagnose.hang import HangKind, verdict
+from pacekeeper_analysis.diagnose.hang import HangKind, diagnose_hang
 from pacekeeper_analysis.plan import Plan
-from pacekeeper_analysis.reports import Fault, FaultKind
-from tests.support.launchers import Team, team
+from pacekeeper_analysis.reports import FaultReport, FaultKind
+from tests.support.launchers import LauncherTeam, create_team
 
 PATIENCE_SECONDS = 180.0
 PORT = 29571
@@ -86,7 +86,7 @@ class Faults(unittest.TestCase):
             peer = {"a": 1, "b": 0}[fault.worker]
             self.assertRegex(fault.transfers, rf"(sends to|receives from) rank {peer} in a communicator of 2")
 
-    def check_hang(self, backend: str, *, reads_loss: bool, kind: HangKind) -> list[Fault]:
+    def check_hang(self, backend: str, *, reads_loss: bool, kind: HangKind) -> list[FaultReport]:
         """Rank 1 hangs: it is named, ended, and the job trains on. Returns what the launchers told of it."""
         fault = {"rank": 1, "round": 1, "step": 9, "reads_loss": reads_loss}
         script = Path(__file__).with_name("hanging.py")
@@ -94,22 +94,22 @@ class Faults(unittest.TestCase):
         folder = Path(tempfile.mkdtemp(prefix="pacekeeper-gpu-"))
         self.addCleanup(shutil.rmtree, folder)
         settings = {} if ON_GPU else {"hang": 3.0}  # the stand-in sleeps where a GPU is waited for
-        with team(folder, steps=12, faults=[fault], script=script, **settings) as one:
+        with create_team(folder, steps=12, faults=[fault], script=script, **settings) as one:
             one.environment |= {"BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo"}
             for rank, name in enumerate("ab"):
                 one.environment |= on_a_host_of_its_own(rank)
                 one.start(name)
-            members = one.members(a=[0], b=[1])
-            one.give(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5))
-            one.wait_for(lambda: "round 1 kernel" in one.diary(1), "the kernel", PATIENCE_SECONDS)
-            found = one.wait_for(lambda: verdict(stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
+            members = one.build_members(a=[0], b=[1])
+            one.give_plan(Plan(version=1, membership=1, members=members, store_port=PORT, restarts=5))
+            one.wait_for(lambda: "round 1 kernel" in one.read_diary(1), "the kernel", PATIENCE_SECONDS)
+            found = one.wait_for(lambda: diagnose_hang(stalls(one), world_size=2), "a verdict", PATIENCE_SECONDS)
             self.assertEqual(found.ranks, (1,), found)
             self.assertEqual(found.kind, kind, found)
             told = stalls(one)
-            one.give(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
-            one.wait_for(lambda: "round 2 end" in one.diary(0), "round 2 trains to the end", PATIENCE_SECONDS)
+            one.give_plan(Plan(version=2, membership=2, round=2, members=members, store_port=PORT, restarts=5))
+            one.wait_for(lambda: "round 2 end" in one.read_diary(0), "round 2 trains to the end", PATIENCE_SECONDS)
         return told
 
 
-def stalls(one: Team) -> list[Fault]:
-    return [fault for worker in one.workers.values() for fault in worker.faults(FaultKind.STALLED)]
+def stalls(one: LauncherTeam) -> list[FaultReport]:
+    return [fault for worker in one.workers.values() for fault in worker.read_faults(FaultKind.STALLED)]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from simulation.generator import generate
-from simulation.run import run
+from simulation.generator import generate_schedule
+from simulation.run import run_schedule
 
 Line = tuple[str, int]
 """A file, by its absolute path, and a line of it."""
@@ -45,7 +45,7 @@ def of_simulation(seeds: int) -> Iterator[Check]:
 
 
 def _heals(seed: int) -> bool:
-    return not run(generate(seed)).violations
+    return not run_schedule(generate_schedule(seed)).violations
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from testcluster import cgroups
 
 def read_clusters() -> dict[str, float]:
     """Return the processor seconds of each test cluster that is there, by the name of its cgroup."""
-    root = cgroups.controller("cpu" if cgroups.is_v2() else "cpuacct", "")
+    root = cgroups.get_controller_folder("cpu" if cgroups.is_v2() else "cpuacct", "")
     readings = {}
     for folder in root.glob("pacekeeper*"):
         with suppress(OSError):  # taken down since
-            readings[folder.name] = cgroups.cpu_seconds(folder.name)
+            readings[folder.name] = cgroups.read_cpu_seconds(folder.name)
     return readings
 
 

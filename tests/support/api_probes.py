@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Object = dict[str, Any]
-MERGE, JSON = "application/merge-patch+json", "application/json-patch+json"
-APPLY = "application/apply-patch+yaml"
+MERGE_PATCH_TYPE, JSON_PATCH_TYPE = "application/merge-patch+json", "application/json-patch+json"
+APPLY_PATCH_TYPE = "application/apply-patch+yaml"
 GROUP = "pacekeeper.dev/v1alpha1"
-_PLACES: Mapping[str, tuple[str, bool]] = {
+_KIND_PATHS: Mapping[str, tuple[str, bool]] = {
     "pods": ("/api/v1", True),
     "configmaps": ("/api/v1", True),
     "resourcequotas": ("/api/v1", True),
@@ -31,7 +31,7 @@ _PLACES: Mapping[str, tuple[str, bool]] = {
 }
 
 
-class Server(Protocol):
+class ProbedServer(Protocol):
     """An API server, as an administrator reaches it."""
 
     namespace: str
@@ -44,15 +44,15 @@ class Server(Protocol):
     def pause(self, seconds: float) -> None:
         """Time passes there."""
 
-    def token(self, pod: Object, audience: str) -> str:
+    def create_token(self, pod: Object, audience: str) -> str:
         """Of the pod's service account, bound to it."""
 
-    def changes(self, path: str, query: Mapping[str, str]) -> list[tuple[str, Object]]:
+    def list_changes(self, path: str, query: Mapping[str, str]) -> list[tuple[str, Object]]:
         """What a watch with this query tells within a second, bookmarks aside."""
 
 
 @dataclass(frozen=True)
-class Saw:
+class ProbeAnswer:
     """An answer."""
 
     status: int
@@ -63,7 +63,7 @@ class Saw:
         if self.status < 300:
             return str(self.status)
         causes = (self.body.get("details") or {}).get("causes", ())
-        fields = sorted({cause["field"].lstrip(".") for cause in causes if not _is_an_aside(cause)})
+        fields = sorted({cause["field"].lstrip(".") for cause in causes if not _is_secondary_cause(cause)})
         return " ".join([str(self.status), self.body.get("reason") or "-", *fields])
 
     @property
@@ -80,59 +80,59 @@ class Saw:
         return str(self.metadata["resourceVersion"])
 
 
-def _is_an_aside(cause: Mapping[str, str]) -> bool:
+def _is_secondary_cause(cause: Mapping[str, str]) -> bool:
     """The real server says one fault of a type twice, and that it has looked no further."""
     return "some validation rules were not checked" in cause["message"] or "Checked value must be" in cause["message"]
 
 
-class Api:
+class ProbeClient:
     """A server, with shorter words."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ProbedServer) -> None:
         self.server = server
 
-    def path(self, plural: str, name: str = "", subresource: str = "", namespace: str | None = None) -> str:
-        prefix, namespaced = _PLACES[plural]
+    def build_path(self, plural: str, name: str = "", subresource: str = "", namespace: str | None = None) -> str:
+        prefix, namespaced = _KIND_PATHS[plural]
         place = self.server.namespace if namespace is None else namespace
         parts = [prefix, *(["namespaces", place] if namespaced else []), plural, name, subresource]
         return "/".join(part for part in parts if part)
 
-    def create(self, plural: str, body: Object, namespace: str | None = None, **query: str) -> Saw:
-        sent = {"apiVersion": _version(plural), "kind": _KINDS[plural], **body}
-        path = self.path(plural, namespace=namespace)
-        return Saw(*self.server.request("POST", path, {"fieldManager": "probe", **query}, sent, "application/json"))
+    def create(self, plural: str, body: Object, namespace: str | None = None, **query: str) -> ProbeAnswer:
+        sent = {"apiVersion": _get_version(plural), "kind": _KINDS[plural], **body}
+        path = self.build_path(plural, namespace=namespace)
+        return ProbeAnswer(*self.server.request("POST", path, {"fieldManager": "probe", **query}, sent, "application/json"))
 
-    def get(self, plural: str, name: str, namespace: str | None = None) -> Saw:
-        return Saw(*self.server.request("GET", self.path(plural, name, "", namespace), {}, None, "application/json"))
+    def get(self, plural: str, name: str, namespace: str | None = None) -> ProbeAnswer:
+        return ProbeAnswer(*self.server.request("GET", self.build_path(plural, name, "", namespace), {}, None, "application/json"))
 
-    def listed(self, plural: str, **query: str) -> Saw:
-        return Saw(*self.server.request("GET", self.path(plural), query, None, "application/json"))
+    def list_objects(self, plural: str, **query: str) -> ProbeAnswer:
+        return ProbeAnswer(*self.server.request("GET", self.build_path(plural), query, None, "application/json"))
 
-    def replace(self, plural: str, name: str, body: Object) -> Saw:
-        sent = {"apiVersion": _version(plural), "kind": _KINDS[plural], **body}
+    def replace(self, plural: str, name: str, body: Object) -> ProbeAnswer:
+        sent = {"apiVersion": _get_version(plural), "kind": _KINDS[plural], **body}
         query = {"fieldManager": "probe"}
-        return Saw(*self.server.request("PUT", self.path(plural, name), query, sent, "application/json"))
+        return ProbeAnswer(*self.server.request("PUT", self.build_path(plural, name), query, sent, "application/json"))
 
     def patch(
-        self, plural: str, name: str, body: Any, subresource: str = "", manager: str = "probe", style: str = MERGE
-    ) -> Saw:
-        path = self.path(plural, name, subresource)
-        return Saw(*self.server.request("PATCH", path, {"fieldManager": manager}, body, style))
+        self, plural: str, name: str, body: Any, subresource: str = "", manager: str = "probe", style: str = MERGE_PATCH_TYPE
+    ) -> ProbeAnswer:
+        path = self.build_path(plural, name, subresource)
+        return ProbeAnswer(*self.server.request("PATCH", path, {"fieldManager": manager}, body, style))
 
     def apply(
         self, plural: str, name: str, body: Object, manager: str, subresource: str = "", *, force: bool = True
-    ) -> Saw:
+    ) -> ProbeAnswer:
         metadata = {"name": name, **body.get("metadata", {})}
-        sent = {"apiVersion": _version(plural), "kind": _KINDS[plural], **body, "metadata": metadata}
+        sent = {"apiVersion": _get_version(plural), "kind": _KINDS[plural], **body, "metadata": metadata}
         query = {"fieldManager": manager} | ({"force": "true"} if force else {})
-        return Saw(*self.server.request("PATCH", self.path(plural, name, subresource), query, sent, APPLY))
+        return ProbeAnswer(*self.server.request("PATCH", self.build_path(plural, name, subresource), query, sent, APPLY_PATCH_TYPE))
 
-    def delete(self, plural: str, name: str, namespace: str | None = None, **options: Any) -> Saw:
+    def delete(self, plural: str, name: str, namespace: str | None = None, **options: Any) -> ProbeAnswer:
         body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
-        path = self.path(plural, name, "", namespace)
-        return Saw(*self.server.request("DELETE", path, {}, body, "application/json"))
+        path = self.build_path(plural, name, "", namespace)
+        return ProbeAnswer(*self.server.request("DELETE", path, {}, body, "application/json"))
 
-    def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 10.0) -> bool:
         """Whether it comes true in so many seconds."""
         left = seconds
         while not condition():
@@ -142,39 +142,39 @@ class Api:
             left -= 0.05
         return True
 
-    def gone(self, plural: str, name: str) -> bool:
-        return self.until(lambda: self.get(plural, name).status == 404)
+    def wait_until_gone(self, plural: str, name: str) -> bool:
+        return self.wait_until(lambda: self.get(plural, name).status == 404)
 
-    def changes(self, plural: str, since: str, labels: str = "", namespace: str | None = None) -> list[str]:
+    def list_changes(self, plural: str, since: str, labels: str = "", namespace: str | None = None) -> list[str]:
         """What a watch tells since a version, in order: type and name."""
         query = {"resourceVersion": since} | ({"labelSelector": labels} if labels else {})
-        told = self.server.changes(self.path(plural, namespace=namespace), query)
+        told = self.server.list_changes(self.build_path(plural, namespace=namespace), query)
         return [f"{type} {body['metadata'].get('name', body.get('code'))}" for type, body in told]
 
 
 @dataclass(frozen=True)
-class Probe:
+class ApiProbe:
     """One of them, and what it is expected to say."""
 
-    run: Callable[[Api], Sequence[object]]
+    run: Callable[[ProbeClient], Sequence[object]]
     expected: tuple[object, ...]
 
     @property
     def name(self) -> str:
         return self.run.__name__
 
-    def says(self, server: Server) -> tuple[object, ...]:
-        return tuple(str(said) if isinstance(said, Saw) else said for said in self.run(Api(server)))
+    def run_on(self, server: ProbedServer) -> tuple[object, ...]:
+        return tuple(str(said) if isinstance(said, ProbeAnswer) else said for said in self.run(ProbeClient(server)))
 
 
-PROBES: list[Probe] = []
+PROBES: list[ApiProbe] = []
 
 
-def probe(*expected: object) -> Callable[[Callable[[Api], Sequence[object]]], Callable[[Api], Sequence[object]]]:
+def register_probe(*expected: object) -> Callable[[Callable[[ProbeClient], Sequence[object]]], Callable[[ProbeClient], Sequence[object]]]:
     """Registers a probe."""
 
-    def register(run: Callable[[Api], Sequence[object]]) -> Callable[[Api], Sequence[object]]:
-        PROBES.append(Probe(run, expected))
+    def register(run: Callable[[ProbeClient], Sequence[object]]) -> Callable[[ProbeClient], Sequence[object]]:
+        PROBES.append(ApiProbe(run, expected))
         return run
 
     return register
@@ -197,16 +197,16 @@ _KINDS = {
 }
 
 
-def _version(plural: str) -> str:
-    prefix = _PLACES[plural][0]
+def _get_version(plural: str) -> str:
+    prefix = _KIND_PATHS[plural][0]
     return prefix.removeprefix("/apis/").removeprefix("/api/")
 
 
-def config(name: str, data: Mapping[str, str] | None = None, **metadata: Any) -> Object:
+def build_config_map(name: str, data: Mapping[str, str] | None = None, **metadata: Any) -> Object:
     return {"metadata": {"name": name, **metadata}, **({"data": dict(data)} if data else {})}
 
 
-def pod(name: str, **spec: Any) -> Object:
+def build_pod(name: str, **spec: Any) -> Object:
     """One that no node takes."""
     return {
         "metadata": {"name": name},
@@ -218,30 +218,30 @@ def pod(name: str, **spec: Any) -> Object:
     }
 
 
-def bound_pod(name: str, **spec: Any) -> Object:
+def build_bound_pod(name: str, **spec: Any) -> Object:
     """One that is on a node which nobody runs."""
-    return pod(name, nodeName="nowhere", **spec)
+    return build_pod(name, nodeName="nowhere", **spec)
 
 
-def job(name: str, **spec: Any) -> Object:
+def build_job(name: str, **spec: Any) -> Object:
     template = {"spec": {"containers": [{"name": "trainer", "image": "none"}]}}
     return {"metadata": {"name": name}, "spec": {"template": template, "suspend": True, **spec}}
 
 
-def incident(name: str, **metadata: Any) -> Object:
+def build_incident(name: str, **metadata: Any) -> Object:
     spec = {"jobRef": {"name": "a", "uid": "b"}, "cause": "crash", "class": "Application"}
     return {"metadata": {"name": name, **metadata}, "spec": spec}
 
 
-def state(name: str, **metadata: Any) -> Object:
+def build_state(name: str, **metadata: Any) -> Object:
     return {"metadata": {"name": name, **metadata}, "schemaVersion": 1, "plan": {}, "state": {}}
 
 
-def quarantine(name: str, **spec: Any) -> Object:
+def build_quarantine(name: str, **spec: Any) -> Object:
     return {"metadata": {"name": name}, "spec": {"reason": "a probe", **spec}}
 
 
-def owner(kind: str, found: Saw, **more: Any) -> Object:
+def build_owner_reference(kind: str, found: ProbeAnswer, **more: Any) -> Object:
     metadata = found.metadata
     return {
         "apiVersion": found.body["apiVersion"],
@@ -252,7 +252,7 @@ def owner(kind: str, found: Saw, **more: Any) -> Object:
     }
 
 
-def managers(found: Saw, field: str) -> list[str]:
+def list_managers(found: ProbeAnswer, field: str) -> list[str]:
     """Who owns a field of the first level below data, spec or metadata, as (name operation)."""
     first, second = field.split(".", 1)
     return sorted(
@@ -265,23 +265,23 @@ def managers(found: Saw, field: str) -> list[str]:
 # Versions and conflicts
 
 
-@probe("201", "409 AlreadyExists", 'configmaps "twice" already exists')
-def creating_twice(api: Api) -> Sequence[object]:
-    first, second = api.create("configmaps", config("twice")), api.create("configmaps", config("twice"))
+@register_probe("201", "409 AlreadyExists", 'configmaps "twice" already exists')
+def creating_twice(api: ProbeClient) -> Sequence[object]:
+    first, second = api.create("configmaps", build_config_map("twice")), api.create("configmaps", build_config_map("twice"))
     return first, second, second.message
 
 
-@probe("404 NotFound", 'configmaps "nobody" not found', "404 NotFound", "404 NotFound", "404 NotFound")
-def what_is_not_there(api: Api) -> Sequence[object]:
+@register_probe("404 NotFound", 'configmaps "nobody" not found', "404 NotFound", "404 NotFound", "404 NotFound")
+def what_is_not_there(api: ProbeClient) -> Sequence[object]:
     found = api.get("configmaps", "nobody")
     patched = api.patch("configmaps", "nobody", {"data": {"a": "b"}})
-    replaced = api.replace("configmaps", "nobody", config("nobody"))
+    replaced = api.replace("configmaps", "nobody", build_config_map("nobody"))
     return found, found.message, patched, replaced, api.delete("configmaps", "nobody")
 
 
-@probe("409 Conflict", "200", True, "409 Conflict")
-def replacing_what_is_stale(api: Api) -> Sequence[object]:
-    first = api.create("trainingjobstates", state("stale"))
+@register_probe("409 Conflict", "200", True, "409 Conflict")
+def replacing_an_old_version(api: ProbeClient) -> Sequence[object]:
+    first = api.create("trainingjobstates", build_state("stale"))
     old = {**first.body, "metadata": {**first.metadata, "resourceVersion": "1"}}
     stale = api.replace("trainingjobstates", "stale", old)
     second = api.replace("trainingjobstates", "stale", {**first.body, "plan": {"a": 1}})
@@ -289,57 +289,57 @@ def replacing_what_is_stale(api: Api) -> Sequence[object]:
     return stale, second, int(second.version) > int(first.version), again
 
 
-@probe("422 Invalid metadata.resourceVersion", "422 Invalid metadata.resourceVersion", "200")
-def replacing_without_a_version(api: Api) -> Sequence[object]:
-    api.create("trainingjobstates", state("anyhow"))
+@register_probe("422 Invalid metadata.resourceVersion", "422 Invalid metadata.resourceVersion", "200")
+def replacing_without_a_version(api: ProbeClient) -> Sequence[object]:
+    api.create("trainingjobstates", build_state("anyhow"))
     api.create("leases", {"metadata": {"name": "anyhow"}, "spec": {}})
-    api.create("configmaps", config("anyhow"))
+    api.create("configmaps", build_config_map("anyhow"))
     return (
-        api.replace("trainingjobstates", "anyhow", state("anyhow")),
+        api.replace("trainingjobstates", "anyhow", build_state("anyhow")),
         api.replace("leases", "anyhow", {"metadata": {"name": "anyhow"}, "spec": {"holderIdentity": "x"}}),
-        api.replace("configmaps", "anyhow", config("anyhow", {"a": "b"})),
+        api.replace("configmaps", "anyhow", build_config_map("anyhow", {"a": "b"})),
     )
 
 
-@probe("404 NotFound", "404 NotFound", "201", "201")
-def replacing_what_is_gone(api: Api) -> Sequence[object]:
+@register_probe("404 NotFound", "404 NotFound", "201", "201")
+def replacing_what_is_gone(api: ProbeClient) -> Sequence[object]:
     """A Lease that was deleted comes back by a replacement of what was read before."""
-    body = {**state("vanished"), "metadata": {"name": "vanished", "resourceVersion": "7"}}
+    body = {**build_state("vanished"), "metadata": {"name": "vanished", "resourceVersion": "7"}}
     lease = {"metadata": {"name": "vanished", "resourceVersion": "7"}, "spec": {"holderIdentity": "x"}}
     nameless = {"metadata": {"name": "vanished-2"}, "spec": {"holderIdentity": "x"}}
     return (
         api.replace("trainingjobstates", "vanished", body),
-        api.replace("trainingjobstates", "vanished", state("vanished")),
+        api.replace("trainingjobstates", "vanished", build_state("vanished")),
         api.replace("leases", "vanished", lease),
         api.replace("leases", "vanished-2", nameless),
     )
 
 
-@probe("409 Conflict", "409 Conflict")
-def replacing_a_namesake(api: Api) -> Sequence[object]:
-    first = api.create("trainingjobstates", state("namesake"))
+@register_probe("409 Conflict", "409 Conflict")
+def replacing_a_namesake(api: ProbeClient) -> Sequence[object]:
+    first = api.create("trainingjobstates", build_state("namesake"))
     other = {**first.body, "metadata": {**first.metadata, "uid": "another"}}
     api.delete("trainingjobstates", "namesake")
-    second = api.create("trainingjobstates", state("namesake"))
+    second = api.create("trainingjobstates", build_state("namesake"))
     return (
         api.replace("trainingjobstates", "namesake", first.body),
         api.replace("trainingjobstates", "namesake", {**other, "metadata": {**second.metadata, "uid": "another"}}),
     )
 
 
-@probe("400 BadRequest", "400 BadRequest")
-def another_name_than_the_paths(api: Api) -> Sequence[object]:
-    first = api.create("configmaps", config("named"))
+@register_probe("400 BadRequest", "400 BadRequest")
+def another_name_than_the_paths(api: ProbeClient) -> Sequence[object]:
+    first = api.create("configmaps", build_config_map("named"))
     renamed = {**first.body, "metadata": {**first.metadata, "name": "other"}}
     return (
         api.replace("configmaps", "named", renamed),
-        api.create("configmaps", config("elsewhere", namespace="another-place")),
+        api.create("configmaps", build_config_map("elsewhere", namespace="another-place")),
     )
 
 
-@probe("409 Conflict", "200", "422 Invalid metadata.uid", "200")
-def patching_a_certain_version(api: Api) -> Sequence[object]:
-    first = api.create("configmaps", config("certain"))
+@register_probe("409 Conflict", "200", "422 Invalid metadata.uid", "200")
+def patching_a_certain_version(api: ProbeClient) -> Sequence[object]:
+    first = api.create("configmaps", build_config_map("certain"))
     version = {"resourceVersion": first.version}
     return (
         api.patch("configmaps", "certain", {"metadata": {"resourceVersion": "1"}, "data": {"a": "1"}}),
@@ -349,39 +349,39 @@ def patching_a_certain_version(api: Api) -> Sequence[object]:
     )
 
 
-@probe("200", True, True, True, [])
-def writing_what_is_there_already(api: Api) -> Sequence[object]:
-    first = api.create("configmaps", config("same", {"a": "1"}, labels={"probe": "same"}))
+@register_probe("200", True, True, True, [])
+def writing_what_is_there_already(api: ProbeClient) -> Sequence[object]:
+    first = api.create("configmaps", build_config_map("same", {"a": "1"}, labels={"probe": "same"}))
     patched = api.patch("configmaps", "same", {"data": {"a": "1"}})
     replaced = api.replace("configmaps", "same", first.body)
     deleted = api.patch("configmaps", "same", {"data": {"nothing": None}})
-    told = api.changes("configmaps", first.version, "probe=same")
+    told = api.list_changes("configmaps", first.version, "probe=same")
     versions = [found.version == first.version for found in (patched, replaced, deleted)]
     return patched, *versions, told
 
 
-@probe("500 -", "201", True, True, None)
-def system_fields_at_creation(api: Api) -> Sequence[object]:
+@register_probe("500 -", "201", True, True, None)
+def system_fields_at_creation(api: ProbeClient) -> Sequence[object]:
     given = {"uid": "mine", "creationTimestamp": "2020-01-01T00:00:00Z", "deletionTimestamp": "2020-01-01T00:00:00Z"}
-    versioned = api.create("configmaps", config("systematic", resourceVersion="5"))
-    made = api.create("configmaps", config("systematic", None, **given))
+    versioned = api.create("configmaps", build_config_map("systematic", resourceVersion="5"))
+    made = api.create("configmaps", build_config_map("systematic", None, **given))
     metadata = made.metadata
     fresh = metadata["creationTimestamp"] > "2021"
     return versioned, made, metadata["uid"] != "mine", fresh, metadata.get("deletionTimestamp")
 
 
-@probe("200", True, True)
-def system_fields_in_a_patch(api: Api) -> Sequence[object]:
-    first = api.create("configmaps", config("unsystematic"))
+@register_probe("200", True, True)
+def system_fields_in_a_patch(api: ProbeClient) -> Sequence[object]:
+    first = api.create("configmaps", build_config_map("unsystematic"))
     nothing = dict.fromkeys(("uid", "creationTimestamp", "resourceVersion"))
     patched = api.patch("configmaps", "unsystematic", {"metadata": {**nothing, "generation": 9}})
     return patched, patched.metadata["uid"] == first.metadata["uid"], patched.version == first.version
 
 
-@probe({"name": "bare"}, None)
-def empty_metadata_is_not_kept(api: Api) -> Sequence[object]:
+@register_probe({"name": "bare"}, None)
+def empty_metadata_is_not_kept(api: ProbeClient) -> Sequence[object]:
     empty: Object = {"labels": {}, "annotations": {}, "finalizers": [], "ownerReferences": []}
-    made = api.create("configmaps", config("bare", **empty))
+    made = api.create("configmaps", build_config_map("bare", **empty))
     named = {name: part for name, part in made.metadata.items() if name in ("name", *empty)}
     return named, made.body.get("data")
 
@@ -389,115 +389,115 @@ def empty_metadata_is_not_kept(api: Api) -> Sequence[object]:
 # Names, sizes, places
 
 
-@probe("422 Invalid metadata.name", "422 Invalid metadata.name", "422 Invalid metadata.finalizers[0]")
-def names_that_are_none(api: Api) -> Sequence[object]:
+@register_probe("422 Invalid metadata.name", "422 Invalid metadata.name", "422 Invalid metadata.finalizers[0]")
+def names_that_are_none(api: ProbeClient) -> Sequence[object]:
     return (
-        api.create("configmaps", config("Not_a_name")),
+        api.create("configmaps", build_config_map("Not_a_name")),
         api.create("configmaps", {"metadata": {}}),
-        api.create("configmaps", config("ended", finalizers=["nobodys"])),
+        api.create("configmaps", build_config_map("ended", finalizers=["nobodys"])),
     )
 
 
-@probe("422 Invalid metadata.labels", "422 Invalid metadata.labels")
-def labels_that_are_none(api: Api) -> Sequence[object]:
+@register_probe("422 Invalid metadata.labels", "422 Invalid metadata.labels")
+def labels_that_are_none(api: ProbeClient) -> Sequence[object]:
     return (
-        api.create("configmaps", config("labelled", labels={"a": "b c"})),
-        api.create("configmaps", config("labelled", labels={"a": "b" * 64})),
+        api.create("configmaps", build_config_map("labelled", labels={"a": "b c"})),
+        api.create("configmaps", build_config_map("labelled", labels={"a": "b" * 64})),
     )
 
 
-@probe("422 Invalid []", "500 -", "413 RequestEntityTooLarge")
-def too_much_at_once(api: Api) -> Sequence[object]:
+@register_probe("422 Invalid []", "500 -", "413 RequestEntityTooLarge")
+def too_much_at_once(api: ProbeClient) -> Sequence[object]:
     return (
-        api.create("configmaps", config("big", {"a": "b" * 1_100_000})),
-        api.create("trainingjobstates", {**state("big"), "plan": {"a": "b" * 1_600_000}}),
-        api.create("trainingjobstates", {**state("big"), "plan": {"a": "b" * 3_200_000}}),
+        api.create("configmaps", build_config_map("big", {"a": "b" * 1_100_000})),
+        api.create("trainingjobstates", {**build_state("big"), "plan": {"a": "b" * 1_600_000}}),
+        api.create("trainingjobstates", {**build_state("big"), "plan": {"a": "b" * 3_200_000}}),
     )
 
 
-@probe("404 NotFound", 'namespaces "no-such-place" not found')
-def nowhere(api: Api) -> Sequence[object]:
-    made = api.create("configmaps", config("lost"), namespace="no-such-place")
+@register_probe("404 NotFound", 'namespaces "no-such-place" not found')
+def nowhere(api: ProbeClient) -> Sequence[object]:
+    made = api.create("configmaps", build_config_map("lost"), namespace="no-such-place")
     return made, made.message
 
 
-@probe("200", "Terminating", "403 Forbidden metadata.namespace", "403 Forbidden metadata.namespace", "200")
-def a_namespace_that_ends(api: Api) -> Sequence[object]:
+@register_probe("200", "Terminating", "403 Forbidden metadata.namespace", "403 Forbidden metadata.namespace", "200")
+def a_namespace_that_ends(api: ProbeClient) -> Sequence[object]:
     place = f"{api.server.namespace}-ends"
     api.create("namespaces", {"metadata": {"name": place}})
-    api.create("configmaps", config("stays", finalizers=["pacekeeper.dev/probe"]), namespace=place)
+    api.create("configmaps", build_config_map("stays", finalizers=["pacekeeper.dev/probe"]), namespace=place)
     ended = api.delete("namespaces", place)
-    made = api.create("configmaps", config("late"), namespace=place)
-    dry = api.create("configmaps", config("late"), namespace=place, dryRun="All")
-    path = api.path("configmaps", "stays", namespace=place)
-    freed = Saw(*api.server.request("PATCH", path, {}, {"metadata": {"finalizers": None}}, MERGE))
+    made = api.create("configmaps", build_config_map("late"), namespace=place)
+    dry = api.create("configmaps", build_config_map("late"), namespace=place, dryRun="All")
+    path = api.build_path("configmaps", "stays", namespace=place)
+    freed = ProbeAnswer(*api.server.request("PATCH", path, {}, {"metadata": {"finalizers": None}}, MERGE_PATCH_TYPE))
     return ended, ended.body["status"]["phase"], made, dry, freed
 
 
 # Selectors
 
 
-@probe(["chosen-1", "chosen-2"], ["chosen-1"], ["chosen-2"], ["chosen-1"], ["chosen-2"])
-def selecting_by_labels(api: Api) -> Sequence[object]:
-    api.create("configmaps", config("chosen-1", labels={"probe": "chosen", "number": "1"}))
-    api.create("configmaps", config("chosen-2", labels={"probe": "chosen", "number": "2", "even": "yes"}))
+@register_probe(["chosen-1", "chosen-2"], ["chosen-1"], ["chosen-2"], ["chosen-1"], ["chosen-2"])
+def selecting_by_labels(api: ProbeClient) -> Sequence[object]:
+    api.create("configmaps", build_config_map("chosen-1", labels={"probe": "chosen", "number": "1"}))
+    api.create("configmaps", build_config_map("chosen-2", labels={"probe": "chosen", "number": "2", "even": "yes"}))
     wanted = ("", ",number=1", ",number!=1", ",!even", ",number in (2,3)")
-    answers = [api.listed("configmaps", labelSelector=f"probe=chosen{more}") for more in wanted]
+    answers = [api.list_objects("configmaps", labelSelector=f"probe=chosen{more}") for more in wanted]
     return [[body["metadata"]["name"] for body in answer.body["items"]] for answer in answers]
 
 
-@probe(["placed-1"], ["placed-2"], "400 BadRequest")
-def selecting_by_fields(api: Api) -> Sequence[object]:
-    api.create("pods", bound_pod("placed-1"))
-    api.create("pods", pod("placed-2"))
-    on_node = api.listed("pods", fieldSelector="spec.nodeName=nowhere,metadata.name=placed-1")
-    named = api.listed("pods", fieldSelector="metadata.name=placed-2")
-    refused = api.listed("configmaps", fieldSelector="spec.nodeName=nowhere")
+@register_probe(["placed-1"], ["placed-2"], "400 BadRequest")
+def selecting_by_fields(api: ProbeClient) -> Sequence[object]:
+    api.create("pods", build_bound_pod("placed-1"))
+    api.create("pods", build_pod("placed-2"))
+    on_node = api.list_objects("pods", fieldSelector="spec.nodeName=nowhere,metadata.name=placed-1")
+    named = api.list_objects("pods", fieldSelector="metadata.name=placed-2")
+    refused = api.list_objects("configmaps", fieldSelector="spec.nodeName=nowhere")
     names = [[body["metadata"]["name"] for body in answer.body["items"]] for answer in (on_node, named)]
     for name in ("placed-1", "placed-2"):
         api.delete("pods", name, gracePeriodSeconds=0)
     return *names, refused
 
 
-@probe(["listed-a", "listed-b"], True)
-def lists_are_in_the_order_of_names(api: Api) -> Sequence[object]:
-    api.create("configmaps", config("listed-b", labels={"probe": "listed"}))
-    last = api.create("configmaps", config("listed-a", labels={"probe": "listed"}))
-    found = api.listed("configmaps", labelSelector="probe=listed")
+@register_probe(["listed-a", "listed-b"], True)
+def lists_are_in_the_order_of_names(api: ProbeClient) -> Sequence[object]:
+    api.create("configmaps", build_config_map("listed-b", labels={"probe": "listed"}))
+    last = api.create("configmaps", build_config_map("listed-a", labels={"probe": "listed"}))
+    found = api.list_objects("configmaps", labelSelector="probe=listed")
     return [body["metadata"]["name"] for body in found.body["items"]], int(found.version) >= int(last.version)
 
 
 # Generations and the status subresource
 
 
-@probe(1, 1, "200", 2)
-def generations_of_what_has_a_status(api: Api) -> Sequence[object]:
-    first = api.create("nodequarantines", quarantine("probe-generation"))
+@register_probe(1, 1, "200", 2)
+def generations_of_what_has_a_status(api: ProbeClient) -> Sequence[object]:
+    first = api.create("nodequarantines", build_quarantine("probe-generation"))
     labelled = api.patch("nodequarantines", "probe-generation", {"metadata": {"labels": {"a": "b"}}})
     changed = api.patch("nodequarantines", "probe-generation", {"spec": {"approved": True}})
     api.delete("nodequarantines", "probe-generation")
     return first.metadata["generation"], labelled.metadata["generation"], changed, changed.metadata["generation"]
 
 
-@probe(1, 1, 2)
-def generations_of_what_has_none(api: Api) -> Sequence[object]:
-    first = api.create("trainingjobstates", state("generations"))
+@register_probe(1, 1, 2)
+def generations_of_what_has_none(api: ProbeClient) -> Sequence[object]:
+    first = api.create("trainingjobstates", build_state("generations"))
     labelled = api.patch("trainingjobstates", "generations", {"metadata": {"labels": {"a": "b"}}})
     changed = api.patch("trainingjobstates", "generations", {"plan": {"a": 1}})
     return first.metadata["generation"], labelled.metadata["generation"], changed.metadata["generation"]
 
 
-@probe(None, "200", None, True)
-def status_by_the_wrong_way(api: Api) -> Sequence[object]:
-    body = {**incident("status-1"), "status": {"mode": "Act"}}
+@register_probe(None, "200", None, True)
+def status_by_the_wrong_way(api: ProbeClient) -> Sequence[object]:
+    body = {**build_incident("status-1"), "status": {"mode": "Act"}}
     made = api.create("incidents", body)
     patched = api.patch("incidents", "status-1", {"status": {"mode": "Act"}})
     return made.body.get("status"), patched, patched.body.get("status"), patched.version == made.version
 
 
-@probe({"observedGeneration": -1}, {"observedGeneration": -1}, {"step": 3}, {"observedGeneration": -1})
-def a_status_that_has_a_default(api: Api) -> Sequence[object]:
-    made = api.create("trainingjobs", {**job("status-0"), "status": {"step": 7}})
+@register_probe({"observedGeneration": -1}, {"observedGeneration": -1}, {"step": 3}, {"observedGeneration": -1})
+def a_status_that_has_a_default(api: ProbeClient) -> Sequence[object]:
+    made = api.create("trainingjobs", {**build_job("status-0"), "status": {"step": 7}})
     found = api.get("trainingjobs", "status-0")
     told = api.patch("trainingjobs", "status-0", {"status": {"observedGeneration": None, "step": 3}}, "status")
     gone = api.patch("trainingjobs", "status-0", {"status": None}, "status")
@@ -509,9 +509,9 @@ def a_status_that_has_a_default(api: Api) -> Sequence[object]:
     )
 
 
-@probe("200", {"mode": "Act"}, "crash", None, 1)
-def status_by_the_right_way(api: Api) -> Sequence[object]:
-    api.create("incidents", incident("status-2"))
+@register_probe("200", {"mode": "Act"}, "crash", None, 1)
+def status_by_the_right_way(api: ProbeClient) -> Sequence[object]:
+    api.create("incidents", build_incident("status-2"))
     body = {"status": {"mode": "Act"}, "spec": {"cause": "hang"}, "metadata": {"labels": {"a": "b"}}}
     patched = api.patch("incidents", "status-2", body, "status")
     found = patched.body
@@ -524,24 +524,24 @@ def status_by_the_right_way(api: Api) -> Sequence[object]:
     )
 
 
-@probe("409 Conflict", "200")
-def status_at_a_certain_version(api: Api) -> Sequence[object]:
-    made = api.create("incidents", incident("status-3"))
+@register_probe("409 Conflict", "200")
+def status_at_a_certain_version(api: ProbeClient) -> Sequence[object]:
+    made = api.create("incidents", build_incident("status-3"))
     stale = {"metadata": {"resourceVersion": "1"}, "status": {"mode": "Act"}}
     fresh = {"metadata": {"resourceVersion": made.version}, "status": {"mode": "Act"}}
     return api.patch("incidents", "status-3", stale, "status"), api.patch("incidents", "status-3", fresh, "status")
 
 
-@probe("404 NotFound")
-def status_of_what_has_none(api: Api) -> Sequence[object]:
-    api.create("trainingjobstates", state("no-status"))
+@register_probe("404 NotFound")
+def status_of_what_has_none(api: ProbeClient) -> Sequence[object]:
+    api.create("trainingjobstates", build_state("no-status"))
     return (api.patch("trainingjobstates", "no-status", {"status": {"a": 1}}, "status"),)
 
 
-@probe({"phase": "Pending"}, "Running", "Running", {"a": "b"})
-def status_of_pods(api: Api) -> Sequence[object]:
+@register_probe({"phase": "Pending"}, "Running", "Running", {"a": "b"})
+def status_of_pods(api: ProbeClient) -> Sequence[object]:
     """Unlike that of custom resources it can be written with labels."""
-    given = {**pod("status-pod"), "status": {"phase": "Failed"}}
+    given = {**build_pod("status-pod"), "status": {"phase": "Failed"}}
     made = api.create("pods", given)
     said = {"status": {"phase": "Running"}, "metadata": {"labels": {"a": "b"}}}
     patched = api.patch("pods", "status-pod", said, "status")
@@ -554,9 +554,9 @@ def status_of_pods(api: Api) -> Sequence[object]:
 # Finalizers and deletion
 
 
-@probe("200", True, 0, 2, "200", "404 NotFound")
-def a_finalizer_holds(api: Api) -> Sequence[object]:
-    api.create("incidents", incident("held", finalizers=["pacekeeper.dev/probe"]))
+@register_probe("200", True, 0, 2, "200", "404 NotFound")
+def a_finalizer_holds(api: ProbeClient) -> Sequence[object]:
+    api.create("incidents", build_incident("held", finalizers=["pacekeeper.dev/probe"]))
     deleted = api.delete("incidents", "held")
     again = api.delete("incidents", "held")
     metadata = again.metadata
@@ -571,10 +571,10 @@ def a_finalizer_holds(api: Api) -> Sequence[object]:
     )
 
 
-@probe("422 Invalid metadata.finalizers", "200", "200", "404 NotFound")
-def no_new_finalizer_on_what_is_being_deleted(api: Api) -> Sequence[object]:
+@register_probe("422 Invalid metadata.finalizers", "200", "200", "404 NotFound")
+def no_new_finalizer_on_what_is_being_deleted(api: ProbeClient) -> Sequence[object]:
     two = ["pacekeeper.dev/one", "pacekeeper.dev/two"]
-    api.create("incidents", incident("ending", finalizers=two))
+    api.create("incidents", build_incident("ending", finalizers=two))
     api.delete("incidents", "ending")
     return (
         api.patch("incidents", "ending", {"metadata": {"finalizers": [*two, "pacekeeper.dev/three"]}}),
@@ -584,30 +584,30 @@ def no_new_finalizer_on_what_is_being_deleted(api: Api) -> Sequence[object]:
     )
 
 
-@probe("200", {"mode": "Act"}, "200")
-def what_is_being_deleted_can_be_written(api: Api) -> Sequence[object]:
-    api.create("incidents", incident("dying", finalizers=["pacekeeper.dev/probe"]))
+@register_probe("200", {"mode": "Act"}, "200")
+def what_is_being_deleted_can_be_written(api: ProbeClient) -> Sequence[object]:
+    api.create("incidents", build_incident("dying", finalizers=["pacekeeper.dev/probe"]))
     api.delete("incidents", "dying")
     patched = api.patch("incidents", "dying", {"status": {"mode": "Act"}}, "status")
     freed = api.patch("incidents", "dying", {"metadata": {"finalizers": None}})
     return patched, patched.body["status"], freed
 
 
-@probe("422 Invalid", "200", ["pacekeeper.dev/probe"])
-def a_finalizer_by_json_patch(api: Api) -> Sequence[object]:
+@register_probe("422 Invalid", "200", ["pacekeeper.dev/probe"])
+def a_finalizer_by_json_patch(api: ProbeClient) -> Sequence[object]:
     """As kopf writes it: a test of the version goes first."""
-    made = api.create("incidents", incident("patched"))
+    made = api.create("incidents", build_incident("patched"))
     add = {"op": "add", "path": "/metadata/finalizers", "value": ["pacekeeper.dev/probe"]}
     test = {"op": "test", "path": "/metadata/resourceVersion", "value": "1"}
-    stale = api.patch("incidents", "patched", [test, add], style=JSON)
-    fresh = api.patch("incidents", "patched", [{**test, "value": made.version}, add], style=JSON)
+    stale = api.patch("incidents", "patched", [test, add], style=JSON_PATCH_TYPE)
+    fresh = api.patch("incidents", "patched", [{**test, "value": made.version}, add], style=JSON_PATCH_TYPE)
     api.patch("incidents", "patched", {"metadata": {"finalizers": None}})
     return stale, fresh, fresh.metadata["finalizers"]
 
 
-@probe("409 Conflict", "409 Conflict", "200", "404 NotFound")
-def deletion_with_preconditions(api: Api) -> Sequence[object]:
-    made = api.create("configmaps", config("meant"))
+@register_probe("409 Conflict", "409 Conflict", "200", "404 NotFound")
+def deletion_with_preconditions(api: ProbeClient) -> Sequence[object]:
+    made = api.create("configmaps", build_config_map("meant"))
     return (
         api.delete("configmaps", "meant", preconditions={"uid": "another"}),
         api.delete("configmaps", "meant", preconditions={"resourceVersion": "1"}),
@@ -616,33 +616,33 @@ def deletion_with_preconditions(api: Api) -> Sequence[object]:
     )
 
 
-@probe("Status Success", "Status Success", "Pod")
-def what_a_deletion_answers(api: Api) -> Sequence[object]:
-    api.create("configmaps", config("answered"))
-    api.create("incidents", incident("answered"))
-    api.create("pods", pod("answered"))
+@register_probe("Status Success", "Status Success", "Pod")
+def what_a_deletion_answers(api: ProbeClient) -> Sequence[object]:
+    api.create("configmaps", build_config_map("answered"))
+    api.create("incidents", build_incident("answered"))
+    api.create("pods", build_pod("answered"))
     found = [api.delete(plural, "answered").body for plural in ("configmaps", "incidents", "pods")]
     return [
         f"{body['kind']} {body['status']}" if isinstance(body.get("status"), str) else body["kind"] for body in found
     ]
 
 
-@probe(["MODIFIED traced", "MODIFIED traced", "DELETED traced"])
-def events_of_a_deletion_with_a_finalizer(api: Api) -> Sequence[object]:
+@register_probe(["MODIFIED traced", "MODIFIED traced", "DELETED traced"])
+def events_of_a_deletion_with_a_finalizer(api: ProbeClient) -> Sequence[object]:
     """The write that takes the last finalizer is told as the deletion alone."""
-    made = api.create("incidents", incident("traced", labels={"probe": "traced"}))
+    made = api.create("incidents", build_incident("traced", labels={"probe": "traced"}))
     api.patch("incidents", "traced", {"metadata": {"finalizers": ["pacekeeper.dev/probe"]}})
     api.delete("incidents", "traced")
     api.patch("incidents", "traced", {"metadata": {"finalizers": None}})
-    return (api.changes("incidents", made.version, "probe=traced"),)
+    return (api.list_changes("incidents", made.version, "probe=traced"),)
 
 
 # Pods
 
 
-@probe("201", "Pending", 30, "Never", [("not-ready", 300), ("unreachable", 300)])
-def defaults_of_pods(api: Api) -> Sequence[object]:
-    made = api.create("pods", pod("defaults", restartPolicy="Never"))
+@register_probe("201", "Pending", 30, "Never", [("not-ready", 300), ("unreachable", 300)])
+def defaults_of_pods(api: ProbeClient) -> Sequence[object]:
+    made = api.create("pods", build_pod("defaults", restartPolicy="Never"))
     api.delete("pods", "defaults")
     spec = made.body["spec"]
     tolerations = [(t["key"].removeprefix("node.kubernetes.io/"), t["tolerationSeconds"]) for t in spec["tolerations"]]
@@ -650,29 +650,29 @@ def defaults_of_pods(api: Api) -> Sequence[object]:
     return made, phase, spec["terminationGracePeriodSeconds"], spec["restartPolicy"], tolerations
 
 
-@probe("200", "404 NotFound")
-def an_unplaced_pod_goes_at_once(api: Api) -> Sequence[object]:
-    api.create("pods", pod("unplaced"))
+@register_probe("200", "404 NotFound")
+def an_unplaced_pod_goes_at_once(api: ProbeClient) -> Sequence[object]:
+    api.create("pods", build_pod("unplaced"))
     return api.delete("pods", "unplaced", gracePeriodSeconds=20), api.get("pods", "unplaced")
 
 
-@probe("200", "404 NotFound")
-def an_ended_pod_goes_at_once(api: Api) -> Sequence[object]:
-    api.create("pods", bound_pod("finished"))
+@register_probe("200", "404 NotFound")
+def an_ended_pod_goes_at_once(api: ProbeClient) -> Sequence[object]:
+    api.create("pods", build_bound_pod("finished"))
     api.patch("pods", "finished", {"status": {"phase": "Failed"}}, "status")
     return api.delete("pods", "finished"), api.get("pods", "finished")
 
 
-@probe((30, 30), (30, 30), (20, 20), (20, 20), 2, "200", "404 NotFound")
-def a_placed_pod_goes_gracefully(api: Api) -> Sequence[object]:
+@register_probe((30, 30), (30, 30), (20, 20), (20, 20), 2, "200", "404 NotFound")
+def a_placed_pod_goes_gracefully(api: ProbeClient) -> Sequence[object]:
     """Each time: the grace, and how long after the first deletion it ends. It can only become shorter."""
-    api.create("pods", bound_pod("graceful"))
+    api.create("pods", build_bound_pod("graceful"))
     before = api.get("pods", "graceful")
     seen = []
     start = 0
     for asked in (None, 90, 20, None):
         metadata = api.delete("pods", "graceful", gracePeriodSeconds=asked).metadata
-        at, grace = _second(metadata["deletionTimestamp"]), metadata["deletionGracePeriodSeconds"]
+        at, grace = _parse_second(metadata["deletionTimestamp"]), metadata["deletionGracePeriodSeconds"]
         start = start or at - grace
         seen.append((grace, at - start))
     generation = api.get("pods", "graceful").metadata["generation"]
@@ -680,9 +680,9 @@ def a_placed_pod_goes_gracefully(api: Api) -> Sequence[object]:
     return *seen, generation, api.delete("pods", "graceful", gracePeriodSeconds=0), api.get("pods", "graceful")
 
 
-@probe("200", "200", "404 NotFound")
-def an_ended_pod_that_is_being_deleted_waits_for_its_kubelet(api: Api) -> Sequence[object]:
-    api.create("pods", bound_pod("waits"))
+@register_probe("200", "200", "404 NotFound")
+def an_ended_pod_that_is_being_deleted_waits_for_its_kubelet(api: ProbeClient) -> Sequence[object]:
+    api.create("pods", build_bound_pod("waits"))
     api.delete("pods", "waits")
     api.patch("pods", "waits", {"status": {"phase": "Failed"}}, "status")
     api.delete("pods", "waits")
@@ -690,9 +690,9 @@ def an_ended_pod_that_is_being_deleted_waits_for_its_kubelet(api: Api) -> Sequen
     return still, api.delete("pods", "waits", gracePeriodSeconds=0), api.get("pods", "waits")
 
 
-@probe("200", "200", "200", "200", "404 NotFound")
-def a_pod_with_a_finalizer(api: Api) -> Sequence[object]:
-    api.create("pods", {**bound_pod("bolted"), "metadata": {"name": "bolted", "finalizers": ["pacekeeper.dev/probe"]}})
+@register_probe("200", "200", "200", "200", "404 NotFound")
+def a_pod_with_a_finalizer(api: ProbeClient) -> Sequence[object]:
+    api.create("pods", {**build_bound_pod("bolted"), "metadata": {"name": "bolted", "finalizers": ["pacekeeper.dev/probe"]}})
     return (
         api.delete("pods", "bolted", gracePeriodSeconds=5),
         api.delete("pods", "bolted", gracePeriodSeconds=0),
@@ -702,9 +702,9 @@ def a_pod_with_a_finalizer(api: Api) -> Sequence[object]:
     )
 
 
-@probe("200", "200")
-def a_pod_whose_finalizer_goes_within_its_grace(api: Api) -> Sequence[object]:
-    api.create("pods", {**bound_pod("loose"), "metadata": {"name": "loose", "finalizers": ["pacekeeper.dev/probe"]}})
+@register_probe("200", "200")
+def a_pod_whose_finalizer_goes_within_its_grace(api: ProbeClient) -> Sequence[object]:
+    api.create("pods", {**build_bound_pod("loose"), "metadata": {"name": "loose", "finalizers": ["pacekeeper.dev/probe"]}})
     api.delete("pods", "loose", gracePeriodSeconds=60)
     freed = api.patch("pods", "loose", {"metadata": {"finalizers": None}})
     still = api.get("pods", "loose")
@@ -712,28 +712,28 @@ def a_pod_whose_finalizer_goes_within_its_grace(api: Api) -> Sequence[object]:
     return freed, still
 
 
-@probe(["ADDED forced", "MODIFIED forced", "DELETED forced"])
-def events_of_a_forced_deletion(api: Api) -> Sequence[object]:
+@register_probe(["ADDED forced", "MODIFIED forced", "DELETED forced"])
+def events_of_a_forced_deletion(api: ProbeClient) -> Sequence[object]:
     """Also where no grace is given, watches are told of the deletion first."""
-    since = api.listed("pods").version
-    body = bound_pod("forced")
+    since = api.list_objects("pods").version
+    body = build_bound_pod("forced")
     api.create("pods", {**body, "metadata": {"name": "forced", "labels": {"probe": "forced"}}})
     api.delete("pods", "forced", gracePeriodSeconds=0)
-    return (api.changes("pods", since, "probe=forced"),)
+    return (api.list_changes("pods", since, "probe=forced"),)
 
 
-@probe("201", "201", True)
-def a_name_used_again(api: Api) -> Sequence[object]:
-    first = api.create("pods", bound_pod("reused"))
+@register_probe("201", "201", True)
+def a_name_used_again(api: ProbeClient) -> Sequence[object]:
+    first = api.create("pods", build_bound_pod("reused"))
     api.delete("pods", "reused", gracePeriodSeconds=0)
-    second = api.create("pods", bound_pod("reused"))
+    second = api.create("pods", build_bound_pod("reused"))
     api.delete("pods", "reused", gracePeriodSeconds=0)
     return first, second, first.metadata["uid"] != second.metadata["uid"]
 
 
-@probe("422 Invalid spec", "422 Invalid spec", "200", "200")
-def what_may_change_of_a_pod(api: Api) -> Sequence[object]:
-    made = api.create("pods", pod("rigid"))
+@register_probe("422 Invalid spec", "422 Invalid spec", "200", "200")
+def what_may_change_of_a_pod(api: ProbeClient) -> Sequence[object]:
+    made = api.create("pods", build_pod("rigid"))
     tolerations = [*made.body["spec"]["tolerations"], {"key": "a", "operator": "Exists"}]
     seen = (
         api.patch("pods", "rigid", {"spec": {"nodeName": "nowhere"}}),
@@ -745,112 +745,112 @@ def what_may_change_of_a_pod(api: Api) -> Sequence[object]:
     return seen
 
 
-@probe("422 Invalid spec.containers", "422 Invalid spec.containers[0].image spec.containers[0].name")
-def pods_that_are_none(api: Api) -> Sequence[object]:
-    nothing = api.create("pods", pod("broken", containers=[]))
-    return nothing, api.create("pods", pod("broken", containers=[{"name": "No_name"}]))
+@register_probe("422 Invalid spec.containers", "422 Invalid spec.containers[0].image spec.containers[0].name")
+def pods_that_are_none(api: ProbeClient) -> Sequence[object]:
+    nothing = api.create("pods", build_pod("broken", containers=[]))
+    return nothing, api.create("pods", build_pod("broken", containers=[{"name": "No_name"}]))
 
 
-@probe(
+@register_probe(
     "422 Invalid spec.containers[0].volumeMounts[0].name",
     "422 Invalid spec.restartPolicy",
     "400 BadRequest",
 )
-def templates_that_do_not_fit(api: Api) -> Sequence[object]:
+def templates_that_do_not_fit(api: ProbeClient) -> Sequence[object]:
     mount = {"name": "one", "image": "none", "volumeMounts": [{"name": "missing", "mountPath": "/a"}]}
     return (
-        api.create("pods", pod("unfit", containers=[mount]), dryRun="All"),
-        api.create("pods", pod("unfit", restartPolicy="Sometimes"), dryRun="All"),
-        api.create("pods", pod("unfit", containers="none"), dryRun="All"),
+        api.create("pods", build_pod("unfit", containers=[mount]), dryRun="All"),
+        api.create("pods", build_pod("unfit", restartPolicy="Sometimes"), dryRun="All"),
+        api.create("pods", build_pod("unfit", containers="none"), dryRun="All"),
     )
 
 
-@probe("400 BadRequest", True, "201", "201", "404 NotFound")
-def dry_runs_of_pods(api: Api) -> Sequence[object]:
-    strict = api.create("pods", pod("dry", colour="red"), dryRun="All", fieldValidation="Strict")
-    lax = api.create("pods", pod("dry", colour="red"), dryRun="All")
-    good = api.create("pods", pod("dry"), dryRun="All", fieldValidation="Strict")
+@register_probe("400 BadRequest", True, "201", "201", "404 NotFound")
+def dry_runs_of_pods(api: ProbeClient) -> Sequence[object]:
+    strict = api.create("pods", build_pod("dry", colour="red"), dryRun="All", fieldValidation="Strict")
+    lax = api.create("pods", build_pod("dry", colour="red"), dryRun="All")
+    good = api.create("pods", build_pod("dry"), dryRun="All", fieldValidation="Strict")
     return strict, 'unknown field "spec.colour"' in strict.message, lax, good, api.get("pods", "dry")
 
 
-@probe("409 AlreadyExists")
-def a_dry_run_of_what_is_there(api: Api) -> Sequence[object]:
-    api.create("pods", pod("there"))
-    seen = api.create("pods", pod("there"), dryRun="All", fieldValidation="Strict")
+@register_probe("409 AlreadyExists")
+def a_dry_run_of_what_is_there(api: ProbeClient) -> Sequence[object]:
+    api.create("pods", build_pod("there"))
+    seen = api.create("pods", build_pod("there"), dryRun="All", fieldValidation="Strict")
     api.delete("pods", "there")
     return (seen,)
 
 
-@probe(
+@register_probe(
     "403 Forbidden",
     'serviceaccount "nobody" not found',
     "403 Forbidden",
     'pods "denied" is forbidden: no PriorityClass with name urgent was found',
 )
-def pods_that_name_what_is_not_there(api: Api) -> Sequence[object]:
-    account = api.create("pods", pod("denied", serviceAccountName="nobody"))
-    priority = api.create("pods", pod("denied", priorityClassName="urgent"))
+def pods_that_name_what_is_not_there(api: ProbeClient) -> Sequence[object]:
+    account = api.create("pods", build_pod("denied", serviceAccountName="nobody"))
+    priority = api.create("pods", build_pod("denied", priorityClassName="urgent"))
     return account, account.message.rpartition(": ")[2], priority, priority.message
 
 
 # Quota
 
 
-@probe(
+@register_probe(
     "201",
     "403 Forbidden",
     'pods "quota-2" is forbidden: exceeded quota: few, requested: pods=1, used: pods=1, limited: pods=1',
     "403 Forbidden",
     "201",
 )
-def a_quota_of_pods(api: Api) -> Sequence[object]:
+def a_quota_of_pods(api: ProbeClient) -> Sequence[object]:
     """A pod that is being deleted still counts. A dry run is refused, too, and takes nothing."""
-    place = _place_with_quota(api, "quota", "1")
-    dry = api.create("pods", bound_pod("quota-0"), place, dryRun="All")
+    place = _create_namespace_with_quota(api, "quota", "1")
+    dry = api.create("pods", build_bound_pod("quota-0"), place, dryRun="All")
     assert dry.status == 201
-    first = api.create("pods", bound_pod("quota-1"), place)
-    second = api.create("pods", bound_pod("quota-2"), place)
+    first = api.create("pods", build_bound_pod("quota-1"), place)
+    second = api.create("pods", build_bound_pod("quota-2"), place)
     api.delete("pods", "quota-1", place, gracePeriodSeconds=60)
-    third = api.create("pods", bound_pod("quota-2"), place)
+    third = api.create("pods", build_bound_pod("quota-2"), place)
     api.delete("pods", "quota-1", place, gracePeriodSeconds=0)
-    last = _made_at_last(api, bound_pod("quota-2"), place)
+    last = _create_when_allowed(api, build_bound_pod("quota-2"), place)
     api.delete("namespaces", place)
     return first, second, second.message, third, last
 
 
-@probe("409 AlreadyExists", "2", "403 Forbidden", "0")
-def a_quota_is_charged_for_what_exists(api: Api) -> Sequence[object]:
+@register_probe("409 AlreadyExists", "2", "403 Forbidden", "0")
+def a_quota_is_charged_for_what_exists(api: ProbeClient) -> Sequence[object]:
     """Whoever makes an object twice is charged twice, until the quota's controller counts anew."""
-    place = _place_with_quota(api, "charge", "2")
-    api.create("pods", pod("charged"), place)
-    again = api.create("pods", pod("charged"), place)
+    place = _create_namespace_with_quota(api, "charge", "2")
+    api.create("pods", build_pod("charged"), place)
+    again = api.create("pods", build_pod("charged"), place)
     used = api.get("resourcequotas", "few", place).body["status"]["used"]["pods"]
-    full = api.create("pods", pod("charged"), place)
+    full = api.create("pods", build_pod("charged"), place)
     api.delete("pods", "charged", place, gracePeriodSeconds=0)
 
     def freed() -> bool:
         return bool(api.get("resourcequotas", "few", place).body["status"]["used"]["pods"] == "0")
 
-    api.until(freed)
+    api.wait_until(freed)
     left = api.get("resourcequotas", "few", place).body["status"]["used"]["pods"]
     api.delete("namespaces", place)
     return again, used, full, left
 
 
-@probe("201", "201")
-def ended_pods_do_not_count(api: Api) -> Sequence[object]:
-    place = _place_with_quota(api, "ended", "1")
-    first = api.create("pods", bound_pod("ended-1"), place)
-    path = api.path("pods", "ended-1", "status", place)
-    api.server.request("PATCH", path, {}, {"status": {"phase": "Succeeded"}}, MERGE)
-    last = _made_at_last(api, bound_pod("ended-2"), place)
+@register_probe("201", "201")
+def ended_pods_do_not_count(api: ProbeClient) -> Sequence[object]:
+    place = _create_namespace_with_quota(api, "ended", "1")
+    first = api.create("pods", build_bound_pod("ended-1"), place)
+    path = api.build_path("pods", "ended-1", "status", place)
+    api.server.request("PATCH", path, {}, {"status": {"phase": "Succeeded"}}, MERGE_PATCH_TYPE)
+    last = _create_when_allowed(api, build_bound_pod("ended-2"), place)
     for name in ("ended-1", "ended-2"):
         api.delete("pods", name, place, gracePeriodSeconds=0)
     api.delete("namespaces", place)
     return first, last
 
 
-def _made_at_last(api: Api, body: Object, place: str) -> Saw:
+def _create_when_allowed(api: ProbeClient, body: Object, place: str) -> ProbeAnswer:
     """The answer once the quota allows it."""
     answers = [api.create("pods", body, place)]
 
@@ -859,11 +859,11 @@ def _made_at_last(api: Api, body: Object, place: str) -> Saw:
             answers.append(api.create("pods", body, place))
         return answers[-1].status == 201
 
-    api.until(made)
+    api.wait_until(made)
     return answers[-1]
 
 
-def _place_with_quota(api: Api, name: str, pods: str) -> str:
+def _create_namespace_with_quota(api: ProbeClient, name: str, pods: str) -> str:
     """A namespace of its own, where so many pods may be."""
     place = f"{api.server.namespace}-{name}"
     api.create("namespaces", {"metadata": {"name": place}})
@@ -871,104 +871,104 @@ def _place_with_quota(api: Api, name: str, pods: str) -> str:
 
     def ready() -> bool:
         known = api.get("resourcequotas", "few", place).body.get("status", {}).get("hard")
-        return bool(known) and api.create("pods", pod("try"), place, dryRun="All").status == 201
+        return bool(known) and api.create("pods", build_pod("try"), place, dryRun="All").status == 201
 
-    assert api.until(ready)
+    assert api.wait_until(ready)
     return place
 
 
 # Owners
 
 
-@probe(True, True, ["stays"], "200")
-def dependants_go_with_their_owner(api: Api) -> Sequence[object]:
+@register_probe(True, True, ["stays"], "200")
+def dependants_go_with_their_owner(api: ProbeClient) -> Sequence[object]:
     """Later, and only once they have no owner left; the ones that are gone are forgotten."""
-    first, second = (api.create("configmaps", config(f"owner-{i}")) for i in (1, 2))
-    both = [owner("ConfigMap", first), owner("ConfigMap", second)]
-    api.create("configmaps", config("alone", ownerReferences=both[:1]))
-    api.create("configmaps", config("stays", ownerReferences=both))
+    first, second = (api.create("configmaps", build_config_map(f"owner-{i}")) for i in (1, 2))
+    both = [build_owner_reference("ConfigMap", first), build_owner_reference("ConfigMap", second)]
+    api.create("configmaps", build_config_map("alone", ownerReferences=both[:1]))
+    api.create("configmaps", build_config_map("stays", ownerReferences=both))
     api.delete("configmaps", "owner-1")
-    went = api.gone("configmaps", "alone")
+    went = api.wait_until_gone("configmaps", "alone")
 
     def forgotten() -> bool:
         return len(api.get("configmaps", "stays").metadata["ownerReferences"]) == 1
 
-    left = api.until(forgotten)
+    left = api.wait_until(forgotten)
     found = api.get("configmaps", "stays")
     return went, left, [found.metadata["name"]], found
 
 
-@probe("201", True, True)
-def a_dependant_of_nobody_goes(api: Api) -> Sequence[object]:
+@register_probe("201", True, True)
+def a_dependant_of_nobody_goes(api: ProbeClient) -> Sequence[object]:
     """Its owner has never been there, or is another one of that name by now."""
-    real = api.create("configmaps", config("namesakes-owner"))
-    other = {**owner("ConfigMap", real), "uid": "00000000-0000-4000-8000-000000000000"}
-    made = api.create("configmaps", config("nobodys", ownerReferences=[{**other, "name": "never-there"}]))
-    api.create("configmaps", config("anothers", ownerReferences=[other]))
-    return made, api.gone("configmaps", "nobodys"), api.gone("configmaps", "anothers")
+    real = api.create("configmaps", build_config_map("namesakes-owner"))
+    other = {**build_owner_reference("ConfigMap", real), "uid": "00000000-0000-4000-8000-000000000000"}
+    made = api.create("configmaps", build_config_map("nobodys", ownerReferences=[{**other, "name": "never-there"}]))
+    api.create("configmaps", build_config_map("anothers", ownerReferences=[other]))
+    return made, api.wait_until_gone("configmaps", "nobodys"), api.wait_until_gone("configmaps", "anothers")
 
 
-@probe(True, "200")
-def a_dependant_with_a_finalizer_stays_for_it(api: Api) -> Sequence[object]:
-    made = api.create("configmaps", config("bolts-owner"))
-    held = config("bolts", finalizers=["pacekeeper.dev/probe"], ownerReferences=[owner("ConfigMap", made)])
+@register_probe(True, "200")
+def a_dependant_with_a_finalizer_stays_for_it(api: ProbeClient) -> Sequence[object]:
+    made = api.create("configmaps", build_config_map("bolts-owner"))
+    held = build_config_map("bolts", finalizers=["pacekeeper.dev/probe"], ownerReferences=[build_owner_reference("ConfigMap", made)])
     api.create("configmaps", held)
     api.delete("configmaps", "bolts-owner")
-    marked = api.until(lambda: "deletionTimestamp" in api.get("configmaps", "bolts").metadata)
+    marked = api.wait_until(lambda: "deletionTimestamp" in api.get("configmaps", "bolts").metadata)
     return marked, api.patch("configmaps", "bolts", {"metadata": {"finalizers": None}})
 
 
-@probe("200", ["foregroundDeletion"], True, True)
-def deletion_in_the_foreground(api: Api) -> Sequence[object]:
-    made = api.create("configmaps", config("front"))
-    blocking = owner("ConfigMap", made, blockOwnerDeletion=True)
-    api.create("configmaps", config("behind", ownerReferences=[blocking]))
+@register_probe("200", ["foregroundDeletion"], True, True)
+def deletion_in_the_foreground(api: ProbeClient) -> Sequence[object]:
+    made = api.create("configmaps", build_config_map("front"))
+    blocking = build_owner_reference("ConfigMap", made, blockOwnerDeletion=True)
+    api.create("configmaps", build_config_map("behind", ownerReferences=[blocking]))
     deleted = api.delete("configmaps", "front", propagationPolicy="Foreground")
-    gone = api.gone("configmaps", "behind"), api.gone("configmaps", "front")
+    gone = api.wait_until_gone("configmaps", "behind"), api.wait_until_gone("configmaps", "front")
     return deleted, deleted.metadata["finalizers"], *gone
 
 
-@probe(["orphan"], True, None)
-def deletion_that_leaves_orphans(api: Api) -> Sequence[object]:
-    made = api.create("configmaps", config("parent"))
-    api.create("configmaps", config("child", ownerReferences=[owner("ConfigMap", made)]))
+@register_probe(["orphan"], True, None)
+def deletion_that_leaves_orphans(api: ProbeClient) -> Sequence[object]:
+    made = api.create("configmaps", build_config_map("parent"))
+    api.create("configmaps", build_config_map("child", ownerReferences=[build_owner_reference("ConfigMap", made)]))
     deleted = api.delete("configmaps", "parent", propagationPolicy="Orphan")
-    gone = api.gone("configmaps", "parent")
+    gone = api.wait_until_gone("configmaps", "parent")
     return deleted.metadata["finalizers"], gone, api.get("configmaps", "child").metadata.get("ownerReferences")
 
 
 # Server-side apply
 
 
-@probe("200", ["applier Apply", "probe Update"], ["applier Apply"], "200", {"a": "1"}, ["probe Update"])
-def applying_and_giving_up(api: Api) -> Sequence[object]:
+@register_probe("200", ["applier Apply", "probe Update"], ["applier Apply"], "200", {"a": "1"}, ["probe Update"])
+def applying_and_giving_up(api: ProbeClient) -> Sequence[object]:
     """A value that others own, too, stays; one's own goes."""
-    api.create("configmaps", config("applied", {"a": "1"}))
+    api.create("configmaps", build_config_map("applied", {"a": "1"}))
     applied = api.apply("configmaps", "applied", {"data": {"a": "1", "b": "2"}}, "applier")
-    owners = _owners_of_data(applied, "a"), _owners_of_data(applied, "b")
+    owners = _list_data_owners(applied, "a"), _list_data_owners(applied, "b")
     left = api.apply("configmaps", "applied", {}, "applier")
-    return applied, *owners, left, left.body["data"], _owners_of_data(left, "a")
+    return applied, *owners, left, left.body["data"], _list_data_owners(left, "a")
 
 
-@probe("409 Conflict data.a", "200", ["two Apply"], {"a": "2"})
-def applying_what_others_own(api: Api) -> Sequence[object]:
+@register_probe("409 Conflict data.a", "200", ["two Apply"], {"a": "2"})
+def applying_what_others_own(api: ProbeClient) -> Sequence[object]:
     api.apply("configmaps", "contested", {"data": {"a": "1"}}, "one")
     refused = api.apply("configmaps", "contested", {"data": {"a": "2"}}, "two", force=False)
     forced = api.apply("configmaps", "contested", {"data": {"a": "2"}}, "two")
-    return refused, forced, _owners_of_data(forced, "a"), forced.body["data"]
+    return refused, forced, _list_data_owners(forced, "a"), forced.body["data"]
 
 
-@probe("201", "200", None, True)
-def applying_what_is_not_there(api: Api) -> Sequence[object]:
+@register_probe("201", "200", None, True)
+def applying_what_is_not_there(api: ProbeClient) -> Sequence[object]:
     made = api.apply("configmaps", "fresh", {"data": {"a": "1"}}, "one")
     left = api.apply("configmaps", "fresh", {}, "one")
     again = api.apply("configmaps", "fresh", {}, "one")
     return made, left, left.body.get("data"), again.version == left.version
 
 
-@probe("409 Conflict", "422 Invalid metadata.uid", "409 Conflict", "200")
-def applying_to_a_certain_object(api: Api) -> Sequence[object]:
-    made = api.create("configmaps", config("precise"))
+@register_probe("409 Conflict", "422 Invalid metadata.uid", "409 Conflict", "200")
+def applying_to_a_certain_object(api: ProbeClient) -> Sequence[object]:
+    made = api.create("configmaps", build_config_map("precise"))
     uid = made.metadata["uid"]
     return (
         api.apply("configmaps", "nowhere-to-be-found", {"metadata": {"uid": uid}, "data": {"a": "1"}}, "one"),
@@ -978,8 +978,8 @@ def applying_to_a_certain_object(api: Api) -> Sequence[object]:
     )
 
 
-@probe("404 NotFound", "200", {"flows": 3, "bound": 2}, 4, {"flows": 5}, True)
-def applying_a_status(api: Api) -> Sequence[object]:
+@register_probe("404 NotFound", "200", {"flows": 3, "bound": 2}, 4, {"flows": 5}, True)
+def applying_a_status(api: ProbeClient) -> Sequence[object]:
     """Nothing else of the body counts, nor is anything made; fields that are named no longer go."""
     nowhere = api.apply("fabrics", "probe-nowhere", {"status": {"flows": 3}}, "one", "status")
     made = api.create("fabrics", {"metadata": {"name": "probe-fabric"}, "spec": {"spines": 4}})
@@ -992,23 +992,23 @@ def applying_a_status(api: Api) -> Sequence[object]:
     return nowhere, first, first.body["status"], first.body["spec"]["spines"], status, again.version == second.version
 
 
-@probe(["probe Update"], ["one Apply"])
-def an_update_takes_what_it_changes(api: Api) -> Sequence[object]:
+@register_probe(["probe Update"], ["one Apply"])
+def an_update_takes_what_it_changes(api: ProbeClient) -> Sequence[object]:
     api.apply("configmaps", "taken", {"data": {"a": "1", "b": "1"}}, "one")
     patched = api.patch("configmaps", "taken", {"data": {"a": "2", "b": "1"}})
-    return _owners_of_data(patched, "a"), _owners_of_data(patched, "b")
+    return _list_data_owners(patched, "a"), _list_data_owners(patched, "b")
 
 
-@probe("422 Invalid fieldManager", "422 Invalid force")
-def applying_without_a_name(api: Api) -> Sequence[object]:
-    path = api.path("configmaps", "unnamed")
+@register_probe("422 Invalid fieldManager", "422 Invalid force")
+def applying_without_a_name(api: ProbeClient) -> Sequence[object]:
+    path = api.build_path("configmaps", "unnamed")
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "unnamed"}}
-    unnamed = Saw(*api.server.request("PATCH", path, {"force": "true"}, body, APPLY))
-    merging = Saw(*api.server.request("PATCH", path, {"fieldManager": "one", "force": "true"}, body, MERGE))
+    unnamed = ProbeAnswer(*api.server.request("PATCH", path, {"force": "true"}, body, APPLY_PATCH_TYPE))
+    merging = ProbeAnswer(*api.server.request("PATCH", path, {"fieldManager": "one", "force": "true"}, body, MERGE_PATCH_TYPE))
     return unnamed, merging
 
 
-def _owners_of_data(found: Saw, key: str) -> list[str]:
+def _list_data_owners(found: ProbeAnswer, key: str) -> list[str]:
     return sorted(
         f"{entry['manager']} {entry['operation']}"
         for entry in found.metadata.get("managedFields", ())
@@ -1019,45 +1019,45 @@ def _owners_of_data(found: Saw, key: str) -> list[str]:
 # Nodes
 
 
-@probe(["cordon Apply"], None, [])
-def a_cordon_of_ones_own(api: Api) -> Sequence[object]:
-    _node(api, "probe-own")
+@register_probe(["cordon Apply"], None, [])
+def a_cordon_of_ones_own(api: ProbeClient) -> Sequence[object]:
+    _create_node(api, "probe-own")
     applied = api.apply("nodes", "probe-own", {"spec": {"unschedulable": True}}, "cordon")
     left = api.apply("nodes", "probe-own", {}, "cordon")
     api.delete("nodes", "probe-own")
     field = "spec.unschedulable"
-    return managers(applied, field), left.body["spec"].get("unschedulable"), managers(left, field)
+    return list_managers(applied, field), left.body["spec"].get("unschedulable"), list_managers(left, field)
 
 
-@probe(["cordon Apply", "person Update"], True, ["person Update"])
-def a_cordon_of_somebody_elses(api: Api) -> Sequence[object]:
-    _node(api, "probe-others")
+@register_probe(["cordon Apply", "person Update"], True, ["person Update"])
+def a_cordon_of_somebody_elses(api: ProbeClient) -> Sequence[object]:
+    _create_node(api, "probe-others")
     api.patch("nodes", "probe-others", {"spec": {"unschedulable": True}}, manager="person")
     applied = api.apply("nodes", "probe-others", {"spec": {"unschedulable": True}}, "cordon")
     left = api.apply("nodes", "probe-others", {}, "cordon")
     api.delete("nodes", "probe-others")
     field = "spec.unschedulable"
-    return managers(applied, field), left.body["spec"].get("unschedulable"), managers(left, field)
+    return list_managers(applied, field), left.body["spec"].get("unschedulable"), list_managers(left, field)
 
 
-@probe(["cordon Apply"], None, [], ["person Update"])
-def a_cordon_that_others_take_away(api: Api) -> Sequence[object]:
+@register_probe(["cordon Apply"], None, [], ["person Update"])
+def a_cordon_that_others_take_away(api: ProbeClient) -> Sequence[object]:
     """Who cordons what is cordoned already owns nothing of it."""
-    _node(api, "probe-taken")
+    _create_node(api, "probe-taken")
     api.apply("nodes", "probe-taken", {"spec": {"unschedulable": True}}, "cordon")
     same = api.patch("nodes", "probe-taken", {"spec": {"unschedulable": True}}, manager="person")
     free = api.patch("nodes", "probe-taken", {"spec": {"unschedulable": False}}, manager="person")
     again = api.patch("nodes", "probe-taken", {"spec": {"unschedulable": True}}, manager="person")
     api.delete("nodes", "probe-taken")
     field = "spec.unschedulable"
-    return managers(same, field), free.body["spec"].get("unschedulable"), managers(free, field), managers(again, field)
+    return list_managers(same, field), free.body["spec"].get("unschedulable"), list_managers(free, field), list_managers(again, field)
 
 
-@probe("200", ["mine", "theirs"], "409 Conflict", "200", ["theirs"])
-def taints_at_a_certain_version(api: Api) -> Sequence[object]:
-    _node(api, "probe-taints", taints=[{"key": "theirs", "effect": "NoSchedule"}])
+@register_probe("200", ["mine", "theirs"], "409 Conflict", "200", ["theirs"])
+def taints_at_a_certain_version(api: ProbeClient) -> Sequence[object]:
+    _create_node(api, "probe-taints", taints=[{"key": "theirs", "effect": "NoSchedule"}])
 
-    def written(add: bool) -> tuple[Saw, Saw]:
+    def written(add: bool) -> tuple[ProbeAnswer, ProbeAnswer]:
         while True:  # the real node's controllers write, too
             found = api.get("nodes", "probe-taints")
             taints = [taint for taint in found.body["spec"]["taints"] if taint["key"] != "mine"]
@@ -1072,12 +1072,12 @@ def taints_at_a_certain_version(api: Api) -> Sequence[object]:
     refused = api.patch("nodes", "probe-taints", stale)
     freed, _ = written(add=False)
     api.delete("nodes", "probe-taints")
-    return tainted, _taints(tainted), refused, freed, _taints(freed)
+    return tainted, _list_taints(tainted), refused, freed, _list_taints(freed)
 
 
-@probe("422 Invalid metadata.taints[0].effect", "200", None)
-def writing_to_nodes(api: Api) -> Sequence[object]:
-    _node(api, "probe-written")
+@register_probe("422 Invalid metadata.taints[0].effect", "200", None)
+def writing_to_nodes(api: ProbeClient) -> Sequence[object]:
+    _create_node(api, "probe-written")
     effect = api.patch("nodes", "probe-written", {"spec": {"taints": [{"key": "a", "effect": "Sometimes"}]}})
     status = {"spec": {"unschedulable": True}, "status": {"conditions": [{"type": "Ready", "status": "False"}]}}
     by_status = api.patch("nodes", "probe-written", status, "status")
@@ -1085,25 +1085,25 @@ def writing_to_nodes(api: Api) -> Sequence[object]:
     return effect, by_status, by_status.body["spec"].get("unschedulable")
 
 
-@probe(["before-first-apply Update", "cordon Apply"], True, ["before-first-apply Update"])
-def a_cordon_of_a_node_that_nobody_owns_anything_of(api: Api) -> Sequence[object]:
+@register_probe(["before-first-apply Update", "cordon Apply"], True, ["before-first-apply Update"])
+def a_cordon_of_a_node_that_nobody_owns_anything_of(api: ProbeClient) -> Sequence[object]:
     """Who changed what is not written down before the first apply; the cordon that is there then stays."""
-    _node(api, "probe-nobodys")
+    _create_node(api, "probe-nobodys")
     api.patch("nodes", "probe-nobodys", {"metadata": {"managedFields": [{}]}, "spec": {"unschedulable": True}})
     applied = api.apply("nodes", "probe-nobodys", {"spec": {"unschedulable": True}}, "cordon")
     left = api.apply("nodes", "probe-nobodys", {}, "cordon")
     api.delete("nodes", "probe-nobodys")
     field = "spec.unschedulable"
-    return managers(applied, field), left.body["spec"].get("unschedulable"), managers(left, field)
+    return list_managers(applied, field), left.body["spec"].get("unschedulable"), list_managers(left, field)
 
 
-def _node(api: Api, name: str, **spec: Any) -> None:
+def _create_node(api: ProbeClient, name: str, **spec: Any) -> None:
     api.delete("nodes", name)
     made = api.create("nodes", {"metadata": {"name": name, "labels": {"probe": name}}, "spec": spec})
     assert made.status == 201
 
 
-def _taints(found: Saw) -> list[str]:
+def _list_taints(found: ProbeAnswer) -> list[str]:
     keys = [taint["key"] for taint in found.body["spec"].get("taints", ())]
     return sorted(key for key in keys if key in ("mine", "theirs"))
 
@@ -1111,7 +1111,7 @@ def _taints(found: Saw) -> list[str]:
 # Custom resources
 
 
-@probe(
+@register_probe(
     "422 Invalid spec.replicas",
     "422 Invalid spec.replicas",
     "422 Invalid spec.syncMode",
@@ -1119,19 +1119,19 @@ def _taints(found: Saw) -> list[str]:
     "422 Invalid spec.suspend",
     "422 Invalid spec.remediation.allow[1]",
 )
-def jobs_that_are_none(api: Api) -> Sequence[object]:
+def jobs_that_are_none(api: ProbeClient) -> Sequence[object]:
     bodies = [
-        job("bad", replicas=0),
-        job("bad", replicas="two"),
-        job("bad", syncMode="Never"),
+        build_job("bad", replicas=0),
+        build_job("bad", replicas="two"),
+        build_job("bad", syncMode="Never"),
         {"metadata": {"name": "bad"}, "spec": {}},
-        job("bad", suspend=1),
-        job("bad", remediation={"allow": ["Rebalance", "Rebalance"]}),
+        build_job("bad", suspend=1),
+        build_job("bad", remediation={"allow": ["Rebalance", "Rebalance"]}),
     ]
     return [api.create("trainingjobs", body, dryRun="All") for body in bodies]
 
 
-@probe(
+@register_probe(
     "422 Invalid <nil>",
     "422 Invalid spec.minReplicas",
     "422 Invalid spec.schedulingTimeout",
@@ -1144,30 +1144,30 @@ def jobs_that_are_none(api: Api) -> Sequence[object]:
     "422 Invalid spec.nprocPerNode",
     "201",
 )
-def rules_of_jobs(api: Api) -> Sequence[object]:
+def rules_of_jobs(api: ProbeClient) -> Sequence[object]:
     other = {"spec": {"containers": [{"name": "other"}]}}
     container = {"name": "trainer", "resources": {"limits": {"nvidia.com/gpu": 2}}}
     labels = {"metadata": {"labels": {"pacekeeper.dev/a": "b"}}, "spec": {"containers": [{"name": "trainer"}]}}
     bodies = [
-        job("9lives"),
-        job("ruled", replicas=2, minReplicas=3),
-        job("ruled", schedulingTimeout="soon"),
-        job("ruled", schedulingTimeout="1s"),
-        job("ruled", checkpoint={"path": "relative"}),
-        job("ruled", detection={"hangSeconds": "never"}),
-        job("ruled", template=other),
-        job("ruled", template={"spec": {"restartPolicy": "Always", "containers": [{"name": "trainer"}]}}),
-        job("ruled", template=labels),
-        job("ruled", nprocPerNode=4, template={"spec": {"containers": [container]}}),
-        job("ruled", detection={"hangSeconds": 90}, schedulingTimeout="1m30s"),
+        build_job("9lives"),
+        build_job("ruled", replicas=2, minReplicas=3),
+        build_job("ruled", schedulingTimeout="soon"),
+        build_job("ruled", schedulingTimeout="1s"),
+        build_job("ruled", checkpoint={"path": "relative"}),
+        build_job("ruled", detection={"hangSeconds": "never"}),
+        build_job("ruled", template=other),
+        build_job("ruled", template={"spec": {"restartPolicy": "Always", "containers": [{"name": "trainer"}]}}),
+        build_job("ruled", template=labels),
+        build_job("ruled", nprocPerNode=4, template={"spec": {"containers": [container]}}),
+        build_job("ruled", detection={"hangSeconds": 90}, schedulingTimeout="1m30s"),
     ]
     return [api.create("trainingjobs", body, dryRun="All") for body in bodies]
 
 
-@probe("400 BadRequest", True, "201", None, 1, "5m", "Act", 3)
-def unknown_fields_and_defaults(api: Api) -> Sequence[object]:
-    strict = api.create("trainingjobs", job("filled", colour="red"), dryRun="All", fieldValidation="Strict")
-    lax = api.create("trainingjobs", job("filled", colour="red"), dryRun="All")
+@register_probe("400 BadRequest", True, "201", None, 1, "5m", "Act", 3)
+def unknown_fields_and_defaults(api: ProbeClient) -> Sequence[object]:
+    strict = api.create("trainingjobs", build_job("filled", colour="red"), dryRun="All", fieldValidation="Strict")
+    lax = api.create("trainingjobs", build_job("filled", colour="red"), dryRun="All")
     spec = lax.body["spec"]
     return (
         strict,
@@ -1181,12 +1181,12 @@ def unknown_fields_and_defaults(api: Api) -> Sequence[object]:
     )
 
 
-@probe(
+@register_probe(
     "200", 2, "422 Invalid spec.template", "200", "422 Invalid spec.nprocPerNode", "200", "422 Invalid spec.replicas"
 )
-def what_may_change_of_a_job(api: Api) -> Sequence[object]:
+def what_may_change_of_a_job(api: ProbeClient) -> Sequence[object]:
     """A template only while it is suspended, and its phase says so."""
-    api.create("trainingjobs", job("changing"))
+    api.create("trainingjobs", build_job("changing"))
     resumed = api.patch("trainingjobs", "changing", {"spec": {"suspend": False}})
     generation = resumed.metadata["generation"]
     template = {"spec": {"template": {"spec": {"terminationGracePeriodSeconds": 5}}}}
@@ -1201,7 +1201,7 @@ def what_may_change_of_a_job(api: Api) -> Sequence[object]:
     return resumed, generation, live, suspended, running, scaled, none
 
 
-@probe(
+@register_probe(
     "422 Invalid status.phase",
     "422 Invalid status.step",
     "422 Invalid status.startTime",
@@ -1210,8 +1210,8 @@ def what_may_change_of_a_job(api: Api) -> Sequence[object]:
     "200",
     {"observedGeneration": -1, "phase": "Running", "step": 5},
 )
-def status_that_does_not_fit(api: Api) -> Sequence[object]:
-    api.create("trainingjobs", job("spoken"))
+def status_that_does_not_fit(api: ProbeClient) -> Sequence[object]:
+    api.create("trainingjobs", build_job("spoken"))
     condition = {"type": "A", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
     whole = {**condition, "reason": "B"}
     statuses: list[Object] = [
@@ -1227,10 +1227,10 @@ def status_that_does_not_fit(api: Api) -> Sequence[object]:
     return *seen, seen[-1].body["status"]
 
 
-@probe("422 Invalid spec", "422 Invalid spec.cause", "422 Invalid spec.class", "200")
-def an_incident_is_written_once(api: Api) -> Sequence[object]:
-    api.create("incidents", incident("once"))
-    wrong = incident("wrong")
+@register_probe("422 Invalid spec", "422 Invalid spec.cause", "422 Invalid spec.class", "200")
+def an_incident_is_written_once(api: ProbeClient) -> Sequence[object]:
+    api.create("incidents", build_incident("once"))
+    wrong = build_incident("wrong")
     return (
         api.patch("incidents", "once", {"spec": {"message": "another"}}),
         api.create("incidents", {**wrong, "spec": {**wrong["spec"], "cause": "Crash!"}}),
@@ -1239,7 +1239,7 @@ def an_incident_is_written_once(api: Api) -> Sequence[object]:
     )
 
 
-@probe(
+@register_probe(
     "422 Invalid spec.spines",
     "422 Invalid spec.spines",
     "422 Invalid spec.pathControl",
@@ -1253,8 +1253,8 @@ def an_incident_is_written_once(api: Api) -> Sequence[object]:
     "422 Invalid spec.linkQuery",
     "201",
 )
-def rules_of_fabrics(api: Api) -> Sequence[object]:
-    def made(name: str = "probe-bad", **spec: Any) -> Saw:
+def rules_of_fabrics(api: ProbeClient) -> Sequence[object]:
+    def made(name: str = "probe-bad", **spec: Any) -> ProbeAnswer:
         return api.create("fabrics", {"metadata": {"name": name}, "spec": {"spines": 4, **spec}})
 
     link = {"leaf": "l1", "spine": "s1"}
@@ -1285,7 +1285,7 @@ def rules_of_fabrics(api: Api) -> Sequence[object]:
     return seen
 
 
-@probe(
+@register_probe(
     "422 Invalid spec.reason",
     "422 Invalid spec.expiresAfter",
     "201",
@@ -1296,11 +1296,11 @@ def rules_of_fabrics(api: Api) -> Sequence[object]:
     "200",
     "1h",
 )
-def rules_of_quarantines(api: Api) -> Sequence[object]:
-    made = api.create("nodequarantines", quarantine("probe-rules", nodeUID="a"))
+def rules_of_quarantines(api: ProbeClient) -> Sequence[object]:
+    made = api.create("nodequarantines", build_quarantine("probe-rules", nodeUID="a"))
     seen = (
-        api.create("nodequarantines", quarantine("probe-bad", reason="  ")),
-        api.create("nodequarantines", quarantine("probe-bad", expiresAfter="0s")),
+        api.create("nodequarantines", build_quarantine("probe-bad", reason="  ")),
+        api.create("nodequarantines", build_quarantine("probe-bad", expiresAfter="0s")),
         made,
         api.patch("nodequarantines", "probe-rules", {"spec": {"approved": True}}),
         api.patch("nodequarantines", "probe-rules", {"spec": {"approved": False}}),
@@ -1312,11 +1312,11 @@ def rules_of_quarantines(api: Api) -> Sequence[object]:
     return *seen, made.body["spec"]["expiresAfter"]
 
 
-@probe("201", {"a": None, "b": [None, {"c": None}]}, "200", {"b": 1}, "422 Invalid state", "422 Invalid schemaVersion")
-def what_a_state_keeps(api: Api) -> Sequence[object]:
+@register_probe("201", {"a": None, "b": [None, {"c": None}]}, "200", {"b": 1}, "422 Invalid state", "422 Invalid schemaVersion")
+def what_a_state_keeps(api: ProbeClient) -> Sequence[object]:
     """Of plan and state everything, also what is null; a merge patch takes that out."""
     plan = {"a": None, "b": [None, {"c": None}]}
-    made = api.create("trainingjobstates", {**state("keeping"), "plan": plan})
+    made = api.create("trainingjobstates", {**build_state("keeping"), "plan": plan})
     patched = api.patch("trainingjobstates", "keeping", {"plan": {"a": None, "b": 1}})
     return (
         made,
@@ -1331,8 +1331,8 @@ def what_a_state_keeps(api: Api) -> Sequence[object]:
 # Leases, tokens, network policies
 
 
-@probe("200", {"leaseDurationSeconds": 15}, "409 Conflict")
-def a_lease_that_is_given_back(api: Api) -> Sequence[object]:
+@register_probe("200", {"leaseDurationSeconds": 15}, "409 Conflict")
+def a_lease_that_is_given_back(api: ProbeClient) -> Sequence[object]:
     spec = {"holderIdentity": "a", "leaseDurationSeconds": 15, "renewTime": "2026-01-01T00:00:00.000000Z"}
     made = api.create("leases", {"metadata": {"name": "given-back"}, "spec": spec})
     left = {"holderIdentity": None, "leaseDurationSeconds": 15, "renewTime": None}
@@ -1340,21 +1340,21 @@ def a_lease_that_is_given_back(api: Api) -> Sequence[object]:
     return given, given.body["spec"], api.replace("leases", "given-back", made.body)
 
 
-@probe("201", None, "invalid bearer token")
-def a_token_of_nobodys(api: Api) -> Sequence[object]:
+@register_probe("201", None, "invalid bearer token")
+def a_token_of_nobodys(api: ProbeClient) -> Sequence[object]:
     body = {"metadata": {}, "spec": {"token": "a.b.c", "audiences": ["pacekeeper"]}}
     review = api.create("tokenreviews", body)
     return review, review.body["status"].get("authenticated"), review.body["status"]["error"]
 
 
-@probe(True, ["pacekeeper"], ["tokened"], True, None, True)
-def a_token_of_a_pod(api: Api) -> Sequence[object]:
+@register_probe(True, ["pacekeeper"], ["tokened"], True, None, True)
+def a_token_of_a_pod(api: ProbeClient) -> Sequence[object]:
     """The server remembers for a while that it was good: also when the pod is gone."""
-    made = api.create("pods", pod("tokened"))
-    token = api.server.token(made.body, "pacekeeper")
-    status = _review(api, token, "pacekeeper")
+    made = api.create("pods", build_pod("tokened"))
+    token = api.server.create_token(made.body, "pacekeeper")
+    status = _review_token(api, token, "pacekeeper")
     extra = status["user"]["extra"]
-    uids, other = extra["authentication.kubernetes.io/pod-uid"], _review(api, token, "another")
+    uids, other = extra["authentication.kubernetes.io/pod-uid"], _review_token(api, token, "another")
     api.delete("pods", "tokened")
     return (
         status["authenticated"],
@@ -1362,34 +1362,34 @@ def a_token_of_a_pod(api: Api) -> Sequence[object]:
         extra["authentication.kubernetes.io/pod-name"],
         uids == [made.metadata["uid"]],
         other.get("authenticated"),
-        _review(api, token, "pacekeeper")["authenticated"],
+        _review_token(api, token, "pacekeeper")["authenticated"],
     )
 
 
-@probe(None, "service account token has been invalidated]")
-def a_token_of_a_pod_that_is_gone(api: Api) -> Sequence[object]:
-    made = api.create("pods", pod("untokened"))
-    token = api.server.token(made.body, "pacekeeper")
+@register_probe(None, "service account token has been invalidated]")
+def a_token_of_a_pod_that_is_gone(api: ProbeClient) -> Sequence[object]:
+    made = api.create("pods", build_pod("untokened"))
+    token = api.server.create_token(made.body, "pacekeeper")
     api.delete("pods", "untokened")
     status: Object = {}
 
     def refused() -> bool:
         status.clear()  # the token may have been good a moment ago
-        status.update(_review(api, token, "pacekeeper"))
+        status.update(_review_token(api, token, "pacekeeper"))
         return "authenticated" not in status
 
-    api.until(refused)
+    api.wait_until(refused)
     return status.get("authenticated"), status.get("error", "").rpartition(", ")[2]
 
 
-def _review(api: Api, token: str, audience: str) -> Object:
+def _review_token(api: ProbeClient, token: str, audience: str) -> Object:
     review = api.create("tokenreviews", {"metadata": {}, "spec": {"token": token, "audiences": [audience]}})
     status: Object = review.body["status"]
     return status
 
 
-@probe("201", 1, "200", 2, "409 Conflict")
-def network_policies(api: Api) -> Sequence[object]:
+@register_probe("201", 1, "200", 2, "409 Conflict")
+def network_policies(api: ProbeClient) -> Sequence[object]:
     spec: Object = {"podSelector": {"matchLabels": {"a": "b"}}, "policyTypes": ["Ingress"]}
     made = api.create("networkpolicies", {"metadata": {"name": "closed"}, "spec": spec})
     other = {**made.body, "spec": {**spec, "podSelector": {}}}
@@ -1401,30 +1401,30 @@ def network_policies(api: Api) -> Sequence[object]:
 # Watches
 
 
-@probe(["ADDED w-1", "MODIFIED w-1", "ADDED w-2", "DELETED w-1"])
-def a_watch_tells_in_order(api: Api) -> Sequence[object]:
-    since = api.listed("configmaps").version
-    api.create("configmaps", config("w-1", labels={"probe": "watched"}))
+@register_probe(["ADDED w-1", "MODIFIED w-1", "ADDED w-2", "DELETED w-1"])
+def a_watch_tells_in_order(api: ProbeClient) -> Sequence[object]:
+    since = api.list_objects("configmaps").version
+    api.create("configmaps", build_config_map("w-1", labels={"probe": "watched"}))
     api.patch("configmaps", "w-1", {"data": {"a": "1"}})
-    api.create("configmaps", config("w-2", labels={"probe": "watched"}))
-    api.create("configmaps", config("w-3"))
+    api.create("configmaps", build_config_map("w-2", labels={"probe": "watched"}))
+    api.create("configmaps", build_config_map("w-3"))
     api.delete("configmaps", "w-1")
-    return (api.changes("configmaps", since, "probe=watched"),)
+    return (api.list_changes("configmaps", since, "probe=watched"),)
 
 
-@probe(["ADDED in-and-out", "DELETED in-and-out"])
-def what_leaves_a_selection_is_deleted(api: Api) -> Sequence[object]:
-    made = api.create("configmaps", config("in-and-out"))
+@register_probe(["ADDED in-and-out", "DELETED in-and-out"])
+def what_leaves_a_selection_is_deleted(api: ProbeClient) -> Sequence[object]:
+    made = api.create("configmaps", build_config_map("in-and-out"))
     api.patch("configmaps", "in-and-out", {"metadata": {"labels": {"probe": "in"}}})
     api.patch("configmaps", "in-and-out", {"metadata": {"labels": {"probe": "out"}}})
-    return (api.changes("configmaps", made.version, "probe=in"),)
+    return (api.list_changes("configmaps", made.version, "probe=in"),)
 
 
-@probe(["ERROR 410"])
-def a_watch_from_long_ago(api: Api) -> Sequence[object]:
-    return (api.changes("configmaps", "1"),)
+@register_probe(["ERROR 410"])
+def a_watch_from_long_ago(api: ProbeClient) -> Sequence[object]:
+    return (api.list_changes("configmaps", "1"),)
 
 
-def _second(text: str) -> int:
+def _parse_second(text: str) -> int:
     hours, minutes, seconds = text[11:19].split(":")
     return int(text[8:10]) * 86400 + int(hours) * 3600 + int(minutes) * 60 + int(seconds)

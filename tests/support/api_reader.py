@@ -20,12 +20,12 @@ class ApiReader:
     """`url`: of a `kubectl proxy`, which knows the way into any cluster."""
 
     url: str
-    _places: dict[str, _Place] = field(default_factory=dict)
+    _places: dict[str, _KindPath] = field(default_factory=dict)
 
     def get(self, kind: str, name: str, namespace: str) -> Any:
         """The object, or None where there is none."""
         try:
-            return self._ask(f"{self._folder(kind, namespace)}/{name}")
+            return self._send_request(f"{self._build_path(kind, namespace)}/{name}")
         except urllib.error.HTTPError as error:
             if error.code == 404:
                 return None
@@ -33,34 +33,34 @@ class ApiReader:
 
     def list(self, kind: str, namespace: str, selector: str) -> list[Any]:
         """`namespace`: "": those of all."""
-        items: list[Any] = self._ask(f"{self._folder(kind, namespace)}?labelSelector={quote(selector)}")["items"]
+        items: list[Any] = self._send_request(f"{self._build_path(kind, namespace)}?labelSelector={quote(selector)}")["items"]
         return items
 
-    def refusal(self, kind: str, body: dict[str, Any], namespace: str) -> str:
+    def find_refusal(self, kind: str, body: dict[str, Any], namespace: str) -> str:
         """What the server says against creating the object, which it does not; "": nothing."""
-        path = f"{self._folder(kind, namespace)}?dryRun=All&fieldValidation=Strict"
+        path = f"{self._build_path(kind, namespace)}?dryRun=All&fieldValidation=Strict"
         try:
-            self._ask(path, data=json.dumps(body).encode())
+            self._send_request(path, data=json.dumps(body).encode())
         except urllib.error.HTTPError as error:
             return str(json.load(error)["message"])
         return ""
 
-    def _folder(self, kind: str, namespace: str) -> str:
+    def _build_path(self, kind: str, namespace: str) -> str:
         if kind not in self._places:  # it may have been defined meanwhile
             self._places = self._discover()
         place = self._places[kind]
-        return f"{place.path}/namespaces/{namespace}/{place.plural}" if place.namespaced and namespace else place.whole
+        return f"{place.path}/namespaces/{namespace}/{place.plural}" if place.namespaced and namespace else place.list_path
 
-    def _discover(self) -> dict[str, _Place]:
+    def _discover(self) -> dict[str, _KindPath]:
         """Where a name has several meanings, the core's goes first, as with kubectl."""
-        found: dict[str, _Place] = {}
+        found: dict[str, _KindPath] = {}
         for root in ("/api", "/apis"):
-            for group in self._ask(root, _DISCOVERY)["items"]:
-                for name, place in _places(root, group):
+            for group in self._send_request(root, _DISCOVERY)["items"]:
+                for name, place in _iterate_kind_paths(root, group):
                     found.setdefault(name, place)
         return found
 
-    def _ask(self, path: str, accept: str = "application/json", data: bytes | None = None) -> Any:
+    def _send_request(self, path: str, accept: str = "application/json", data: bytes | None = None) -> Any:
         headers = {"Accept": accept, "Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data, headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
@@ -68,7 +68,7 @@ class ApiReader:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _KindPath:
     """Where the API server keeps a kind."""
 
     path: str  # /api/v1 or /apis/<group>/<version>
@@ -76,17 +76,17 @@ class _Place:
     namespaced: bool
 
     @property
-    def whole(self) -> str:
+    def list_path(self) -> str:
         return f"{self.path}/{self.plural}"
 
 
-def _places(root: str, group: dict[str, Any]) -> Iterator[tuple[str, _Place]]:
+def _iterate_kind_paths(root: str, group: dict[str, Any]) -> Iterator[tuple[str, _KindPath]]:
     """Each name of each of the group's kinds, of the version that the server prefers."""
     group_name = group["metadata"].get("name", "")
     version = group["versions"][0]
     path = "/".join(part for part in (root, group_name, version["version"]) if part)
     for resource in version["resources"]:
-        place = _Place(path, resource["resource"], resource["scope"] == "Namespaced")
+        place = _KindPath(path, resource["resource"], resource["scope"] == "Namespaced")
         names = [resource["resource"], resource["singularResource"], *resource.get("shortNames", ())]
         yield from ((name, place) for name in [*names, f"{resource['resource']}.{group_name}"])
 

@@ -9,17 +9,17 @@ from pydantic import ValidationError
 
 
 def is_known(body: dict[str, Any]) -> bool:
-    return hasattr(models, _model(body))
+    return hasattr(models, _get_model_name(body))
 
 
-def faults(body: dict[str, Any]) -> list[str]:
+def find_schema_errors(body: dict[str, Any]) -> list[str]:
     """Where the API server would refuse the object, if it validates strictly. AttributeError: it is not known."""
     try:
-        getattr(models, _model(body)).model_validate(body, strict=True)
+        getattr(models, _get_model_name(body)).model_validate(body, strict=True)
     except ValidationError as refused:
         return [f"{'.'.join(map(str, error['loc']))}: {error['msg']}" for error in refused.errors()]
     return []
 
 
-def _model(body: dict[str, Any]) -> str:
+def _get_model_name(body: dict[str, Any]) -> str:
     return f"{body['apiVersion'].rpartition('/')[2].capitalize()}{body['kind']}"

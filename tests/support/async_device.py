@@ -23,14 +23,14 @@ import torch
 
 from pacekeeper.observe.clock import Clock, DeviceClock, HostClock
 
-PATIENCE = 30.0
+BATON_TIMEOUT_SECONDS = 30.0
 """Seconds of real time after which a rank that waits for the baton gives up."""
 
 
-class Task:
+class DeviceTask:
     """Work on a stream, which begins when that is launched and the tasks before it are done."""
 
-    def __init__(self, launched: int, before: Sequence[Task], ns: int, meeting: list[Task] | None, ranks: int) -> None:
+    def __init__(self, launched: int, before: Sequence[DeviceTask], ns: int, arrivals: list[DeviceTask] | None, ranks: int) -> None:
         """meeting: with the same work of the others, that begins when all are there; None: no others are needed."""
         self._launched = launched
         self._before = tuple(before)
@@ -38,8 +38,8 @@ class Task:
         self._ranks = ranks
         self._ready: int | None = None
         self._done: int | None = None
-        self._meeting = [] if meeting is None else meeting
-        self._meeting.append(self)
+        self._arrivals = [] if arrivals is None else arrivals
+        self._arrivals.append(self)
 
     @property
     def ready(self) -> int | None:
@@ -54,8 +54,8 @@ class Task:
     @property
     def done(self) -> int | None:
         """When it was or will be; None: not known before others have come to where it begins."""
-        if self._done is None and len(self._meeting) == self._ranks:
-            all_ready = [task.ready for task in self._meeting]
+        if self._done is None and len(self._arrivals) == self._ranks:
+            all_ready = [task.ready for task in self._arrivals]
             if None not in all_ready:
                 self._done = max(time for time in all_ready if time is not None) + self._ns
         return self._done
@@ -63,26 +63,26 @@ class Task:
 
 class Stream:
     def __init__(self) -> None:
-        self.tail: list[Task] = []
+        self.tail: list[DeviceTask] = []
         """What the next task of it waits for."""
 
-    def wait_for(self, tasks: Sequence[Task]) -> None:
+    def wait_for(self, tasks: Sequence[DeviceTask]) -> None:
         self.tail = [*self.tail, *tasks]
 
 
-class World:
+class DeviceWorld:
     """Ranks, each with a host and a device, and what they meet in."""
 
     def __init__(self, asynchronous: bool = True) -> None:
         self.asynchronous = asynchronous
-        self.ranks: list[Rank] = []
+        self.ranks: list[DeviceRank] = []
         self._baton = threading.Condition()
         self._turn = 0
         self._failures: list[BaseException] = []
 
-    def run(self, *scripts: Callable[[Rank], None]) -> None:
+    def run(self, *scripts: Callable[[DeviceRank], None]) -> None:
         """Each in a rank of its own. Raises what the first of them to fail has raised."""
-        self.ranks = [Rank(self, number, len(scripts)) for number in range(len(scripts))]
+        self.ranks = [DeviceRank(self, number, len(scripts)) for number in range(len(scripts))]
         threads = [
             threading.Thread(target=self._run, args=(rank, script))
             for rank, script in zip(self.ranks, scripts, strict=True)
@@ -99,29 +99,29 @@ class World:
         """On the host of the rank whose turn it is."""
         return self.ranks[self._turn].now
 
-    def pass_baton(self, rank: Rank) -> None:
+    def pass_baton(self, rank: DeviceRank) -> None:
         """Returns when it is this rank's turn."""
         with self._baton:
-            self._choose()
+            self._choose_next_turn()
             if self._turn != rank.number:
                 self._baton.notify_all()
-                if not self._baton.wait_for(lambda: self._turn == rank.number or self._failures, PATIENCE):
-                    raise TimeoutError(f"rank {rank.number} has waited {PATIENCE} s for its turn")
+                if not self._baton.wait_for(lambda: self._turn == rank.number or self._failures, BATON_TIMEOUT_SECONDS):
+                    raise TimeoutError(f"rank {rank.number} has waited {BATON_TIMEOUT_SECONDS} s for its turn")
             if self._failures:
                 raise RuntimeError("another rank has failed")
 
-    def _choose(self) -> None:
+    def _choose_next_turn(self) -> None:
         """The next turn: of the earliest rank that can go on."""
-        can = [(time, rank.number) for rank in self.ranks if (time := rank.goes_on) is not None]
+        can = [(time, rank.number) for rank in self.ranks if (time := rank.next_time) is not None]
         if can:
             self._turn = min(can)[1]
         elif not all(rank.finished for rank in self.ranks):
             raise RuntimeError("all ranks wait for each other")
 
-    def _run(self, rank: Rank, script: Callable[[Rank], None]) -> None:
+    def _run(self, rank: DeviceRank, script: Callable[[DeviceRank], None]) -> None:
         try:
             with self._baton:
-                self._baton.wait_for(lambda: self._turn == rank.number or self._failures, PATIENCE)
+                self._baton.wait_for(lambda: self._turn == rank.number or self._failures, BATON_TIMEOUT_SECONDS)
             script(rank)
             rank.finished = True
         except BaseException as error:
@@ -130,14 +130,14 @@ class World:
                 self._baton.notify_all()
             return
         with self._baton:
-            self._choose()
+            self._choose_next_turn()
             self._baton.notify_all()
 
 
-class Rank:
+class DeviceRank:
     """One simulated rank: its host, whose time is `now`, and its device, which implements `clock.Device`."""
 
-    def __init__(self, world: World, number: int, ranks: int) -> None:
+    def __init__(self, world: DeviceWorld, number: int, ranks: int) -> None:
         self.world = world
         self.number = number
         self.ranks = ranks
@@ -147,7 +147,7 @@ class Rank:
         """By which the device's own clock is faster."""
         self.finished = False
         self.computing = self.current = Stream()
-        self._awaited: Task | None = None
+        self._awaited: DeviceTask | None = None
 
     # The host
 
@@ -163,7 +163,7 @@ class Rank:
         self.now += ns
         self.world.pass_baton(self)
 
-    def wait_for(self, task: Task) -> None:
+    def wait_for(self, task: DeviceTask) -> None:
         """The host waits for the device."""
         self._awaited = task
         self.world.pass_baton(self)
@@ -172,7 +172,7 @@ class Rank:
         self._awaited = None
 
     @property
-    def goes_on(self) -> int | None:
+    def next_time(self) -> int | None:
         """When the host does; None: not known yet, or no more."""
         if self.finished:
             return None
@@ -185,13 +185,13 @@ class Rank:
 
     def launch(self, ns: int) -> None:
         """Work for so long, on the current stream."""
-        task = self.task(ns)
+        task = self.submit(ns)
         if not self.world.asynchronous:
             self.wait_for(task)
 
-    def task(self, ns: int, meeting: list[Task] | None = None, ranks: int = 1) -> Task:
+    def submit(self, ns: int, arrivals: list[DeviceTask] | None = None, ranks: int = 1) -> DeviceTask:
         stream = self.current
-        task = Task(self.now, stream.tail, ns, meeting, ranks)
+        task = DeviceTask(self.now, stream.tail, ns, arrivals, ranks)
         stream.tail = [task]
         return task
 
@@ -220,13 +220,13 @@ class Rank:
 class Event:
     """As torch.cuda.Event, whose milliseconds have 32 bits."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: DeviceRank) -> None:
         self._rank = rank
-        self._task: Task | None = None
+        self._task: DeviceTask | None = None
 
     def record(self, stream: Stream) -> None:
         with self._rank.on(stream):
-            self._task = self._rank.task(0)
+            self._task = self._rank.submit(0)
 
     def query(self) -> bool:
         done = self.task.done
@@ -243,30 +243,30 @@ class Event:
         return float(np.float32((end - start) * 1e-6 * (1 + self._rank.drift)))
 
     @property
-    def task(self) -> Task:
+    def task(self) -> DeviceTask:
         assert self._task is not None, "torch raises where an event is not recorded"
         return self._task
 
 
-class Links:
+class GroupLinks:
     """What the ranks of a group meet in; one for all of them."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self._meetings: list[list[Task]] = []
+        self._arrivals: list[list[DeviceTask]] = []
 
-    def meeting(self, number: int) -> list[Task]:
-        while len(self._meetings) <= number:
-            self._meetings.append([])
-        return self._meetings[number]
+    def get_arrivals(self, number: int) -> list[DeviceTask]:
+        while len(self._arrivals) <= number:
+            self._arrivals.append([])
+        return self._arrivals[number]
 
 
-class Group:
+class FakeGroup:
     """One rank's view of a process group: fires hooks as torch's does. Its collectives run on a stream of their own."""
 
     group_name, group_desc = "0", "double"
 
-    def __init__(self, rank: Rank, links: Links) -> None:
+    def __init__(self, rank: DeviceRank, links: GroupLinks) -> None:
         self._rank = rank
         self._links = links
         self._stream = Stream()
@@ -283,7 +283,7 @@ class Group:
     def register_post_hook(self, _: int, hook: Callable[[Any], None]) -> None:
         self._after = hook
 
-    def all_reduce(self, ns: int, async_op: bool = True) -> Work | None:
+    def all_reduce(self, ns: int, async_op: bool = True) -> FakeWork | None:
         """Takes `ns` when all ranks have come to it. None: the current stream waits for it at once, as NCCL has it
         where `async_op` is false."""
         rank, on_device = self._rank, self._rank.world.asynchronous
@@ -295,30 +295,30 @@ class Group:
         if async_op or not on_device:
             self._stream.wait_for(rank.current.tail)
             with rank.on(self._stream):
-                call.work = Work(rank, self._join(ns))
+                call.work = FakeWork(rank, self._enter_collective(ns))
         else:
-            self._join(ns)
+            self._enter_collective(ns)
         self._after(call)
-        work: Work | None = call.work
+        work: FakeWork | None = call.work
         return work
 
     def barrier(self) -> None:
         """As NCCL's: the current stream waits for it, and then the host."""
         call = SimpleNamespace(name="BARRIER", async_op=False, input_tensors=[], output_tensors=[], work=None)
         self._before(call)
-        self._rank.wait_for(self._join(0))
+        self._rank.wait_for(self._enter_collective(0))
         self._after(call)
 
-    def _join(self, ns: int) -> Task:
-        meeting = self._links.meeting(self._entered)
+    def _enter_collective(self, ns: int) -> DeviceTask:
+        meeting = self._links.get_arrivals(self._entered)
         self._entered += 1
-        return self._rank.task(ns, meeting, self._links.ranks)
+        return self._rank.submit(ns, meeting, self._links.ranks)
 
 
-class Work:
+class FakeWork:
     """As torch's: on a CPU the host waits for it, on a device the current stream does."""
 
-    def __init__(self, rank: Rank, task: Task) -> None:
+    def __init__(self, rank: DeviceRank, task: DeviceTask) -> None:
         self._rank = rank
         self._task = task
 

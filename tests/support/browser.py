@@ -21,7 +21,7 @@ _OPTIONS = (
 )
 
 
-def rendered(page: str, folder: Path, script: str = "", width: int = 1200) -> str:
+def load_in_browser(page: str, folder: Path, script: str = "", width: int = 1200) -> str:
     """The page's document after its scripts have run, and then `script`. An error in any of them fails the test."""
     page = page.replace("<head>", "<head>" + _RECORD_ERRORS).replace("</body>", f"<script>{script}</script></body>")
     (folder / "page.html").write_text(page, encoding="utf-8")
@@ -33,13 +33,13 @@ def rendered(page: str, folder: Path, script: str = "", width: int = 1200) -> st
     return done.stdout
 
 
-def noted(document: str) -> str:
+def read_notes(document: str) -> str:
     """What a script has left in `document.documentElement.dataset.seen`."""
     (found,) = re.findall(r'data-seen="([^"]*)"', document)
     return html.unescape(found)
 
 
-def in_frame(page: str, width: int) -> str:
+def wrap_in_frame(page: str, width: int) -> str:
     """A page that holds this one in a frame of such a width, as on a phone: browsers' own windows are never so narrow.
     It notes by how many pixels the page is wider than the frame, and whether it has failed."""
     page = page.replace("<head>", "<head>" + _RECORD_ERRORS)

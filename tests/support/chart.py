@@ -19,9 +19,9 @@ RELEASE = "pacekeeper"
 SYSTEM = "pacekeeper-system"
 
 
-def helm(*arguments: str, program: Path | None = None) -> str:
+def run_helm(*arguments: str, program: Path | None = None) -> str:
     """Standard output of Helm, the present one. subprocess.CalledProcessError with its messages if it fails."""
-    command = [str(program or programs.helm()), *arguments]
+    command = [str(program or programs.find_helm()), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
         error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
@@ -30,20 +30,20 @@ def helm(*arguments: str, program: Path | None = None) -> str:
     return done.stdout
 
 
-def helm_template(*arguments: str, chart: Path = CHART, program: Path | None = None) -> list[dict[str, Any]]:
+def render_chart(*arguments: str, chart: Path = CHART, program: Path | None = None) -> list[dict[str, Any]]:
     """Return all objects that `helm install` would create, including hooks; each caller gets a copy of its own.
 
     Helm renders the chart once per process and set of arguments, unless they name a file that a test wrote.
     """
     files = [Path(value) for option, value in pairwise(arguments) if option in ("--values", "--set-file")]
     is_fixed = chart == CHART and all(file.is_relative_to(CHART) for file in files)
-    render = _rendered if is_fixed else _rendered.__wrapped__
+    render = _render_pickled if is_fixed else _render_pickled.__wrapped__
     found: list[dict[str, Any]] = pickle.loads(render(arguments, chart, program))
     return found
 
 
 @cache
-def _rendered(arguments: tuple[str, ...], chart: Path, program: Path | None) -> bytes:
+def _render_pickled(arguments: tuple[str, ...], chart: Path, program: Path | None) -> bytes:
     """Return the objects, pickled: that copies them faster than YAML or `deepcopy` does."""
-    text = helm("template", RELEASE, str(chart), "--namespace", SYSTEM, *arguments, program=program)
+    text = run_helm("template", RELEASE, str(chart), "--namespace", SYSTEM, *arguments, program=program)
     return pickle.dumps([found for found in yaml.load_all(text, Loader=yaml.CSafeLoader) if found])

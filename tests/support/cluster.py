@@ -24,9 +24,9 @@ import pytest
 
 import testcluster.cluster
 from testcluster import fabric, programs
-from testcluster.apart import move_apart
+from testcluster.apart import enter_own_namespaces
 from testcluster.settings import KUBECONFIG, NAME, STATE
-from testcluster.shell import say
+from testcluster.shell import log_progress
 from tests.support.api_reader import ApiReader, api_reader
 
 Value = TypeVar("Value")
@@ -35,7 +35,7 @@ _SCRATCH = "pacekeeper.dev/scratch"  # label of the tests' namespaces
 
 
 @dataclass(frozen=True)
-class Cluster:
+class KubectlCluster:
     """A cluster as kubectl sees it."""
 
     kubeconfig: Path
@@ -44,14 +44,14 @@ class Cluster:
 
     def kubectl(self, *arguments: str, stdin: str | None = None, timeout: float = 60) -> str:
         """Standard output of kubectl. subprocess.CalledProcessError with its messages if it fails."""
-        return _run([*_kubectl(self.kubeconfig), *arguments], stdin, timeout)
+        return _run_command([*_build_kubectl_command(self.kubeconfig), *arguments], stdin, timeout)
 
-    def oncall(self, *arguments: str, timeout: float = 60) -> str:
+    def run_cli(self, *arguments: str, timeout: float = 60) -> str:
         """The same of `kubectl pacekeeper`."""
         program = [sys.executable, "-m", "pacekeeper_operator.oncall.command"]
-        path = f"{programs.kubectl().parent}{os.pathsep}{os.environ['PATH']}"
+        path = f"{programs.find_kubectl().parent}{os.pathsep}{os.environ['PATH']}"
         command = [*program, *arguments, f"--kubeconfig={self.kubeconfig}"]
-        return _run(command, None, timeout, environment={**os.environ, "PATH": path})
+        return _run_command(command, None, timeout, environment={**os.environ, "PATH": path})
 
     def apply(self, manifest: str | dict[str, Any], namespace: str = "default") -> None:
         text = manifest if isinstance(manifest, str) else json.dumps(manifest)
@@ -91,25 +91,25 @@ def wait_for(
 def apart() -> None:
     """Tests of a named cluster live in its namespaces."""
     if NAME:
-        move_apart()
+        enter_own_namespaces()
 
 
 @pytest.fixture(scope="session")
-def cluster(apart: None) -> Iterator[Cluster]:  # noqa: ARG001  # the cluster is brought up there
+def cluster(apart: None) -> Iterator[KubectlCluster]:  # noqa: ARG001  # the cluster is brought up there
     with running_cluster() as found:
         yield found
 
 
 @contextmanager
-def running_cluster() -> Iterator[Cluster]:
+def running_cluster() -> Iterator[KubectlCluster]:
     """It is nobody else's for as long as it is held open."""
     is_testcluster = not os.environ.get("PACEKEEPER_USE_KUBECONFIG")
     kubeconfig = KUBECONFIG if is_testcluster else Path(os.environ["KUBECONFIG"])
     running = _running_testcluster() if is_testcluster else nullcontext()
-    with _alone(), running, api_reader(_kubectl(kubeconfig)) as reader:
-        if is_testcluster and fabric.rate():  # tests that were ended half-way leave the fabric's links slow
-            fabric.shape("")
-        found = Cluster(kubeconfig, is_testcluster, reader)
+    with _hold_session_lock(), running, api_reader(_build_kubectl_command(kubeconfig)) as reader:
+        if is_testcluster and fabric.get_rate():  # tests that were ended half-way leave the fabric's links slow
+            fabric.set_all_rates("")
+        found = KubectlCluster(kubeconfig, is_testcluster, reader)
         yield found
         # A namespace that stays has something in it whose finalizer nobody serves.
         selector = f"--selector={_SCRATCH}"
@@ -119,15 +119,15 @@ def running_cluster() -> Iterator[Cluster]:
 @contextmanager
 def _running_testcluster() -> Iterator[None]:
     """A named one goes with its namespaces; the machine's own is left up."""
-    testcluster.cluster.up()
+    testcluster.cluster.bring_up()
     try:
         yield
     finally:
         if NAME:
-            testcluster.cluster.down()
+            testcluster.cluster.tear_down()
 
 
-def _run(command: list[str], stdin: str | None, timeout: float, environment: Mapping[str, str] | None = None) -> str:
+def _run_command(command: list[str], stdin: str | None, timeout: float, environment: Mapping[str, str] | None = None) -> str:
     done = subprocess.run(
         command, input=stdin, capture_output=True, text=True, timeout=timeout, check=False, env=environment
     )
@@ -138,31 +138,31 @@ def _run(command: list[str], stdin: str | None, timeout: float, environment: Map
     return done.stdout
 
 
-def _kubectl(kubeconfig: Path) -> list[str]:
-    return [str(programs.kubectl()), f"--kubeconfig={kubeconfig}"]
+def _build_kubectl_command(kubeconfig: Path) -> list[str]:
+    return [str(programs.find_kubectl()), f"--kubeconfig={kubeconfig}"]
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _hold_session_lock() -> Iterator[None]:
     """One session of tests at a time: there is one operator, and each session takes it away from the others."""
     with (Path(tempfile.gettempdir()) / f"{STATE.name}-tests.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another session of tests uses the cluster: waiting for its end")
+            log_progress("another session of tests uses the cluster: waiting for its end")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @pytest.fixture
-def namespace(cluster: Cluster) -> Iterator[str]:
+def namespace(cluster: KubectlCluster) -> Iterator[str]:
     """A namespace of the test's own. Its pods are gone when the test ends, the rest when the session ends."""
     with scratch_namespace(cluster) as name:
         yield name
 
 
 @contextmanager
-def scratch_namespace(cluster: Cluster) -> Iterator[str]:
+def scratch_namespace(cluster: KubectlCluster) -> Iterator[str]:
     """The same for as long as it is held open, for fixtures of a wider scope."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": {_SCRATCH: "true"}}})

@@ -14,15 +14,15 @@ DASHBOARDS: Mapping[str, dict[str, Any]] = {
 """By their files' names."""
 
 
-def panels(name: str) -> list[dict[str, Any]]:
+def list_panels(name: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = DASHBOARDS[name]["panels"]
     return found
 
 
-def asked(name: str, **variables: str) -> list[str]:
+def list_queries(name: str, **variables: str) -> list[str]:
     """All its queries, with Grafana's variables and the dashboard's own filled in."""
     filled = {"__rate_interval": "1m", "__range": "1h", **variables}
-    queries = [target["expr"] for panel in panels(name) for target in panel.get("targets", ())]
+    queries = [target["expr"] for panel in list_panels(name) for target in panel.get("targets", ())]
     for variable, value in filled.items():
         queries = [query.replace(f"${variable}", value) for query in queries]
     assert not [query for query in queries if "$" in query]

@@ -16,70 +16,70 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from pacekeeper.sidecar.client import OperatorClient, Unavailable
-from pacekeeper.sidecar.connections import Connections
+from pacekeeper.sidecar.client import OperatorClient, OperatorUnavailable
+from pacekeeper.sidecar.connections import ConnectionSampler
 from pacekeeper.sidecar.ranks import RankRings
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper.sidecar.sidecar import Sidecar
 from pacekeeper_analysis.plan import Member, Plan, WorkerPlan
-from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
-from pacekeeper_operator.api import Job, JobPhase, JobStatus
+from pacekeeper_analysis.reports import Evidence, FaultReport, Heartbeat
+from pacekeeper_operator.api import TrainingJob, JobPhase, JobStatus
 from pacekeeper_operator.cluster import Cluster
-from pacekeeper_operator.decide.status import report
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.observation import Metrics, Observation, PodView, Surroundings
+from pacekeeper_operator.decide.status import build_job_status
+from pacekeeper_operator.decide.think import evaluate_job
+from pacekeeper_operator.observation import JobMetrics, Observation, PodView, ClusterView
 from pacekeeper_operator.observe import gather
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.services.reconcile import SUSPECT_SECONDS
-from pacekeeper_operator.services.sidecars import Caller, NotYet, Sidecars
+from pacekeeper_operator.observe.memory import JobRegistry
+from pacekeeper_operator.runtime import OperatorRuntime
+from pacekeeper_operator.services.reconcile import INVESTIGATION_POLL_SECONDS
+from pacekeeper_operator.services.sidecars import Caller, RetryLater, SidecarService
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Draft, GpusSeen, Incident, Life, Placement, State
-from pacekeeper_operator.state import Worker as Record
-from tests.support.launchers import Team, Worker
-from tests.support.worlds import job as job_of
-from tests.support.worlds import policy
+from pacekeeper_operator.state import DesiredState, GpuReadings, Incident, Lifecycle, Placement, State
+from pacekeeper_operator.state import WorkerRecord as Record
+from tests.support.launchers import LauncherTeam, LaunchedWorker
+from tests.support.worlds import build_job as job_of
+from tests.support.worlds import build_policy
 
-NO_PROMETHEUS = Metrics(unavailable="no Prometheus is configured (prometheus.url in the chart's values)")
+NO_PROMETHEUS = JobMetrics(unavailable="no Prometheus is configured (prometheus.url in the chart's values)")
 
 
-class Deciding:
+class OperatorHarness:
     """An operator with one job, whose workers are the team's."""
 
-    def __init__(self, team: Team, job: Job) -> None:
+    def __init__(self, team: LauncherTeam, job: TrainingJob) -> None:
         self.team = team
-        self.runtime = Runtime()
-        self.memory = Memory(self.runtime.now() - 100)
+        self.runtime = OperatorRuntime()
+        self.cache = JobRegistry(self.runtime.now() - 100)
         self.job = job
         self.heartbeats = 0
         self.passes = 0
-        self._jobs = self.memory.of(job)
-        self.sidecars = Sidecars(cast(Cluster, None), self.memory, self.runtime)
+        self._jobs = self.cache.get_or_create(job)
+        self.sidecars = SidecarService(cast(Cluster, None), self.cache, self.runtime)
 
     @property
     def observation(self) -> Observation:
         """As it is now."""
         now = self.runtime.now()
-        metrics = gather.metrics(self._jobs, NO_PROMETHEUS, now)
+        metrics = gather.collect_metrics(self._jobs, NO_PROMETHEUS, now)
         self._jobs.metrics = metrics
         workers = self.team.workers.values()
         found = [PodView(w.name, w.name, "Running", f"node-{w.name}", w.address, owner=self.job.uid) for w in workers]
-        return gather.observe(self.memory.started_at, self._jobs, found, metrics, Surroundings(), now)
+        return gather.build_observation(self.cache.started_at, self._jobs, found, metrics, ClusterView(), now)
 
     @property
-    def draft(self) -> Draft:
-        assert self._jobs.draft is not None
-        return self._jobs.draft
+    def desired(self) -> DesiredState:
+        assert self._jobs.desired is not None
+        return self._jobs.desired
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
-        return self.draft.state.incidents.current
+        return self.desired.state.incidents.current
 
     @property
     def status(self) -> JobStatus:
-        return report(self.observation, policy(), JobStatus(phase=JobPhase.RUNNING))
+        return build_job_status(self.observation, build_policy(), JobStatus(phase=JobPhase.RUNNING))
 
-    async def until(self, condition: Callable[[], object], what: str, seconds: float) -> float:
+    async def wait_until(self, condition: Callable[[], object], what: str, seconds: float) -> float:
         """Seconds that it took."""
         began = time.monotonic()
         while not condition():
@@ -90,7 +90,7 @@ class Deciding:
             await asyncio.sleep(0.1)
         return time.monotonic() - began
 
-    async def begin(self) -> None:
+    async def assign_ranks(self) -> None:
         """The job as it is once its workers are seated."""
         names = list(self.team.workers)
         records = tuple(Record(w, n, 0, uid=w, node=f"node-{w}") for n, w in enumerate(names))
@@ -99,64 +99,64 @@ class Deciding:
             placement=Placement(
                 workers=records, incarnations={str(n): 0 for n in range(len(names))}, template_accepted=1
             ),
-            life=Life(start_time=self.runtime.now()),
-            gpus=GpusSeen(nodes=tuple(record.node for record in records)),
+            life=Lifecycle(start_time=self.runtime.now()),
+            gpus=GpuReadings(nodes=tuple(record.node for record in records)),
         )
         band = (self.job.spec.detection.straggler_slowdown - 1) / 2
-        self.team.give(Plan(version=1, membership=1, members=members, figures_band=band))
-        self._jobs.publish(Draft(self.team.plan, state), "1")
+        self.team.give_plan(Plan(version=1, membership=1, members=members, figures_band=band))
+        self._jobs.publish(DesiredState(self.team.plan, state), "1")
 
-    async def decide(self) -> None:
+    async def run_passes(self) -> None:
         """Passes, until cancelled."""
         while True:
             self._jobs.wake.clear()
             self.passes += 1
-            thought = think(self.observation, policy())
-            assert not thought.failures, thought.failures
-            if thought.draft != self._jobs.draft:
-                self._jobs.publish(thought.draft, "1")
-            pause = SUSPECT_SECONDS if thought.draft.state.adaptation.suspicion else Settings.sample_seconds
+            thought = evaluate_job(self.observation, build_policy())
+            assert not thought.failed_steps, thought.failed_steps
+            if thought.desired != self._jobs.desired:
+                self._jobs.publish(thought.desired, "1")
+            pause = INVESTIGATION_POLL_SECONDS if thought.desired.state.adaptation.suspicion else Settings.sample_seconds
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._jobs.wake.wait(), pause)
 
 
-class Line:
+class DirectOperatorClient:
     """A sidecar's way to the operator."""
 
-    def __init__(self, operator: Deciding, worker: str) -> None:
+    def __init__(self, operator: OperatorHarness, worker: str) -> None:
         self._operator = operator
         self._caller = Caller(operator.job.namespace, operator.job.name, worker)
 
-    async def plan(self, heartbeat: Heartbeat, after: int, wait: float, hold: float = 0.0) -> WorkerPlan | None:
+    async def fetch_plan(self, heartbeat: Heartbeat, after: int, wait: float, hold: float = 0.0) -> WorkerPlan | None:
         self._operator.heartbeats += 1
         said = Heartbeat.from_json(json.loads(json.dumps(replace(heartbeat, sent_at=time.time()).to_json())))
         said = replace(said, worker=self._caller.worker)
         return await self._operator.sidecars.poll(self._caller, said, after, wait, hold)
 
-    async def fault(self, fault: Fault) -> None:
+    async def send_fault(self, fault: FaultReport) -> None:
         try:
-            await self._operator.sidecars.take_fault(self._caller, replace(fault, sent_at=time.time()))
-        except NotYet as error:
-            raise Unavailable(str(error)) from error
+            await self._operator.sidecars.receive_fault(self._caller, replace(fault, sent_at=time.time()))
+        except RetryLater as error:
+            raise OperatorUnavailable(str(error)) from error
 
-    async def evidence(self, evidence: Evidence) -> None:
-        self._operator.sidecars.take_evidence(
+    async def send_evidence(self, evidence: Evidence) -> None:
+        self._operator.sidecars.receive_evidence(
             self._caller, Evidence.from_json(json.loads(json.dumps(evidence.to_json())))
         )
 
-    async def pattern(self, window: str, rank: int, answer: bytes) -> None:
-        if self._operator.sidecars.awaits_pattern(self._caller, window, rank):
-            self._operator.sidecars.take_pattern(self._caller, window, rank, answer)
+    async def send_pattern(self, window: str, rank: int, answer: bytes) -> None:
+        if self._operator.sidecars.needs_profile_answer(self._caller, window, rank):
+            self._operator.sidecars.receive_profile_answer(self._caller, window, rank, answer)
 
 
 @asynccontextmanager
-async def deciding(team: Team, job: Job | None = None) -> AsyncIterator[Deciding]:
+async def run_operator_harness(team: LauncherTeam, job: TrainingJob | None = None) -> AsyncIterator[OperatorHarness]:
     """The team's workers have been started."""
-    operator = Deciding(team, job or job_of(len(team.workers), 0))
-    await operator.begin()
-    sidecars = [_sidecar(operator, worker) for worker in team.workers.values()]
+    operator = OperatorHarness(team, job or job_of(len(team.workers), 0))
+    await operator.assign_ranks()
+    sidecars = [_create_sidecar(operator, worker) for worker in team.workers.values()]
     tasks = [asyncio.create_task(sidecar.run()) for sidecar in sidecars]
-    tasks.append(asyncio.create_task(operator.decide()))
+    tasks.append(asyncio.create_task(operator.run_passes()))
     try:
         yield operator
         for task in tasks:
@@ -167,8 +167,8 @@ async def deciding(team: Team, job: Job | None = None) -> AsyncIterator[Deciding
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _sidecar(operator: Deciding, worker: Worker) -> Sidecar:
+def _create_sidecar(operator: OperatorHarness, worker: LaunchedWorker) -> Sidecar:
     window = operator.job.spec.detection.window_steps
     settings = SidecarSettings(worker.runtime, operator.job.name, worker.name, "", "", Path(), window_steps=window)
-    line = cast(OperatorClient, Line(operator, worker.name))
-    return Sidecar(settings, line, RankRings(worker.runtime, window), Connections(worker.runtime))
+    line = cast(OperatorClient, DirectOperatorClient(operator, worker.name))
+    return Sidecar(settings, line, RankRings(worker.runtime, window), ConnectionSampler(worker.runtime))

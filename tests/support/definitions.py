@@ -11,11 +11,11 @@ import yaml
 from tests.support.chart import REPOSITORY
 
 CURRENT = REPOSITORY / "crds"
-BEFORE = REPOSITORY / "tests/data/definitions"
+PREVIOUS = REPOSITORY / "tests/data/definitions"
 """Of the version before: at a release, what `crds/` holds is copied there."""
 
 _OUR_VARIABLES = "self.all(e, !e.name.startsWith('PACEKEEPER_'))"
-_BUT_TIME_OUTS = (
+_ALLOWED_VARIABLES = (
     "self.all(e, !e.name.startsWith('PACEKEEPER_') || e.name in ['PACEKEEPER_KILL_SECONDS', "
     "'PACEKEEPER_GATHER_SECONDS', 'PACEKEEPER_IMPORT_SECONDS', 'PACEKEEPER_CONTACT_SECONDS', "
     "'PACEKEEPER_PHASE_SECONDS', 'PACEKEEPER_LINGER_SECONDS', 'PACEKEEPER_NEIGHBOUR_MEGABYTES'])"
@@ -41,28 +41,28 @@ _SAME_FOLDER = (
 )
 _READ_ONLY = "&& self.spec.checkpoint.readOnly == oldSelf.spec.checkpoint.readOnly "
 WIDER = {
-    _OUR_VARIABLES: _BUT_TIME_OUTS,
+    _OUR_VARIABLES: _ALLOWED_VARIABLES,
     # The same of all that the version before can say.
     f"{_STORAGE}{_SAME_CLAIM}) {_SUSPENDED}": f"{_STORAGE}{_READ_ONLY}{_SAME_CLAIM}{_SAME_FOLDER}) {_SUSPENDED}",
 }
 """Rule → the one in its place that lets more through. At a release: those of the version before go."""
-_LEAST = ("minimum", "minLength", "minItems", "minProperties")
-_MOST = ("maximum", "maxLength", "maxItems", "maxProperties")
+_MIN_KEYWORDS = ("minimum", "minLength", "minItems", "minProperties")
+_MAX_KEYWORDS = ("maximum", "maxLength", "maxItems", "maxProperties")
 
 
-def read(folder: Path) -> dict[str, dict[str, Any]]:
+def read_definitions(folder: Path) -> dict[str, dict[str, Any]]:
     """By name, like incidents.pacekeeper.dev."""
     found = [yaml.load(path.read_text(), Loader=yaml.CSafeLoader) for path in sorted(folder.glob("*.yaml"))]
     return {definition["metadata"]["name"]: definition for definition in found}
 
 
-def versions(definition: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def read_served_schemas(definition: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The schemas of the versions that are served."""
     served = [version for version in definition["spec"]["versions"] if version["served"]]
     return {version["name"]: version["schema"]["openAPIV3Schema"] for version in served}
 
 
-def narrowed(before: dict[str, Any], after: dict[str, Any], path: str = "") -> Iterator[str]:
+def find_narrowed(before: dict[str, Any], after: dict[str, Any], path: str = "") -> Iterator[str]:
     """Where objects that keep to the schema `before` may break the schema `after`, or lose a field to it."""
     if before.get("type") != after.get("type"):
         yield f"{path}: is of another type"
@@ -72,13 +72,13 @@ def narrowed(before: dict[str, Any], after: dict[str, Any], path: str = "") -> I
             yield f"{path}: has another {name}"
     if "enum" in after and not ("enum" in before and set(before["enum"]) <= set(after["enum"])):
         yield f"{path}: takes fewer values"
-    if any(name in after and after[name] > before.get(name, float("-inf")) for name in _LEAST) or any(
-        name in after and after[name] < before.get(name, float("inf")) for name in _MOST
+    if any(name in after and after[name] > before.get(name, float("-inf")) for name in _MIN_KEYWORDS) or any(
+        name in after and after[name] < before.get(name, float("inf")) for name in _MAX_KEYWORDS
     ):
         yield f"{path}: has narrower bounds"
-    for rule in sorted(rules(after) - rules(before)):
-        if rule not in {WIDER.get(known) for known in rules(before)}:
-            fewer = WIDER.get(rule) in rules(before)
+    for rule in sorted(list_rules(after) - list_rules(before)):
+        if rule not in {WIDER.get(known) for known in list_rules(before)}:
+            fewer = WIDER.get(rule) in list_rules(before)
             yield f"{path}: takes fewer values" if fewer else f"{path}: has a new rule"
     inside, then = before.get("properties", {}), after.get("properties", {})
     for name in sorted(set(after.get("required", ())) - set(before.get("required", ()))):
@@ -87,11 +87,11 @@ def narrowed(before: dict[str, Any], after: dict[str, Any], path: str = "") -> I
     if not after.get("x-kubernetes-preserve-unknown-fields"):
         yield from (f"{path}.{name}: is gone" for name in sorted(inside.keys() - then.keys()))
     for name in sorted(inside.keys() & then.keys()):
-        yield from narrowed(inside[name], then[name], f"{path}.{name}")
+        yield from find_narrowed(inside[name], then[name], f"{path}.{name}")
     for name in ("items", "additionalProperties"):
         if isinstance(before.get(name), dict) and isinstance(after.get(name), dict):
-            yield from narrowed(before[name], after[name], f"{path}[]")
+            yield from find_narrowed(before[name], after[name], f"{path}[]")
 
 
-def rules(schema: dict[str, Any]) -> set[str]:
+def list_rules(schema: dict[str, Any]) -> set[str]:
     return {rule["rule"] for rule in schema.get("x-kubernetes-validations", ())}

@@ -13,7 +13,7 @@ import pytest
 
 from testcluster import leaf_spine as switched
 from testcluster.leaf_spine import Machine
-from testcluster.shell import run
+from testcluster.shell import run_command
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class FabricHost:
     ) -> subprocess.Popen[str]:
         """A process on it. user: its id; None: root."""
         return subprocess.Popen(
-            [*_inside(self.namespace, user), *command],
+            [*_build_command_prefix(self.namespace, user), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -52,7 +52,7 @@ class FabricHost:
 
 
 @dataclass(frozen=True)
-class LeafSpine(switched.LeafSpine):
+class HostedLeafSpine(switched.LeafSpine):
     """`hosts`: those of leaf 0 first. Those of leaf l are in 10.99.l.0/24; where they are pods, their nodes are in
     10.96.l.0/24."""
 
@@ -61,30 +61,30 @@ class LeafSpine(switched.LeafSpine):
     @property
     def hops(self) -> dict[str, str]:
         """The spines' addresses, as a plan has them: by address, the spine's name, from s0 on."""
-        return {address: f"s{spine}" for address, spine in self.answers.items()}
+        return {address: f"s{spine}" for address, spine in self.spine_addresses.items()}
 
     def set_on_switches(self, setting: str, value: int) -> None:
         for switch in self.switches:
-            run("ip", "netns", "exec", switch, "sysctl", "-qw", f"{setting}={value}")
+            run_command("ip", "netns", "exec", switch, "sysctl", "-qw", f"{setting}={value}")
 
     def filter_icmp(self) -> None:
         """No switch says where packets end."""
         for switch in self.switches:
-            run("ip", "netns", "exec", switch, "nft", _SILENCE)
+            run_command("ip", "netns", "exec", switch, "nft", _DROP_ICMP_RULES)
 
-    def translate(self, leaf: int) -> None:
+    def translate_addresses(self, leaf: int) -> None:
         """What the hosts of this leaf send to others comes from the leaf's own address there."""
-        run("ip", "netns", "exec", self.leaf(leaf), "nft", _TRANSLATION.format(leaf=leaf))
+        run_command("ip", "netns", "exec", self.get_leaf_namespace(leaf), "nft", _TRANSLATION_RULES.format(leaf=leaf))
 
 
-_SILENCE = (
+_DROP_ICMP_RULES = (
     "add table ip t; add chain ip t o { type filter hook output priority 0; }; add rule ip t o ip protocol icmp drop"
 )
-_STRICT = (
+_DROP_INVALID_RULES = (
     "add table ip t; add chain ip t f { type filter hook forward priority 0; }; add rule ip t f ct state invalid drop"
 )
 """As kube-proxy's nodes."""
-_TRANSLATION = (
+_TRANSLATION_RULES = (
     "add table ip t; add chain ip t p {{ type nat hook postrouting priority 100; }}; "
     'add rule ip t p oifname "up*" ip saddr 10.99.{leaf}.0/24 snat to 10.97.{leaf}.1'
 )
@@ -94,9 +94,9 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def leaf_spine(
+def create_leaf_spine(
     leaves: int = 3, spines: int = 3, hosts: int = 1, *, pods: bool = False, planes: int = 1
-) -> Iterator[LeafSpine]:
+) -> Iterator[HostedLeafSpine]:
     """So many hosts below each leaf, each with a port in each plane. All links are as fast as memory.
 
     pods: hosts are pods, each on a node that routes, follows connections, and drops what belongs to none.
@@ -114,30 +114,30 @@ def leaf_spine(
         for leaf in range(leaves)
         for number in range(hosts)
     )
-    fabric = LeafSpine(prefix, leaves, spines, tuple(map(_machine, made)), planes, made)
+    fabric = HostedLeafSpine(prefix, leaves, spines, tuple(map(_build_machine, made)), planes, made)
     names = [name for host in made for name in (host.namespace, host.node) if name]
     try:
         for name in names:
-            run("ip", "netns", "add", name)
+            run_command("ip", "netns", "add", name)
         fabric.ensure()
         for host in made:
             if host.node:
-                _set_up(host.node, _node(host))
-                run("ip", "netns", "exec", host.node, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-                run("ip", "netns", "exec", host.node, "nft", _STRICT)
-            _set_up(host.namespace, _pod(host) if host.node else ["link set lo up"])
+                _run_ip_commands(host.node, _configure_node(host))
+                run_command("ip", "netns", "exec", host.node, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+                run_command("ip", "netns", "exec", host.node, "nft", _DROP_INVALID_RULES)
+            _run_ip_commands(host.namespace, _configure_pod(host) if host.node else ["link set lo up"])
         yield fabric
     finally:
         for name in (*names, *fabric.switches):
             subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
 
 
-def _machine(host: FabricHost) -> Machine:
+def _build_machine(host: FabricHost) -> Machine:
     address = f"10.96.{host.leaf}.{host.number}" if host.node else host.address
     return Machine(host.node or host.namespace, host.leaf, host.number, address, f"{host.address}/32")
 
 
-def _node(host: FabricHost) -> Iterator[str]:
+def _configure_node(host: FabricHost) -> Iterator[str]:
     yield "link set lo up"
     yield f"link add pod type veth peer name eth0 netns {host.namespace}"
     yield "address add 169.254.1.1/32 dev pod"
@@ -145,19 +145,19 @@ def _node(host: FabricHost) -> Iterator[str]:
     yield f"route add {host.address}/32 dev pod"
 
 
-def _pod(host: FabricHost) -> Iterator[str]:
+def _configure_pod(host: FabricHost) -> Iterator[str]:
     yield "link set lo up"
     yield f"address add {host.address}/32 dev eth0"
     yield "link set eth0 up"
     yield "route add default via 169.254.1.1 dev eth0 onlink"
 
 
-def _inside(namespace: str, user: int | None = None) -> Sequence[str]:
+def _build_command_prefix(namespace: str, user: int | None = None) -> Sequence[str]:
     """What goes before a command to run it there."""
     as_user = [] if user is None else ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
     return ["ip", "netns", "exec", namespace, *as_user]
 
 
-def _set_up(namespace: str, lines: Iterable[str]) -> None:
+def _run_ip_commands(namespace: str, lines: Iterable[str]) -> None:
     """`lines`: commands of iproute2's `ip`."""
-    run("ip", "-n", namespace, "-batch", "-", stdin="\n".join(lines))
+    run_command("ip", "-n", namespace, "-batch", "-", stdin="\n".join(lines))

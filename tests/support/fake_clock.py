@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-_MOST_COLLECTIVES = 1 << 20
-_WORD = np.dtype("<i8")
+_MAX_COLLECTIVES = 1 << 20
+_COUNTER_TYPE = np.dtype("<i8")
 
 
 class FakeClock:
@@ -25,8 +25,8 @@ class FakeClock:
     def __init__(self, folder: Path, rank: int, ranks: int) -> None:
         path = folder / "arrivals"
         with path.open("ab") as file:
-            file.truncate(ranks * _MOST_COLLECTIVES * _WORD.itemsize)
-        self._arrivals = np.memmap(path, _WORD, "r+", shape=(ranks, _MOST_COLLECTIVES))
+            file.truncate(ranks * _MAX_COLLECTIVES * _COUNTER_TYPE.itemsize)
+        self._arrivals = np.memmap(path, _COUNTER_TYPE, "r+", shape=(ranks, _MAX_COLLECTIVES))
         self._rank = rank
         self._collectives = 0
         self._now = 10**9
@@ -38,12 +38,12 @@ class FakeClock:
         """So long this rank is busy with its own."""
         self._now += round(seconds * 1e9)
 
-    def come(self) -> None:
+    def arrive(self) -> None:
         """To the next collective."""
         self._collectives += 1
         self._arrivals[self._rank, self._collectives] = self._now
 
-    def meet(self) -> None:
+    def wait_for_arrivals(self) -> None:
         """The newest collective is over: all have come to it, or are about to."""
         if self._collectives == 0:
             return
@@ -52,7 +52,7 @@ class FakeClock:
         self._now = max(self._now, int(there.max()))
 
 
-def install(folder: Path, rank: int, ranks: int) -> FakeClock:
+def install_fake_clock(folder: Path, rank: int, ranks: int) -> FakeClock:
     """By this clock the rank's recorder records from now on; call it before the rank is watched."""
     from torch._C._distributed_c10d import Work
 
@@ -60,11 +60,11 @@ def install(folder: Path, rank: int, ranks: int) -> FakeClock:
     from pacekeeper.observe import collectives, hooks, opening
 
     clock = FakeClock(folder, rank, ranks)
-    hook, wait, engine = hooks.hook, Work.wait, torch_internals.engine
+    hook, wait, engine = hooks.hook_group, Work.wait, torch_internals.engine
 
     def hook_and_come(group: Any, enter: Callable[[Any], None], issued: Callable[[Any], None]) -> None:
         def come_and_enter(call: Any) -> None:
-            clock.come()
+            clock.arrive()
             enter(call)
 
         hook(group, come_and_enter, issued)
@@ -73,13 +73,13 @@ def install(folder: Path, rank: int, ranks: int) -> FakeClock:
         try:
             return wait(work, *arguments, **options)
         finally:
-            clock.meet()
+            clock.wait_for_arrivals()
 
     class Engine:
         @staticmethod
         def queue_callback(callback: Callable[[], None]) -> None:
             def meet_and_call() -> None:
-                clock.meet()  # C++ has waited for the gradients
+                clock.wait_for_arrivals()  # C++ has waited for the gradients
                 callback()
 
             engine.queue_callback(meet_and_call if callback.__name__ == "backward_ended" else callback)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from pacekeeper_operator.cluster import Cluster, Conflict, Kind, Listing, NotFound, Object
+from pacekeeper_operator.cluster import Cluster, Conflict, ResourceKind, Listing, NotFound, Object
 
 
 class FakeCluster(Cluster):
@@ -18,13 +18,13 @@ class FakeCluster(Cluster):
         self.refusals: dict[str, list[Exception]] = {}  # plural → what its next creations and replacements raise
         self.version = 0
 
-    async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
+    async def get(self, kind: ResourceKind, name: str, namespace: str = "") -> Object:
         found = self.objects.get((kind.plural, namespace, name))
         if found is None:
             raise NotFound(f"{kind.plural} {namespace}/{name}")
         return copy.deepcopy(found)
 
-    async def listing(self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = "") -> Listing:
+    async def list_with_version(self, kind: ResourceKind, namespace: str = "", *, labels: str = "", fields: str = "") -> Listing:
         """Labels and fields are compared for equality."""
         if waiting := self.failures.get(kind.plural):
             raise waiting.pop(0)
@@ -35,16 +35,16 @@ class FakeCluster(Cluster):
             if plural == kind.plural
             and namespace in ("", place)
             and wanted.items() <= body["metadata"].get("labels", {}).items()
-            and all(_field(body, pair.split("=", 1)[0]) == pair.split("=", 1)[1] for pair in fields.split(",") if pair)
+            and all(_read_field(body, pair.split("=", 1)[0]) == pair.split("=", 1)[1] for pair in fields.split(",") if pair)
         ]
         return Listing(items, self.version)
 
-    async def pages(
-        self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = ""
+    async def list_pages(
+        self, kind: ResourceKind, namespace: str = "", *, labels: str = "", fields: str = ""
     ) -> AsyncGenerator[Listing]:
-        yield await self.listing(kind, namespace, labels=labels, fields=fields)
+        yield await self.list_with_version(kind, namespace, labels=labels, fields=fields)
 
-    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(self, kind: ResourceKind, body: Object, *, dry_run: bool = False) -> Object:
         self._refuse(kind)
         key = self._key(kind, body)
         if key in self.objects:
@@ -52,7 +52,7 @@ class FakeCluster(Cluster):
         named = {**body, "metadata": {"uid": f"uid-{self.version + 1}", **body["metadata"]}}
         return body if dry_run else self._store(key, named)
 
-    async def replace(self, kind: Kind, body: Object) -> Object:
+    async def replace(self, kind: ResourceKind, body: Object) -> Object:
         self._refuse(kind)
         key = self._key(kind, body)
         if key not in self.objects:
@@ -61,19 +61,19 @@ class FakeCluster(Cluster):
             raise Conflict(f"{key} has changed")
         return self._store(key, body)
 
-    async def patch(self, kind: Kind, name: str, body: Any, namespace: str = "", **_: Any) -> Object:
+    async def patch(self, kind: ResourceKind, name: str, body: Any, namespace: str = "", **_: Any) -> Object:
         """A merge patch; compare-and-swap, where it names a resourceVersion."""
         before = await self.get(kind, name, namespace)
         version = body.get("metadata", {}).get("resourceVersion", before["metadata"]["resourceVersion"])
         if version != before["metadata"]["resourceVersion"]:
             raise Conflict(f"{kind.plural} {name} has changed")
-        return self._store((kind.plural, namespace, name), _merge(before, body))
+        return self._store((kind.plural, namespace, name), _merge_patch(before, body))
 
-    def _refuse(self, kind: Kind) -> None:
+    def _refuse(self, kind: ResourceKind) -> None:
         if waiting := self.refusals.get(kind.plural):
             raise waiting.pop(0)
 
-    def _key(self, kind: Kind, body: Object) -> tuple[str, str, str]:
+    def _key(self, kind: ResourceKind, body: Object) -> tuple[str, str, str]:
         return kind.plural, body["metadata"].get("namespace", ""), body["metadata"]["name"]
 
     def _store(self, key: tuple[str, str, str], body: Object) -> Object:
@@ -85,18 +85,18 @@ class FakeCluster(Cluster):
             del self.objects[key]
         return copy.deepcopy(stored)
 
-    async def delete(self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", **_: Any) -> None:
+    async def delete(self, kind: ResourceKind, name: str, namespace: str = "", *, uid: str = "", **_: Any) -> None:
         """What has finalizers stays, until they are taken away."""
         key = (kind.plural, namespace, name)
         body = self.objects.get(key)
         if body is None or uid not in ("", body["metadata"].get("uid")):
             return
         if body["metadata"].get("finalizers"):
-            self._store(key, _merge(body, {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}))
+            self._store(key, _merge_patch(body, {"metadata": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}))
         else:
             del self.objects[key]
 
-    async def apply(self, kind: Kind, body: Object, *, manager: str, subresource: str = "") -> Object:
+    async def apply(self, kind: ResourceKind, body: Object, *, manager: str, subresource: str = "") -> Object:
         """Server-side apply of `spec.unschedulable`, of a node's conditions, or of a whole status: the operator applies
         nothing else."""
         before = await self.get(kind, body["metadata"]["name"])
@@ -112,7 +112,7 @@ class FakeCluster(Cluster):
         entry = {"manager": manager, "operation": "Apply", "fieldsV1": {"f:spec": {"f:unschedulable": {}}}}
         before["metadata"]["managedFields"] = [*others, entry] if wanted else others
         spec = wanted or ({} if others else {"unschedulable": None})
-        return self._store((kind.plural, "", body["metadata"]["name"]), _merge(before, {"spec": spec}))
+        return self._store((kind.plural, "", body["metadata"]["name"]), _merge_patch(before, {"spec": spec}))
 
     def _apply_conditions(self, node: Object, wanted: Object, manager: str) -> Object:
         """`manager` owns whole conditions, by their types; those of others stay."""
@@ -135,19 +135,19 @@ class FakeCluster(Cluster):
         return self._store(("nodes", "", node["metadata"]["name"]), node)
 
 
-def _merge(before: Any, patch: Any) -> Any:
+def _merge_patch(before: Any, patch: Any) -> Any:
     """RFC 7396."""
     if not isinstance(patch, dict):
         return copy.deepcopy(patch)
     merged = dict(before) if isinstance(before, dict) else {}
     for name, value in patch.items():
-        merged[name] = _merge(merged.get(name), value)
+        merged[name] = _merge_patch(merged.get(name), value)
         if value is None:
             del merged[name]
     return merged
 
 
-def _field(body: Object, path: str) -> Any:
+def _read_field(body: Object, path: str) -> Any:
     found: Any = body
     for name in path.split("."):
         found = found.get(name, {})

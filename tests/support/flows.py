@@ -10,30 +10,30 @@ from pacekeeper_analysis.plan import EvidencePart, Hop, Paths, PlannedPath
 from pacekeeper_analysis.reports import Evidence, LinkWindow, PathFault, PathReport
 from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, PathControl, PathControlSpec
 from pacekeeper_operator.decide import traffic
-from pacekeeper_operator.decide.link_state import NO_DOUBTS, Doubts
-from pacekeeper_operator.decide.wiring import wire
-from pacekeeper_operator.network import JobTraffic, Network, Pair, Seat
+from pacekeeper_operator.decide.link_state import NO_DEGRADED_LINKS, DegradedLinks
+from pacekeeper_operator.decide.wiring import build_wiring
+from pacekeeper_operator.network import JobTraffic, NetworkState, RankPair, NodeRanks
 from pacekeeper_operator.observation import NodeView, Observation
-from tests.support.worlds import change_worker, training
+from tests.support.worlds import change_worker, build_training
 
 MB = 1_000_000
 LEAVES = "abcd"
 HOPS = {"10.98.0.1": "s1", "10.98.0.2": "s2", "10.98.0.3": "s3"}
-RING: Sequence[Pair] = ((0, 3), (1, 0), (2, 1), (3, 2))
+RING: Sequence[RankPair] = ((0, 3), (1, 0), (2, 1), (3, 2))
 """Of gloo: each rank sends to the one before; rank n is in the n-th leaf."""
-ALL_ON_THE_FIRST: Mapping[Pair, int] = dict.fromkeys(RING, 0)
+ALL_ON_FIRST_SPINE: Mapping[RankPair, int] = dict.fromkeys(RING, 0)
 
 
-def network(
-    ways: Mapping[Pair, int] = ALL_ON_THE_FIRST,
+def build_network_state(
+    routes: Mapping[RankPair, int] = ALL_ON_FIRST_SPINE,
     *others: JobTraffic,
-    doubts: Doubts = NO_DOUBTS,
+    doubts: DegradedLinks = NO_DEGRADED_LINKS,
     mode: PathControl = PathControl.PROBE,
     waiting: float = 0.5,
     hops: Mapping[str, str] = HOPS,
     dead: Sequence[tuple[str, str]] = (),
     **own: Any,
-) -> Network:
+) -> NetworkState:
     """Three spines, four leaves, and the job of `training(4, 0)`, as joint planning has looked at them.
 
     dead: links that the platform says carry nothing.
@@ -43,38 +43,38 @@ def network(
         3, levels=(LevelSpec("leaf"),), exceptions=exceptions, hops=hops, path_control=PathControlSpec(mode)
     )
     nodes = [NodeView(f"node-{n}", f"u{n}", labels={"leaf": LEAVES[n % 4]}) for n in range(8)]
-    wiring = wire(spec, nodes, {}, doubts)
-    seats = tuple(Seat(f"node-{n}", (n,)) for n in range(4))
-    mine = JobTraffic(("ns", "j"), seats, 1, ways, waiting=waiting, **{"round_seconds": 5.0, **own})
+    wiring = build_wiring(spec, nodes, {}, doubts)
+    seats = tuple(NodeRanks(f"node-{n}", (n,)) for n in range(4))
+    mine = JobTraffic(("ns", "j"), seats, 1, routes, waiting=waiting, **{"round_seconds": 5.0, **own})
     jobs = (mine, *others)
-    return Network(spec, wiring, {job.name: job for job in jobs}, traffic.plan(wiring, jobs))
+    return NetworkState(spec, wiring, {job.name: job for job in jobs}, traffic.plan_joint_traffic(wiring, jobs))
 
 
-def paths_by(ways: Mapping[Pair, int]) -> Paths:
-    wanted = tuple(PlannedPath(*pair, f"s{way + 1}") for pair, way in sorted(ways.items()))
+def build_paths(routes: Mapping[RankPair, int]) -> Paths:
+    wanted = tuple(PlannedPath(*pair, f"s{way + 1}") for pair, way in sorted(routes.items()))
     return Paths(wanted, tuple(Hop(address, spine) for address, spine in HOPS.items()), 20000, 20511)
 
 
-def world(
-    seen: Network | None,
-    ways: Mapping[Pair, int] = ALL_ON_THE_FIRST,
+def build_observation(
+    seen: NetworkState | None,
+    routes: Mapping[RankPair, int] = ALL_ON_FIRST_SPINE,
     *,
-    in_force: Collection[Pair] = RING,
-    black_holes: Collection[Pair] = (),
+    in_force: Collection[RankPair] = RING,
+    black_holes: Collection[RankPair] = (),
 ) -> Observation:
     """The job trains by these ways, as far as its launchers say so."""
-    found = training(4, 0)
-    found = found.with_draft(found.draft.with_plan(paths=paths_by(ways)))
+    found = build_training(4, 0)
+    found = found.with_desired(found.desired.with_plan(paths=build_paths(routes)))
     for source, destination in RING:
         pair = source, destination
         fault = PathFault.BLACK_HOLE if pair in black_holes else PathFault.NONE
         report = PathReport(*pair, in_force=pair in in_force and pair not in black_holes, fault=fault)
         found = change_worker(found, f"j-w{source}-0", heartbeat={"paths": (report,)})
-    return replace(found, surroundings=replace(found.surroundings, network=seen))
+    return replace(found, surroundings=replace(found.cluster_view, network=seen))
 
 
-def connections(
-    slow: Mapping[Pair, float] | None = None, *, early: float = 0.4, request: str = "ask", times: float = 1.0
+def build_connection_answers(
+    slow: Mapping[RankPair, float] | None = None, *, early: float = 0.4, request: str = "ask", times: float = 1.0
 ) -> tuple[Evidence, ...]:
     """What all members answer: three windows in which each sent 50 MB within 0.4 s of busy time, or so many times that.
 
@@ -94,8 +94,8 @@ def connections(
     return tuple(Evidence(request, f"j-w{rank}-0", 1, links=ends(rank)) for rank in range(4))
 
 
-def asked(found: Observation, evidence: Sequence[Evidence]) -> Observation:
+def answer_request(found: Observation, evidence: Sequence[Evidence]) -> Observation:
     """The connections have been asked for, and answered so."""
     parts = (EvidencePart.WINDOWS, EvidencePart.LINKS)
-    found = found.with_draft(found.draft.with_plan(evidence_request="ask", evidence_parts=parts))
+    found = found.with_desired(found.desired.with_plan(evidence_request="ask", evidence_parts=parts))
     return replace(found, evidence=tuple(evidence))

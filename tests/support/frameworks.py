@@ -13,51 +13,51 @@ from torch import Tensor
 
 from pacekeeper.launcher.command import launch_locally
 from pacekeeper.launcher.launcher import Script
-from pacekeeper.launcher.warm import preimport
+from pacekeeper.launcher.warm import import_modules
 
-from .launchers import eventually, fork
+from .launchers import wait_until_true, fork_process
 from .ranks import PREIMPORTS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CRASHING = Path(__file__).parent / "scripts" / "crashing.py"
 RANKS = 2
-PATIENCE = 300.0
+TRAINING_TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingOutcome:
     """What a run has come to."""
 
     exit_code: int
     log: str
     folder: Path
 
-    def steps(self, rank: int, round_: int) -> int:
+    def count_steps(self, rank: int, round_: int) -> int:
         """Optimizer steps of the rank in the round."""
         path = self.folder / f"steps.{rank}"
         lines = path.read_text().splitlines() if path.exists() else []
         return sum(line.split()[0] == str(round_) for line in lines)
 
-    def records(self, rank: int) -> NDArray[np.void]:
+    def read_records(self, rank: int) -> NDArray[np.void]:
         """Of the last round."""
         found: NDArray[np.void] = np.load(self.folder / f"records.{rank}.npy")
         return found
 
-    def state(self, rank: int) -> NDArray[np.void]:
+    def read_state(self, rank: int) -> NDArray[np.void]:
         """Of the rank's ring, when the script had ended."""
         found: NDArray[np.void] = np.load(self.folder / f"state.{rank}.npy")
         return found
 
-    def weights(self, rank: int) -> dict[str, Tensor]:
+    def read_weights(self, rank: int) -> dict[str, Tensor]:
         """At the script's end; of a sharded model, the rank's own part."""
         found: dict[str, Tensor] = torch.load(self.folder / f"weights.{rank}", weights_only=True)
         return found
 
 
-def train(example: str, folder: Path, crash: str = "", **environment: str) -> Trained:
+def run_example(example: str, folder: Path, crash: str = "", **environment: str) -> TrainingOutcome:
     """Runs the example (or the script of an absolute path) to its end. crash: as `scripts/crashing.py` has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    preimport(PREIMPORTS)
+    import_modules(PREIMPORTS)
     told = {
         "FOLDER": str(folder),
         "CRASH": crash,
@@ -66,7 +66,7 @@ def train(example: str, folder: Path, crash: str = "", **environment: str) -> Tr
         **environment,
     }
     script = Script(str(CRASHING), False, (str(EXAMPLES / example),))
-    pid = fork(lambda: launch_locally(script, ranks=RANKS, restarts=3), folder / "log", told)
+    pid = fork_process(lambda: launch_locally(script, ranks=RANKS, restarts=3), folder / "log", told)
     status: list[int] = []
 
     def ended() -> bool:
@@ -75,17 +75,17 @@ def train(example: str, folder: Path, crash: str = "", **environment: str) -> Tr
         return bool(found)
 
     try:
-        eventually(ended, f"{example} ends", PATIENCE)
+        wait_until_true(ended, f"{example} ends", TRAINING_TIMEOUT_SECONDS)
     except AssertionError as error:
         os.killpg(pid, 9)
         raise AssertionError(f"{error}\n{(folder / 'log').read_text()}") from None
-    return Trained(os.waitstatus_to_exitcode(status[-1]), (folder / "log").read_text(errors="replace"), folder)
+    return TrainingOutcome(os.waitstatus_to_exitcode(status[-1]), (folder / "log").read_text(errors="replace"), folder)
 
 
-def assert_same_weights(one: Trained, other: Trained) -> None:
+def assert_same_weights(one: TrainingOutcome, other: TrainingOutcome) -> None:
     """On each rank, to the last bit."""
     for rank in range(RANKS):
-        mine, theirs = one.weights(rank), other.weights(rank)
+        mine, theirs = one.read_weights(rank), other.read_weights(rank)
         assert mine.keys() == theirs.keys()
         for name, weight in mine.items():
             assert torch.equal(weight, theirs[name]), f"rank {rank}: {name}"

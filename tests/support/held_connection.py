@@ -12,16 +12,16 @@ import sys
 import time
 
 from pacekeeper_operator import connections
-from pacekeeper_operator.connections import Connections, listen
+from pacekeeper_operator.connections import EndpointConnections, open_listener
 
 PORT = 8443
 KEEPALIVE_SECONDS, KEEPALIVE_TRIES = 1, 2
-UNHEARD_SECONDS = KEEPALIVE_SECONDS + KEEPALIVE_TRIES
+SILENCE_TIMEOUT_SECONDS = KEEPALIVE_SECONDS + KEEPALIVE_TRIES
 
 
-async def hold() -> None:
-    held = Connections()
-    with listen("", PORT) as listener:
+async def hold_connection() -> None:
+    held = EndpointConnections()
+    with open_listener("", PORT) as listener:
         print("listens", flush=True)
         connection = await held.accept(listener)
         print("holds", flush=True)
@@ -31,14 +31,14 @@ async def hold() -> None:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-        print(connection.unheard_seconds, flush=True)
+        print(connection.silent_seconds, flush=True)
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 1:
-        connections.KEEPALIVE_SECONDS, connections.KEEPALIVE_TRIES = KEEPALIVE_SECONDS, KEEPALIVE_TRIES
-        connections.UNHEARD_SECONDS = UNHEARD_SECONDS
-        asyncio.run(hold())
+        connections.TCP_KEEPALIVE_SECONDS, connections.TCP_KEEPALIVE_TRIES = KEEPALIVE_SECONDS, KEEPALIVE_TRIES
+        connections.PEER_SILENCE_TIMEOUT_SECONDS = SILENCE_TIMEOUT_SECONDS
+        asyncio.run(hold_connection())
     else:
         with socket.create_connection((sys.argv[1], PORT)):
             time.sleep(600)

@@ -15,10 +15,10 @@ from typing import Any
 from testcluster import programs
 from testcluster.settings import CACHE
 
-ROOT = Path(__file__).resolve().parents[2]
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 _RUN = "/run/pacekeeper-images"
 _BASE = "localhost/base"
-_SOURCES = (
+_PIP_SOURCE_OPTIONS = (
     *("index-url", "extra-index-url", "no-index", "find-links", "trusted-host"),
     *("cert", "client-cert", "proxy", "timeout", "default-timeout", "retries"),
 )
@@ -29,28 +29,28 @@ class Images:
     """Layers are kept in the cache, anew for other locks: a build makes what has changed since the last one."""
 
     def __init__(self, scratch: Path) -> None:
-        locks = b"".join(path.read_bytes() for path in sorted((ROOT / "locks").iterdir()))
+        locks = b"".join(path.read_bytes() for path in sorted((REPOSITORY_ROOT / "locks").iterdir()))
         digest = hashlib.sha256(locks).hexdigest()[:12]
         store = ["--root", str(CACHE / f"images-{digest}"), "--runroot", _RUN]
-        self._command = [str(programs.buildah()), *store, "--storage-driver", "overlay"]
+        self._command = [str(programs.find_buildah()), *store, "--storage-driver", "overlay"]
         if subprocess.run([*self._command, "info"], capture_output=True, check=False).returncode != 0:
             self._command[-1] = "vfs"  # copies all of an image for each of its layers
         self._layers = f"--layers={self._command[-1] == 'overlay'}".lower()
-        self._volumes = list(_machines_own(scratch))
+        self._volumes = list(_build_pip_options(scratch))
         self._make_base()
 
     def build(self, target: str, *options: str) -> None:
         """The Dockerfile's `target`; its image has the same name."""
         base = ["--isolation=chroot", self._layers, "--build-arg", f"BASE={_BASE}", *self._volumes]
-        self._do("bud", *base, "--target", target, "--tag", target, *options, str(ROOT))
+        self._run_buildah("bud", *base, "--target", target, "--tag", target, *options, str(REPOSITORY_ROOT))
 
     def config(self, name: str) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads(self._do("inspect", "--type", "image", name))["OCIv1"]["config"]
+        config: dict[str, Any] = json.loads(self._run_buildah("inspect", "--type", "image", name))["OCIv1"]["config"]
         return config
 
     def run(self, name: str, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """`command` in a new container of the image, as the image's user."""
-        container = self._do("from", name).strip()
+        container = self._run_buildah("from", name).strip()
         variables = [f"--env={variable}={value}" for variable, value in environment.items()]
         try:
             arguments = ["run", "--isolation=chroot", *variables, container, "--", *command]
@@ -58,22 +58,22 @@ class Images:
                 [*self._command, *arguments], capture_output=True, text=True, timeout=300, check=False
             )
         finally:
-            self._do("rm", container)
+            self._run_buildah("rm", container)
 
     def _make_base(self) -> None:
-        if self._do("images", "--quiet", "--filter", f"reference={_BASE}"):
+        if self._run_buildah("images", "--quiet", "--filter", f"reference={_BASE}"):
             return
-        container = self._do("from", "scratch").strip()
-        self._do("add", container, str(programs.python_base()), "/")
-        self._do("commit", "--rm", container, _BASE)
+        container = self._run_buildah("from", "scratch").strip()
+        self._run_buildah("add", container, str(programs.build_python_base()), "/")
+        self._run_buildah("commit", "--rm", container, _BASE)
 
-    def _do(self, *arguments: str) -> str:
+    def _run_buildah(self, *arguments: str) -> str:
         done = subprocess.run([*self._command, *arguments], capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
         return done.stdout
 
 
-def _machines_own(scratch: Path) -> Iterator[str]:
+def _build_pip_options(scratch: Path) -> Iterator[str]:
     """Options of buildah: builds see where this machine's pip gets packages from, and images know nothing of it."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings = ConfigParser(interpolation=None)
@@ -81,7 +81,7 @@ def _machines_own(scratch: Path) -> Iterator[str]:
     for line in sorted(listed.stdout.splitlines(), reverse=True):  # those of the environment come last, and win
         name, _, value = line.partition("=")
         option = name.rpartition(".")[2]
-        if option in _SOURCES:
+        if option in _PIP_SOURCE_OPTIONS:
             settings["global"][option] = ast.literal_eval(value)
     scratch.mkdir(mode=0o700)
     with scratch.joinpath("pip.conf").open("w") as file:

@@ -19,24 +19,24 @@ import pytest
 
 from pacekeeper_operator import ledger
 from pacekeeper_operator.api import API_VERSION
-from pacekeeper_operator.state import Draft
+from pacekeeper_operator.state import DesiredState
 from testcluster import api, faults, release
-from testcluster.images import TRAINER_IMAGE, UNPRIVILEGED
+from testcluster.images import TRAINER_IMAGE, UNPRIVILEGED_USER_ID
 from testcluster.settings import VOLUMES
-from tests.support.cluster import Cluster, wait_for
+from tests.support.cluster import KubectlCluster, wait_for
 
 Value = TypeVar("Value")
 
-PACED = ["pacekeeper", "run", "tests/support/scripts/train.py"]
+PACED_COMMAND = ["pacekeeper", "run", "tests/support/scripts/train.py"]
 """A steered script that sleeps in each step: its pace, and so a test's length, hardly depends on the machine."""
 STEP_SECONDS = 0.05
 SAMPLES = 2400
-STEPS_OF_AN_EPOCH = SAMPLES // 24
+STEPS_PER_EPOCH = SAMPLES // 24
 """By PACED's global batch."""
 _GROUP = "/apis/pacekeeper.dev/v1alpha1"
 
 
-def manifest(
+def build_job_manifest(
     name: str,
     command: Sequence[str],
     *,
@@ -61,8 +61,8 @@ def manifest(
     }
     context = {
         "runAsNonRoot": True,
-        "runAsUser": UNPRIVILEGED,
-        "runAsGroup": UNPRIVILEGED,
+        "runAsUser": UNPRIVILEGED_USER_ID,
+        "runAsGroup": UNPRIVILEGED_USER_ID,
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     template = {"terminationGracePeriodSeconds": 10, "securityContext": context, "containers": [container]}
@@ -74,7 +74,7 @@ def manifest(
     }
 
 
-def paced(name: str, steps: int, *, environment: Mapping[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+def build_paced_job(name: str, steps: int, *, environment: Mapping[str, str] | None = None, **spec: Any) -> dict[str, Any]:
     """A job of PACED that keeps its checkpoints, and what its ranks saw, on the claim of its own name."""
     variables = {
         "FOLDER": "/checkpoints",
@@ -85,10 +85,10 @@ def paced(name: str, steps: int, *, environment: Mapping[str, str] | None = None
     }
     spec.setdefault("checkpoint", {"everySteps": 50, "volumeClaimName": name})
     spec.setdefault("detection", {"stragglerSlowdown": 10})  # on two cores anybody is slow for a moment
-    return manifest(name, PACED, environment=variables, **spec)
+    return build_job_manifest(name, PACED_COMMAND, environment=variables, **spec)
 
 
-def claim(name: str) -> dict[str, Any]:
+def build_volume_claim(name: str) -> dict[str, Any]:
     """A volume that all workers share."""
     return {
         "apiVersion": "v1",
@@ -103,28 +103,28 @@ def claim(name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A TrainingJob in the cluster."""
 
-    cluster: Cluster
+    cluster: KubectlCluster
     namespace: str
     name: str
 
     @classmethod
-    def apply(cls, cluster: Cluster, namespace: str, body: dict[str, Any]) -> Job:
+    def apply(cls, cluster: KubectlCluster, namespace: str, body: dict[str, Any]) -> ClusterJob:
         """With its claim, where it names one."""
         if name := body["spec"].get("checkpoint", {}).get("volumeClaimName"):
-            cluster.apply(claim(name), namespace)
+            cluster.apply(build_volume_claim(name), namespace)
         cluster.apply(body, namespace)
         return cls(cluster, namespace, body["metadata"]["name"])
 
     # What there is to know
 
     def read(self) -> dict[str, Any]:
-        return dict(api.get(f"{_GROUP}/namespaces/{self.namespace}/trainingjobs/{self.name}"))
+        return dict(api.get_path(f"{_GROUP}/namespaces/{self.namespace}/trainingjobs/{self.name}"))
 
     def exists(self) -> bool:
-        return any(body["metadata"]["name"] == self.name for body in self._list(_GROUP, "trainingjobs"))
+        return any(body["metadata"]["name"] == self.name for body in self._list_objects(_GROUP, "trainingjobs"))
 
     @property
     def status(self) -> dict[str, Any]:
@@ -135,82 +135,82 @@ class Job:
     def phase(self) -> str:
         return str(self.status.get("phase", ""))
 
-    def condition(self, kind: str) -> dict[str, str]:
+    def get_condition(self, kind: str) -> dict[str, str]:
         """{} where it has not been written yet."""
         return next((found for found in self.status.get("conditions", ()) if found["type"] == kind), {})
 
-    def pods(self) -> list[dict[str, Any]]:
-        return self._list("/api/v1", "pods", f"?labelSelector=pacekeeper.dev/job={self.name}")
+    def list_pods(self) -> list[dict[str, Any]]:
+        return self._list_objects("/api/v1", "pods", f"?labelSelector=pacekeeper.dev/job={self.name}")
 
-    def incident_names(self) -> frozenset[str]:
-        return frozenset(incident["metadata"]["name"] for incident in self.incidents())
+    def list_incident_names(self) -> frozenset[str]:
+        return frozenset(incident["metadata"]["name"] for incident in self.list_incidents())
 
-    def incidents(self) -> list[dict[str, Any]]:
+    def list_incidents(self) -> list[dict[str, Any]]:
         """In the order in which they were detected."""
-        found = self._list(_GROUP, "incidents")
+        found = self._list_objects(_GROUP, "incidents")
         mine = [incident for incident in found if incident["spec"]["jobRef"]["name"] == self.name]
         return sorted(mine, key=lambda incident: str(incident.get("status", {}).get("detected", "")))
 
-    def over(self, cause: str, known: Collection[str]) -> dict[str, Any] | None:
+    def find_ended_incident(self, cause: str, known: Collection[str]) -> dict[str, Any] | None:
         """The first incident of `cause` whose name is not among `known` and that has an outcome, or None."""
-        fresh = [i for i in self.incidents() if i["metadata"]["name"] not in known and i["spec"]["cause"] == cause]
+        fresh = [i for i in self.list_incidents() if i["metadata"]["name"] not in known and i["spec"]["cause"] == cause]
         return next((incident for incident in fresh if incident.get("status", {}).get("outcome")), None)
 
-    def plan(self) -> dict[str, Any]:
+    def read_plan(self) -> dict[str, Any]:
         """{} where there is none yet."""
-        draft = self.draft()
+        draft = self.read_desired()
         return {} if draft is None else draft.plan.to_json()
 
-    def draft(self) -> Draft | None:
+    def read_desired(self) -> DesiredState | None:
         """Plan and bookkeeping as the operator has written them; None: not yet."""
-        found = self._list(f"/apis/{API_VERSION}", "trainingjobstates", f"?fieldSelector=metadata.name={self.name}")
-        return ledger.read(found[0], self.name).draft if found else None
+        found = self._list_objects(f"/apis/{API_VERSION}", "trainingjobstates", f"?fieldSelector=metadata.name={self.name}")
+        return ledger.decode_state(found[0], self.name).desired if found else None
 
-    def worker(self, rank: int) -> str:
+    def find_worker(self, rank: int) -> str:
         """The pod that holds `rank`."""
-        return str(next(member["worker"] for member in self.plan()["members"] if rank in member["ranks"]))
+        return str(next(member["worker"] for member in self.read_plan()["members"] if rank in member["ranks"]))
 
-    def node(self, rank: int) -> str:
+    def find_node(self, rank: int) -> str:
         """Where the pod that holds `rank` runs."""
-        pod = api.get(f"/api/v1/namespaces/{self.namespace}/pods/{self.worker(rank)}")
+        pod = api.get_path(f"/api/v1/namespaces/{self.namespace}/pods/{self.find_worker(rank)}")
         return str(pod["spec"]["nodeName"])
 
-    def nodes(self) -> dict[str, str]:
+    def list_nodes(self) -> dict[str, str]:
         """Where each of its pods runs, by their names."""
-        return {pod["metadata"]["name"]: pod["spec"].get("nodeName", "") for pod in self.pods()}
+        return {pod["metadata"]["name"]: pod["spec"].get("nodeName", "") for pod in self.list_pods()}
 
-    def step(self) -> int:
+    def read_step(self) -> int:
         """The newest step that all members have completed, straight from their sidecars; -1: not all answer."""
-        return _slowest([member["address"] for member in self.plan().get("members", ())])
+        return _read_min_step([member["address"] for member in self.read_plan().get("members", ())])
 
-    def folder(self) -> Path:
+    def find_checkpoint_folder(self) -> Path:
         """Its folder on the claim of its name, on this machine. A job from an older version has the claim itself."""
-        claim = self.claimed()
+        claim = self.find_claim_folder()
         return claim / self.name if (claim / self.name).is_dir() else claim
 
-    def claimed(self) -> Path:
+    def find_claim_folder(self) -> Path:
         """What the claim of its name holds, on this machine."""
-        found = api.get(f"/api/v1/namespaces/{self.namespace}/persistentvolumeclaims/{self.name}")
+        found = api.get_path(f"/api/v1/namespaces/{self.namespace}/persistentvolumeclaims/{self.name}")
         return VOLUMES / str(found["spec"]["volumeName"])
 
-    def diary(self, rank: int = 0) -> list[dict[str, Any]]:
+    def read_diary(self, rank: int = 0) -> list[dict[str, Any]]:
         """What a rank of PACED has written: one entry a round begun ("restored") and one a step."""
-        return [json.loads(line) for line in (self.folder() / f"seen-{rank}.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in (self.find_checkpoint_folder() / f"seen-{rank}.jsonl").read_text().splitlines()]
 
-    def began_behind(self) -> list[int]:
+    def list_start_steps(self) -> list[int]:
         """The steps behind which PACED began its rounds, one a round; a claim that was empty: 0."""
-        return [max(entry["restored"], 0) for entry in self.diary() if "restored" in entry]
+        return [max(entry["restored"], 0) for entry in self.read_diary() if "restored" in entry]
 
-    def samples_by_epoch(self) -> list[list[int]]:
+    def read_samples_by_epoch(self) -> list[list[int]]:
         """What all ranks of PACED have trained with in each whole epoch, by what came of each step: its last try."""
         tries: dict[int, dict[int, list[int]]] = {}
-        for path in self.folder().glob("seen-*.jsonl"):
+        for path in self.find_checkpoint_folder().glob("seen-*.jsonl"):
             for entry in map(json.loads, path.read_text().splitlines()):
                 if "step" in entry:
                     tries.setdefault(entry["step"], {}).setdefault(entry["round"], []).extend(entry["seen"])
         used = {step: by_round[max(by_round)] for step, by_round in tries.items()}
-        whole = max(max(used, default=0) - 1, 0) // STEPS_OF_AN_EPOCH  # not all ranks may have told of the last step
-        steps = [range(1 + n * STEPS_OF_AN_EPOCH, 1 + (n + 1) * STEPS_OF_AN_EPOCH) for n in range(whole)]
+        whole = max(max(used, default=0) - 1, 0) // STEPS_PER_EPOCH  # not all ranks may have told of the last step
+        steps = [range(1 + n * STEPS_PER_EPOCH, 1 + (n + 1) * STEPS_PER_EPOCH) for n in range(whole)]
         return [[sample for step in epoch for sample in used.get(step, ())] for epoch in steps]
 
     # What can be done
@@ -220,143 +220,143 @@ class Job:
             "patch", "tj", self.name, "-n", self.namespace, "--type=merge", "-p", json.dumps({"spec": spec})
         )
 
-    def oncall(self, *arguments: str, timeout: float = 60) -> str:
+    def run_cli(self, *arguments: str, timeout: float = 60) -> str:
         """What `kubectl pacekeeper` says; the namespace is the job's."""
-        return self.cluster.oncall(*arguments, f"--namespace={self.namespace}", timeout=timeout)
+        return self.cluster.run_cli(*arguments, f"--namespace={self.namespace}", timeout=timeout)
 
-    def crash(self, rank: int) -> None:
+    def crash_rank(self, rank: int) -> None:
         """SIGKILL, as soon as the rank runs."""
-        self._signal(rank, signal.SIGKILL)
+        self._signal_rank(rank, signal.SIGKILL)
 
-    def hang(self, rank: int) -> None:
+    def hang_rank(self, rank: int) -> None:
         """SIGSTOP, as soon as the rank runs."""
-        self._signal(rank, signal.SIGSTOP)
+        self._signal_rank(rank, signal.SIGSTOP)
 
-    def freeze(self, rank: int) -> None:
+    def stop_trainer(self, rank: int) -> None:
         """SIGSTOP to all processes of the trainer's container, launcher included; the sidecar goes on."""
-        for pid in faults.container_pids(self.namespace, self.worker(rank), "trainer"):
+        for pid in faults.list_container_pids(self.namespace, self.find_worker(rank), "trainer"):
             faults.signal_process(pid, signal.SIGSTOP)
 
-    def _signal(self, rank: int, number: signal.Signals) -> None:
-        worker = self.worker(rank)
+    def _signal_rank(self, rank: int, number: signal.Signals) -> None:
+        worker = self.find_worker(rank)
 
         def rank_process() -> int | None:
-            pids = faults.container_pids(self.namespace, worker, "trainer")
+            pids = faults.list_container_pids(self.namespace, worker, "trainer")
             return pids[-1] if len(pids) > 2 else None  # launcher, warm process, and the rank, which is the youngest
 
-        faults.signal_process(self.until(rank_process, 20, f"a rank on {worker}"), number)
+        faults.signal_process(self.wait_until(rank_process, 20, f"a rank on {worker}"), number)
 
     def delete_worker(self, rank: int) -> str:
         """`kubectl delete pod`; its name."""
-        worker = self.worker(rank)
+        worker = self.find_worker(rank)
         self.cluster.kubectl("delete", "pod", worker, "-n", self.namespace, "--wait=false")
         return worker
 
     def delete(self) -> None:
         """Returns when nothing of it is left but its incidents; the test fails if something is."""
         self.cluster.kubectl("delete", "tj", self.name, "-n", self.namespace, "--timeout=50s")
-        self.until_gone(timeout=20)
+        self.wait_until_deleted(timeout=20)
 
     # Waiting
 
-    def until(self, condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
+    def wait_until(self, condition: Callable[[], Value | None], timeout: float, what: str) -> Value:
         """The first answer that counts as true; the test fails if there is none within `timeout` seconds."""
-        return wait_for(condition, timeout, what, situation=self._in_words, pause=0.2)
+        return wait_for(condition, timeout, what, situation=self._describe, pause=0.2)
 
-    def until_phase(self, *phases: str, timeout: float = 60) -> None:
+    def wait_for_phase(self, *phases: str, timeout: float = 60) -> None:
         """It fails at once where the job has ended otherwise."""
 
         def reached() -> bool:
             phase = self.phase
             if phase in ("Complete", "Failed") and phase not in phases:
-                pytest.fail(f"{self.name} is {phase}, not {' or '.join(phases)}; {self._in_words()}")
+                pytest.fail(f"{self.name} is {phase}, not {' or '.join(phases)}; {self._describe()}")
             return phase in phases
 
-        self.until(reached, timeout, f"{self.name} is {' or '.join(phases)}")
+        self.wait_until(reached, timeout, f"{self.name} is {' or '.join(phases)}")
 
-    def until_seen(self) -> None:
+    def wait_until_observed(self) -> None:
         """The operator goes by the spec as it is now."""
 
         def seen() -> bool:
             body = self.read()
             return bool(body.get("status", {}).get("observedGeneration") == body["metadata"]["generation"])
 
-        self.until(seen, 30, f"the operator has seen what {self.name} wants")
+        self.wait_until(seen, 30, f"the operator has seen what {self.name} wants")
 
-    def until_step(self, step: int, timeout: float = 60) -> None:
-        self.until(lambda: self.step() >= step, timeout, f"{self.name} has completed step {step}")
+    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+        self.wait_until(lambda: self.read_step() >= step, timeout, f"{self.name} has completed step {step}")
 
-    def until_trained_on(self, steps: int = 5) -> None:
+    def wait_for_more_steps(self, steps: int = 5) -> None:
         """All members have completed some more steps."""
-        before = self.until(lambda: self.step() + 1, 30, f"all members of {self.name} answer") - 1
-        self.until_step(before + steps, timeout=30)
+        before = self.wait_until(lambda: self.read_step() + 1, 30, f"all members of {self.name} answer") - 1
+        self.wait_for_step(before + steps, timeout=30)
 
-    def until_calm(self, spares: int = 0) -> None:
+    def wait_until_calm(self, spares: int = 0) -> None:
         """It trains with its spares in place, no incident is open, and its ranks have come on since."""
 
         def calm() -> bool:
             status = self.status
-            closed = all(incident.get("status", {}).get("outcome") for incident in self.incidents())
+            closed = all(incident.get("status", {}).get("outcome") for incident in self.list_incidents())
             return status.get("phase") == "Running" and closed and status["workers"].get("spare", 0) >= spares
 
-        self.until_phase("Running", timeout=120)
-        self.until(calm, 120, f"{self.name} trains undisturbed")
-        self.until_trained_on()
+        self.wait_for_phase("Running", timeout=120)
+        self.wait_until(calm, 120, f"{self.name} trains undisturbed")
+        self.wait_for_more_steps()
 
-    def until_over(self, cause: str, known: Collection[str], timeout: float = 60) -> dict[str, Any]:
+    def wait_until_incident_ended(self, cause: str, known: Collection[str], timeout: float = 60) -> dict[str, Any]:
         """The first incident of `cause` whose name is not among `known`, once it has an outcome."""
         what = f"an incident {cause} of {self.name} that is over"
-        return self.until(lambda: self.over(cause, known), timeout, what)
+        return self.wait_until(lambda: self.find_ended_incident(cause, known), timeout, what)
 
-    def until_healed(self, *causes: str, timeout: float = 60) -> list[dict[str, Any]]:
+    def wait_until_healed(self, *causes: str, timeout: float = 60) -> list[dict[str, Any]]:
         """The job's incidents have these causes, in this order, and all are over."""
 
         def healed() -> list[dict[str, Any]] | None:
-            found = self.incidents()
+            found = self.list_incidents()
             over = all(incident.get("status", {}).get("outcome") for incident in found)
             return found if over and len(found) >= len(causes) else None
 
-        found = self.until(healed, timeout, f"{self.name} is healed of {', '.join(causes)}")
-        assert [incident["spec"]["cause"] for incident in found] == list(causes), _brief(found)
+        found = self.wait_until(healed, timeout, f"{self.name} is healed of {', '.join(causes)}")
+        assert [incident["spec"]["cause"] for incident in found] == list(causes), _format_incidents(found)
         return found
 
-    def until_gone(self, timeout: float) -> None:
+    def wait_until_deleted(self, timeout: float) -> None:
         """No object, no pod, no plan."""
-        self.until(lambda: not self.exists(), timeout, f"{self.name} is deleted")
-        left = self.pods()
+        self.wait_until(lambda: not self.exists(), timeout, f"{self.name} is deleted")
+        left = self.list_pods()
         stages = {pod["metadata"]["name"]: pod["metadata"].get("deletionTimestamp", "not deleted") for pod in left}
         assert not left, f"the job went before its pods: {stages}"
-        self.until(lambda: not self.plan(), 20, "the plan is collected as garbage")
+        self.wait_until(lambda: not self.read_plan(), 20, "the plan is collected as garbage")
 
-    def _list(self, group: str, plural: str, query: str = "") -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = api.get(f"{group}/namespaces/{self.namespace}/{plural}{query}")["items"]
+    def _list_objects(self, group: str, plural: str, query: str = "") -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = api.get_path(f"{group}/namespaces/{self.namespace}/{plural}{query}")["items"]
         return found
 
-    def _in_words(self) -> str:
+    def _describe(self) -> str:
         if not self.exists():
             return f"there is no job {self.name}"
-        pods = {pod["metadata"]["name"]: pod["status"].get("phase") for pod in self.pods()}
-        return f"status: {json.dumps(self.status)}; pods: {pods}; incidents: {_brief(self.incidents())}"
+        pods = {pod["metadata"]["name"]: pod["status"].get("phase") for pod in self.list_pods()}
+        return f"status: {json.dumps(self.status)}; pods: {pods}; incidents: {_format_incidents(self.list_incidents())}"
 
 
 @contextmanager
-def unplugged(job: Job) -> Iterator[tuple[str, str]]:
+def unplug_node(job: ClusterJob) -> Iterator[tuple[str, str]]:
     """A worker and its node, out of reach; not that of the operator that leads, which has to be followed first."""
-    operator = wait_for(release.leading_pod, 30, "an operator leads")
-    places = [(job.worker(rank), job.node(rank)) for rank in (0, 1)]
+    operator = wait_for(release.find_leading_pod, 30, "an operator leads")
+    places = [(job.find_worker(rank), job.find_node(rank)) for rank in (0, 1)]
     worker, lost = next(place for place in places if place[1] != operator["spec"]["nodeName"])
-    faults.node_down(lost)
+    faults.disconnect_node(lost)
     try:
         yield worker, lost
     finally:
-        faults.node_up(lost)
+        faults.reconnect_node(lost)
 
 
-def _brief(incidents: Sequence[Mapping[str, Any]]) -> list[str]:
+def _format_incidents(incidents: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{found['metadata']['name']} ({found['spec'].get('message', '')})" for found in incidents]
 
 
-def _slowest(addresses: Sequence[str]) -> int:
+def _read_min_step(addresses: Sequence[str]) -> int:
     steps: list[int] = []
     for address in addresses:
         try:

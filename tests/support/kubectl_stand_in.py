@@ -25,7 +25,7 @@ def main() -> int:
         print(refusal.read_text(), file=sys.stderr)
         return 1
     if verb == "exec":
-        return execute(folder / "pods" / rest[0], *arguments[arguments.index("--") + 1 :])
+        return execute_program(folder / "pods" / rest[0], *arguments[arguments.index("--") + 1 :])
     if verb == "annotate" and (folder / "later.json").exists():
         (folder / "later.json").rename(folder / "now.json")
     if verb != "get":
@@ -33,7 +33,7 @@ def main() -> int:
     kind = rest[0].partition(".")[0]
     lists = (folder / name for name in ("objects.json", "now.json") if (folder / name).exists())
     everything = [body for objects in lists for body in json.loads(objects.read_text())]
-    found = [body for body in everything if plural(body["kind"]) == kind]
+    found = [body for body in everything if get_plural(body["kind"]) == kind]
     if rest[1] == "-o":
         print(json.dumps({"items": found}))
         return 0
@@ -45,12 +45,12 @@ def main() -> int:
     return 0
 
 
-def plural(kind: str) -> str:
+def get_plural(kind: str) -> str:
     name = kind.lower()
     return f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
 
 
-def execute(place: Path, program: str, path: str) -> int:
+def execute_program(place: Path, program: str, path: str) -> int:
     if program == "ls" and place.exists():
         print("\n".join(entry.name for entry in place.iterdir()))
         return 0

@@ -16,27 +16,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from pacekeeper.launcher.command import launch
+from pacekeeper.launcher.command import launch_from_plan
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.launcher.warm import preimport
-from pacekeeper.runtime import Runtime, read_json, write_plan
+from pacekeeper.launcher.warm import import_modules
+from pacekeeper.runtime import RuntimeFolder, read_json, write_plan
 from pacekeeper_analysis.plan import SECRET_BYTES, Member, Plan
-from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState
+from pacekeeper_analysis.reports import FaultReport, FaultKind, Heartbeat, LauncherState
 
 from .ranks import PREIMPORTS
 
 STEPS_SCRIPT = Path(__file__).parent / "scripts" / "steps.py"
-PATIENCE = 300.0
+LAUNCHER_TIMEOUT_SECONDS = 300.0
 """It only bounds a failure."""
 
 Value = TypeVar("Value")
 
 
-def eventually(look: Callable[[], Value | None], what: str, seconds: float = PATIENCE) -> Value:
+def wait_until_true(poll: Callable[[], Value | None], what: str, seconds: float = LAUNCHER_TIMEOUT_SECONDS) -> Value:
     """The first truthy answer of `look`."""
     deadline = time.monotonic() + seconds
-    while not (value := look()):
+    while not (value := poll()):
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds:g} s: {what}")
         time.sleep(0.01)
@@ -44,28 +44,28 @@ def eventually(look: Callable[[], Value | None], what: str, seconds: float = PAT
 
 
 @dataclass
-class Worker:
+class LaunchedWorker:
     """One launcher's process and its runtime folder."""
 
     name: str
     address: str
-    runtime: Runtime
+    runtime: RuntimeFolder
     log: Path
     pid: int = 0
     exit_code: int | None = None
 
-    def heartbeat(self) -> Heartbeat:
+    def read_heartbeat(self) -> Heartbeat:
         return Heartbeat.from_json(read_json(self.runtime.heartbeat) or {})
 
-    def faults(self, kind: FaultKind | None = None) -> list[Fault]:
+    def read_faults(self, kind: FaultKind | None = None) -> list[FaultReport]:
         files = sorted(self.runtime.faults.glob("[!.]*.json"))
-        faults = [Fault.from_json(json.loads(path.read_text())) for path in files]
+        faults = [FaultReport.from_json(json.loads(path.read_text())) for path in files]
         return [fault for fault in faults if kind in {None, fault.kind}]
 
     def kill(self, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pid, signum)
 
-    def wait_a_moment(self) -> None:
+    def sleep_briefly(self) -> None:
         """Fifty milliseconds, for tests that something does not happen."""
         time.sleep(0.05)
 
@@ -79,7 +79,7 @@ class Worker:
 
     def wait(self) -> int:
         try:
-            eventually(lambda: self.poll() is not None, f"{self.name} ends")
+            wait_until_true(lambda: self.poll() is not None, f"{self.name} ends")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log.read_text()}") from None
         assert self.exit_code is not None
@@ -87,23 +87,23 @@ class Worker:
 
 
 @dataclass
-class Team:
+class LauncherTeam:
     """The workers of a test, and its plan."""
 
     folder: Path
     script: Path
     environment: dict[str, str]
     settings: dict[str, float]
-    workers: dict[str, Worker] = field(default_factory=dict)
+    workers: dict[str, LaunchedWorker] = field(default_factory=dict)
     plan: Plan = field(default_factory=Plan)
-    apart: bool = False
+    separate_namespaces: bool = False
     """Whether the ranks are told that each worker is on a node of its own."""
 
-    def start(self, name: str) -> Worker:
+    def start(self, name: str) -> LaunchedWorker:
         """Starts (or starts again) the launcher of the worker with this name: a, b, c, …"""
         address = f"127.0.0.{1 + ord(name) - ord('a')}"
-        runtime = Runtime(self.folder / name).make()
-        worker = Worker(name, address, runtime, self.folder / f"{name}.log")
+        runtime = RuntimeFolder(self.folder / name).create()
+        worker = LaunchedWorker(name, address, runtime, self.folder / f"{name}.log")
         settings = LauncherSettings(
             worker=name,
             address=address,
@@ -111,69 +111,69 @@ class Team:
             **self.settings,  # type: ignore[arg-type]  # the tests set numbers only
         )
         environment = {**self.environment, "FOLDER": str(self.folder), "PACEKEEPER_RUNTIME": str(runtime.root)}
-        if self.apart:
+        if self.separate_namespaces:
             place = {"WORKER": name, "NODE": f"node-{name}", "POD_IP": address}
             environment |= {f"PACEKEEPER_{variable}": value for variable, value in place.items()}
         script = Script(str(self.script), False, ())
-        worker.pid = fork(lambda: launch(script, settings, runtime), worker.log, environment)
+        worker.pid = fork_process(lambda: launch_from_plan(script, settings, runtime), worker.log, environment)
         self.workers[name] = worker
         return worker
 
-    def give(self, plan: Plan, to: Sequence[str] | None = None) -> None:
+    def give_plan(self, plan: Plan, to: Sequence[str] | None = None) -> None:
         """What the operator and the sidecars would do: each worker's part of the plan into its runtime folder."""
-        plan = self.plan = plan if plan.secret else plan.sealed(self.plan, secrets.token_hex(SECRET_BYTES))
+        plan = self.plan = plan if plan.secret else plan.with_membership_secret(self.plan, secrets.token_hex(SECRET_BYTES))
         for name in self.workers if to is None else to:
-            write_plan(self.workers[name].runtime.plan, plan.part(name))
-            self.workers[name].runtime.contact.touch()
+            write_plan(self.workers[name].runtime.plan, plan.build_worker_plan(name))
+            self.workers[name].runtime.operator_contact.touch()
 
-    def members(self, **ranks: Sequence[int]) -> tuple[Member, ...]:
+    def build_members(self, **ranks: Sequence[int]) -> tuple[Member, ...]:
         return tuple(Member(name, self.workers[name].address, tuple(its)) for name, its in ranks.items())
 
-    def diary(self, rank: int) -> list[str]:
+    def read_diary(self, rank: int) -> list[str]:
         """What a rank did, without times and process ids: `round 1 step 3`."""
         path = self.folder / f"diary-{rank}"
         return [line.split(maxsplit=2)[2] for line in path.read_text().splitlines()] if path.exists() else []
 
-    def pids(self, rank: int) -> list[int]:
+    def read_pids(self, rank: int) -> list[int]:
         """Process ids under which a rank has run, oldest first."""
         lines = (self.folder / f"diary-{rank}").read_text().splitlines()
         return list(dict.fromkeys(int(line.split()[1]) for line in lines))
 
-    def logs(self) -> str:
+    def read_logs(self) -> str:
         return "\n".join(
             f"--- {worker.name}\n{worker.log.read_text(errors='replace')}" for worker in self.workers.values()
         )
 
-    def wait_for(self, look: Callable[[], Value | None], what: str, seconds: float = PATIENCE) -> Value:
+    def wait_for(self, poll: Callable[[], Value | None], what: str, seconds: float = LAUNCHER_TIMEOUT_SECONDS) -> Value:
         try:
-            return eventually(look, what, seconds)
+            return wait_until_true(poll, what, seconds)
         except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.logs()}") from None
+            raise AssertionError(f"{error}\n{self.read_logs()}") from None
 
     def wait_for_step(self, step: int, rank: int = 0) -> None:
-        self.wait_for(lambda: any(f" step {step}" in line for line in self.diary(rank)), f"step {step} of rank {rank}")
+        self.wait_for(lambda: any(f" step {step}" in line for line in self.read_diary(rank)), f"step {step} of rank {rank}")
 
     def wait_for_state(self, name: str, state: LauncherState) -> None:
         worker = self.workers[name]
-        self.wait_for(lambda: worker.heartbeat().state is state, f"{name} is {state}")
+        self.wait_for(lambda: worker.read_heartbeat().state is state, f"{name} is {state}")
 
-    def end(self) -> None:
+    def kill_all(self) -> None:
         for worker in self.workers.values():
             if worker.poll() is None:
                 worker.kill()
                 worker.wait()
 
 
-def fork(run: Callable[[], int], log: Path, environment: Mapping[str, str]) -> int:
+def fork_process(run: Callable[[], int], log: Path, environment: Mapping[str, str]) -> int:
     """Runs `run`, which gives the exit code, in a child that has imported torch because this process has; its id."""
     log.touch()
     pid = os.fork()
     if pid == 0:
-        _become(run, log, environment)
+        _run_in_child(run, log, environment)
     return pid
 
 
-def _become(run: Callable[[], int], log: Path, environment: Mapping[str, str]) -> NoReturn:
+def _run_in_child(run: Callable[[], int], log: Path, environment: Mapping[str, str]) -> NoReturn:
     code = 1
     try:
         os.setsid()
@@ -194,7 +194,7 @@ def _become(run: Callable[[], int], log: Path, environment: Mapping[str, str]) -
 
 
 @contextmanager
-def team(
+def create_team(
     folder: Path,
     *,
     steps: int = 20,
@@ -202,17 +202,17 @@ def team(
     script: Path = STEPS_SCRIPT,
     step_seconds: float = 0.01,
     **settings: float,
-) -> Iterator[Team]:
+) -> Iterator[LauncherTeam]:
     """No workers yet; ends those that the test has started."""
-    preimport(PREIMPORTS)
+    import_modules(PREIMPORTS)
     environment = {
         "STEPS": str(steps),
         "STEP_SECONDS": str(step_seconds),
         "FAULTS": json.dumps(list(faults)),
         "OMP_NUM_THREADS": "1",
     }
-    one = Team(folder, script, environment, settings)
+    one = LauncherTeam(folder, script, environment, settings)
     try:
         yield one
     finally:
-        one.end()
+        one.kill_all()

@@ -20,40 +20,40 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from pacekeeper.launcher.sockets import SocketFile
-from pacekeeper.runtime import Runtime
-from pacekeeper.sidecar.connections import WINDOW_LOOKS, WINDOWS, Connections
+from pacekeeper.runtime import RuntimeFolder
+from pacekeeper.sidecar.connections import SAMPLES_PER_LINK_WINDOW, LINK_WINDOW_COUNT, ConnectionSampler
 from pacekeeper_analysis.reports import Evidence
 
 PORT = 5000
 BYTES = 2_000_000
-PERIOD, LOOK = 0.1, 0.25
-BLOCKED_LOOKS = 10
+PERIOD, SAMPLE_SECONDS = 0.1, 0.25
+BLOCKED_SAMPLES = 10
 
 
 def main(folder: str, rank: int, shape: str, addresses: Sequence[str]) -> None:
-    runtime = Runtime(Path(folder)).make()
+    runtime = RuntimeFolder(Path(folder)).create()
     listener = socket.create_server((addresses[rank], PORT), backlog=64)
-    threading.Thread(target=_receive, args=(listener,), daemon=True).start()
+    threading.Thread(target=_accept_connections, args=(listener,), daemon=True).start()
     others = range(rank + 1, rank + (len(addresses) if shape == "all" else 2))
     for other in others:
         address = addresses[other % len(addresses)]
-        threading.Thread(target=_send, args=(_connected(address),), daemon=True).start()
+        threading.Thread(target=_send_forever, args=(_connect_with_retries(address),), daemon=True).start()
     time.sleep(1.0)  # all are connected, and past their slow start
-    SocketFile(runtime.sockets).look({rank: os.getpid()}, now=0.0)
-    connections = Connections(runtime)
-    for _ in range(WINDOWS * WINDOW_LOOKS + 1):
-        connections.look(time.monotonic())
-        time.sleep(LOOK)
+    SocketFile(runtime.sockets).refresh({rank: os.getpid()}, now=0.0)
+    connections = ConnectionSampler(runtime)
+    for _ in range(LINK_WINDOW_COUNT * SAMPLES_PER_LINK_WINDOW + 1):
+        connections.sample(time.monotonic())
+        time.sleep(SAMPLE_SECONDS)
     slow_from_the_start = [replace(window, early_bytes=0, early_busy_seconds=0.0) for window in connections.windows()]
     print(json.dumps(Evidence("why", f"w{rank}", 1, links=tuple(slow_from_the_start)).to_json()), flush=True)
     while sys.stdin.readline().strip():  # the others may not be done yet
-        for _ in range(BLOCKED_LOOKS):
-            connections.look(time.monotonic())
-            time.sleep(LOOK)
-        print(json.dumps([asdict(end) for end in connections.blocked(time.monotonic())]), flush=True)
+        for _ in range(BLOCKED_SAMPLES):
+            connections.sample(time.monotonic())
+            time.sleep(SAMPLE_SECONDS)
+        print(json.dumps([asdict(end) for end in connections.find_blocked(time.monotonic())]), flush=True)
 
 
-def _connected(address: str) -> socket.socket:
+def _connect_with_retries(address: str) -> socket.socket:
     while True:
         try:
             return socket.create_connection((address, PORT))
@@ -61,20 +61,20 @@ def _connected(address: str) -> socket.socket:
             time.sleep(0.02)
 
 
-def _send(connection: socket.socket) -> None:
+def _send_forever(connection: socket.socket) -> None:
     content = bytes(BYTES)
     while True:
         connection.sendall(content)
         time.sleep(PERIOD)
 
 
-def _receive(listener: socket.socket) -> None:
+def _accept_connections(listener: socket.socket) -> None:
     while True:
         connection, _ = listener.accept()
-        threading.Thread(target=_drain, args=(connection,), daemon=True).start()
+        threading.Thread(target=_drain_connection, args=(connection,), daemon=True).start()
 
 
-def _drain(connection: socket.socket) -> None:
+def _drain_connection(connection: socket.socket) -> None:
     room = bytearray(1 << 18)
     while connection.recv_into(room):
         pass

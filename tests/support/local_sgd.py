@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from pacekeeper.replication import parallel
-from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas, Synchronisation
+from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas, Synchronization
 
 WIDTH = 6
 BATCH = 8
@@ -60,7 +60,7 @@ def make_net(dtype: torch.dtype = torch.float64, **options: Any) -> Net:
     return Net(**options).to(dtype)
 
 
-def samples(seed: int, replica: int, step: int, count: int = BATCH) -> tuple[Tensor, Tensor]:
+def draw_samples(seed: int, replica: int, step: int, count: int = BATCH) -> tuple[Tensor, Tensor]:
     """Inputs [count, 4] and targets [count, 2] of a smooth function, the same in every run."""
     generator = torch.Generator().manual_seed(1_000_000 * seed + 1000 * replica + step)
     x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
@@ -74,15 +74,15 @@ def loss_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def create_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def create_adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def meet() -> None:
+def init_process_group() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
 
 
@@ -91,11 +91,11 @@ def make_mesh(replicas: int, shards: int) -> DeviceMesh:
 
 
 @dataclass
-class Run:
+class ReplicaRun:
     """How a replica trains; `Training` does it."""
 
     settings: OuterSGD = field(default_factory=OuterSGD)
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = create_adamw
     dtype: torch.dtype = torch.float64
     seed: int = 1
     steps: tuple[int, ...] = (3,)
@@ -113,14 +113,14 @@ class Run:
     """A block that the step after each synchronisation leaves out."""
     poison: Callable[[int, int], float] = lambda *_: 1.0
     """From replica and synchronisation to a factor of the inputs of the step before it."""
-    garbage: Callable[[int, int], float] = lambda *_: 1.0
+    corrupt_input: Callable[[int, int], float] = lambda *_: 1.0
     """From replica and synchronisation to a factor of the pseudo-gradient that it sends."""
 
 
-class Training:
+class ReplicaTraining:
     """One rank's part."""
 
-    def __init__(self, mesh: DeviceMesh, run: Run) -> None:
+    def __init__(self, mesh: DeviceMesh, run: ReplicaRun) -> None:
         self.run = run
         self.replica, self.shard = mesh.get_local_rank("sync"), mesh.get_local_rank("shard")
         self.shards = mesh["shard"].size()
@@ -128,8 +128,8 @@ class Training:
         self.batch = run.batches[self.replica % len(run.batches)]
         self.net = make_net(run.dtype, checkpointing=run.checkpointing)
         if self.shards > 1:
-            parallel.shard(self.net, mesh, self.net.blocks, {})
-            parallel.synchronise_gradients(self.net, True, local=True)
+            parallel.shard_model(self.net, mesh, self.net.blocks, {})
+            parallel.synchronize_gradients(self.net, True, local=True)
         self.optimizer = run.optimizer(self.net)
         forward = ForwardPass(self.net, self.net.blocks)
         compiled: Iterable[nn.Module] = [self.net] if run.compiled == "whole" else self.net.blocks
@@ -141,7 +141,7 @@ class Training:
         shard_group = mesh.get_group("shard") if self.shards > 1 else None
         self.replicas = Replicas(forward, mesh.get_group("sync"), shard_group, run.settings)
         self.replicas.attach(self.optimizer)
-        self.optimizer.register_step_pre_hook(lambda *_: self._look())
+        self.optimizer.register_step_pre_hook(lambda *_: self._record_common_parameters())
         self.replicas.start()
         self.done = 0
         self.number = 0
@@ -152,7 +152,7 @@ class Training:
         """The same before each."""
         self._last = [parameter.detach().clone() for parameter in self.net.parameters()]
 
-    def synchronisations(self, count: int) -> Iterator[Synchronisation]:
+    def run_steps_and_syncs(self, count: int) -> Iterator[Synchronization]:
         """Steps, and one synchronisation after the other; they are pending, unless the run is eager."""
         for _ in range(count):
             self.number += 1
@@ -160,8 +160,8 @@ class Training:
                 self.net.skipped = self.run.skipped if index == 0 else None
                 last = index == self.steps - 1
                 self.step(self.run.poison(self.replica, self.number) if last else 1.0)
-            self.own.append(digest(self.net.parameters()))
-            if (factor := self.run.garbage(self.replica, self.number)) != 1.0:
+            self.own.append(compute_digest(self.net.parameters()))
+            if (factor := self.run.corrupt_input(self.replica, self.number)) != 1.0:
                 self._move(factor)
             if self.run.evaluate:
                 with torch.no_grad():
@@ -173,27 +173,27 @@ class Training:
                 self.replicas.finish()
             yield synchronisation
         self.replicas.finish()
-        self._look()
+        self._record_common_parameters()
 
     def step(self, poison: float = 1.0) -> None:
         """`poison`: multiplies the inputs."""
-        x, y = samples(self.run.seed, self.replica, self.done, self.batch)
+        x, y = draw_samples(self.run.seed, self.replica, self.done, self.batch)
         mine = slice(self.shard, None, self.shards)
         (loss_sum(self.net, poison * x[mine], y[mine]) / self.batch).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
 
-    def held_out(self) -> float:
+    def compute_held_out_loss(self) -> float:
         """The mean loss of samples that no replica trains on."""
-        x, y = samples(999, 0, 0, 200)
+        x, y = draw_samples(999, 0, 0, 200)
         with torch.no_grad():
             return float(loss_sum(self.net, x, y)) / len(x)
 
-    def _look(self) -> None:
+    def _record_common_parameters(self) -> None:
         if len(self.common) < self._begun:
-            assert not self.replicas.pending, "the optimizer steps while a synchronisation is pending"
-            self.common.append(digest(self.net.parameters()))
+            assert not self.replicas.is_pending, "the optimizer steps while a synchronisation is pending"
+            self.common.append(compute_digest(self.net.parameters()))
             self._last = [parameter.detach().clone() for parameter in self.net.parameters()]
 
     @torch.no_grad()
@@ -203,7 +203,7 @@ class Training:
             parameter.copy_(last + factor * (parameter - last))
 
 
-def digest(tensors: Iterable[Tensor]) -> str:
+def compute_digest(tensors: Iterable[Tensor]) -> str:
     """Of this rank's part of them, bit by bit."""
     found = hashlib.sha256()
     for tensor in tensors:
@@ -212,7 +212,7 @@ def digest(tensors: Iterable[Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
-def whole(net: nn.Module) -> list[Tensor]:
+def gather_parameters(net: nn.Module) -> list[Tensor]:
     """The parameters, gathered. Collective over the shards."""
     return [
         (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 import pacekeeper as pk
 from pacekeeper.observe.ring import RingReader
-from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
-from tests.support.ranks import run_ranks, unpickle_nothing
+from pacekeeper.runtime import RuntimeFolder, write_json
+from pacekeeper_analysis.plan import WorkerRole, SyncMode, WorkerPlan
+from tests.support.ranks import run_ranks, forbid_unpickling
 
 SIZE = 96
 BATCH = 16
-PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, sync_every=4, sync_seconds=0.1)
+PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER, sync_every=4, sync_seconds=0.1)
 
-Sabotage = Callable[[int, pk.Step, Tensor], Tensor]
+LossSabotage = Callable[[int, pk.Step, Tensor], Tensor]
 """From rank, step and loss to the loss that the rank trains with."""
 
 
@@ -43,7 +43,7 @@ class Numbers(torch.utils.data.Dataset[tuple[int, Tensor]]):
 
 
 @dataclass(frozen=True)
-class Ordinal:
+class SyncPointState:
     """What a rank found at an ordinal: the same on all ranks, apart from sharded parameters."""
 
     step: int
@@ -53,13 +53,13 @@ class Ordinal:
 
 
 @dataclass
-class Seen:
+class JobRankTrace:
     """What one rank did."""
 
     restored: int = 0
     used: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    ordinals: list[Ordinal] = field(default_factory=list)
+    sync_points: list[SyncPointState] = field(default_factory=list)
     own_steps: int = 0
     step: int = 0
     samples: int = 0
@@ -80,9 +80,9 @@ def run_job(
     pauses: Sequence[float] = (0.005,),
     volume: Path | None = None,
     checkpoint_every: int = 1000,
-    sabotage: Sabotage | None = None,
+    sabotage: LossSabotage | None = None,
     at_step: Callable[[int, pk.Job], bool] = lambda *_: False,
-) -> list[Seen]:
+) -> list[JobRankTrace]:
     """What the ranks did.
 
     plans: from the job's step to what rank 0 changes in the plan when the job has come so far; 0: from the beginning.
@@ -93,10 +93,10 @@ def run_job(
     (runtime / "plan.json").unlink(missing_ok=True)
     first = plans.get(0, {})
 
-    def rank_main(rank: int) -> Seen:
-        unpickle_nothing()
+    def rank_main(rank: int) -> JobRankTrace:
+        forbid_unpickling()
         if rank == 0:
-            write_json(Runtime(runtime).plan, replace(PLAN, **first).to_json())
+            write_json(RuntimeFolder(runtime).plan, replace(PLAN, **first).to_json())
         job = pk.init(
             mesh={"sync": -1, "shard": shard},
             checkpoints=pk.Checkpoints(volume, checkpoint_every) if volume else None,
@@ -108,12 +108,12 @@ def run_job(
         optimizer = job.optimizer(torch.optim.AdamW(net.parameters(), lr=0.01), warmup_steps=0)
         schedule = job.lr_lambda(optimizer, lambda samples: 1 / (1 + samples / 500))
         loader = job.dataloader(
-            Numbers(), BATCH, max_microbatch=3, weight=heads if weighs else None, num_workers=workers
+            Numbers(), BATCH, max_microbatch=3, weight=count_samples if weighs else None, num_workers=workers
         )
         job.register(net=net, optimizer=optimizer, schedule=schedule, loader=loader)
-        seen = Seen(restored=job.restore())
+        seen = JobRankTrace(restored=job.restore())
         coming = {step: changes for step, changes in sorted(plans.items()) if step > seen.restored}
-        seen.moments = digest_moments(job)
+        seen.moments = compute_moments_digest(job)
         try:
             for step in job.steps(loader, until):
                 loss = torch.zeros(())
@@ -132,26 +132,26 @@ def run_job(
                 seen.losses.append(loss.item())
                 if step.due("look", every=1):
                     rate = optimizer.param_groups[0]["lr"]
-                    seen.ordinals.append(Ordinal(job.step, job.samples, rate, digest(net.parameters())))
+                    seen.sync_points.append(SyncPointState(job.step, job.samples, rate, compute_digest(net.parameters())))
                 if rank == 0 and coming and job.step >= min(coming):
                     at = min(coming)
-                    write_json(Runtime(runtime).plan, replace(PLAN, version=1 + at, **coming.pop(at)).to_json())
+                    write_json(RuntimeFolder(runtime).plan, replace(PLAN, version=1 + at, **coming.pop(at)).to_json())
                 if at_step(rank, job):
                     break
         except SystemExit as exit_:
             seen.left_with = exit_.code
         seen.step, seen.samples = job.step, job.samples
-        seen.moments = seen.moments if until == seen.restored else digest_moments(job)
+        seen.moments = seen.moments if until == seen.restored else compute_moments_digest(job)
         return seen
 
     return run_ranks(rank_main, ranks, runtime=runtime)
 
 
-def heads(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     return len(batch[0])
 
 
-def digest(tensors: Any) -> str:
+def compute_digest(tensors: Any) -> str:
     """Of every bit, of this rank's parts."""
     found = hashlib.sha256()
     for tensor in tensors:
@@ -160,38 +160,38 @@ def digest(tensors: Any) -> str:
     return found.hexdigest()
 
 
-def digest_moments(job: pk.Job) -> str:
+def compute_moments_digest(job: pk.Job) -> str:
     """Of the whole outer momentum, however it is sharded; "": there is none."""
     replication = job._replication
     if not replication.has_outer_state:
         return ""
     momenta = [state["momentum_buffer"] for state in replication.replicas[0].outer.state.values()]
-    return digest(momentum.full_tensor() if hasattr(momentum, "full_tensor") else momentum for momentum in momenta)
+    return compute_digest(momentum.full_tensor() if hasattr(momentum, "full_tensor") else momentum for momentum in momenta)
 
 
-def used_by_all(*runs: list[Seen]) -> Counter[int]:
+def count_used_samples(*runs: list[JobRankTrace]) -> Counter[int]:
     """How often each sample was used."""
     return Counter(index for run in runs for seen in run for index in seen.used)
 
 
-def each_once_an_epoch(counts: Counter[int], samples: int) -> bool:
+def is_each_used_once_per_epoch(counts: Counter[int], samples: int) -> bool:
     """Whether `samples` samples were so many epochs, and the beginning of one more."""
     whole, rest = divmod(samples, SIZE)
     wanted = Counter({whole: SIZE - rest, whole + 1: rest})
     return Counter(counts[index] for index in range(SIZE)) == +wanted
 
 
-def records(runtime: Path, rank: int) -> NDArray[np.void]:
-    return RingReader(Runtime(runtime).ring(rank)).records()
+def read_records(runtime: Path, rank: int) -> NDArray[np.void]:
+    return RingReader(RuntimeFolder(runtime).ring(rank)).records()
 
 
-def mode_steps(runtime: Path, rank: int) -> list[tuple[SyncMode, int]]:
+def list_mode_starts(runtime: Path, rank: int) -> list[tuple[SyncMode, int]]:
     """The modes that a rank was in, each with the number of its first step."""
-    from pacekeeper_analysis.records import Kind
+    from pacekeeper_analysis.records import RecordKind
 
     found: list[tuple[SyncMode, int]] = []
-    for record in records(runtime, rank):
-        if record["kind"] == Kind.STEP:
+    for record in read_records(runtime, rank):
+        if record["kind"] == RecordKind.STEP:
             mode = tuple(SyncMode)[int(record["flags"])]
             if not found or found[-1][0] is not mode:
                 found.append((mode, int(record["step"])))

@@ -14,28 +14,28 @@ from typing import Any
 from pacekeeper_operator.__main__ import main
 from pacekeeper_operator.cluster import Cluster
 
-UNCOUNTED = ("/events", "/leases", "/tokenreviews", "/status")
+UNCOUNTED_PATHS = ("/events", "/leases", "/tokenreviews", "/status")
 
 _call = Cluster._call
-_left = int(os.environ["MORTAL_WRITES"])
+_writes_left = int(os.environ["MORTAL_WRITES"])
 
 
-async def _mortal_call(self: Cluster, method: str, path: str, *rest: Any, **named: Any) -> Any:
-    global _left
+async def _call_and_crash(self: Cluster, method: str, path: str, *rest: Any, **named: Any) -> Any:
+    global _writes_left
     answer = await _call(self, method, path, *rest, **named)
-    if _counts(method, path, *rest, **named):
-        _left -= 1
-        if _left <= 0:
+    if _is_counted(method, path, *rest, **named):
+        _writes_left -= 1
+        if _writes_left <= 0:
             os._exit(9)
     return answer
 
 
-def _counts(method: str, path: str, query: Mapping[str, str] | None = None, *_: Any, **__: Any) -> bool:
-    uncounted = any(part in path for part in UNCOUNTED) or "dryRun" in (query or {})
+def _is_counted(method: str, path: str, query: Mapping[str, str] | None = None, *_: Any, **__: Any) -> bool:
+    uncounted = any(part in path for part in UNCOUNTED_PATHS) or "dryRun" in (query or {})
     return method != "GET" and not uncounted
 
 
 if __name__ == "__main__":
-    Cluster._call = _mortal_call  # type: ignore[method-assign]
+    Cluster._call = _call_and_crash  # type: ignore[method-assign]
     sys.argv = sys.argv[:1]
     sys.exit(main())

@@ -11,12 +11,12 @@ from pathlib import Path
 _CLONE_NEWNS = 0x00020000
 
 
-def may_mount() -> bool:
+def can_mount() -> bool:
     """Whether this user may."""
     return os.geteuid() == 0 and subprocess.run(["unshare", "--mount", "true"], check=False).returncode == 0
 
 
-def leave_the_others_mounts() -> None:
+def unshare_mounts() -> None:
     """From here on, what this process mounts is seen by it and its children only."""
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
@@ -30,7 +30,7 @@ def mount_memory(path: Path, megabytes: int = 0) -> None:
     subprocess.run(["mount", "-t", "tmpfs", *size, "tmpfs", path], check=True)
 
 
-def fill(path: Path) -> None:
+def fill_volume(path: Path) -> None:
     """Leaves no room on the volume that the new file lies on."""
     with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 1):

@@ -17,37 +17,37 @@ from typing import Any, NoReturn
 
 from pacekeeper import cli
 from pacekeeper.launcher.processes import die_with_parent
-from pacekeeper.launcher.shim import preload
+from pacekeeper.launcher.shim import preload_shim
 from tests.support.ranks import PREIMPORTS, import_before_forks
 
-NOBODY = 65534
+UNPRIVILEGED_USER_ID = 65534
 _CLONE_NEWNET = 0x40000000
 _PR_SET_DUMPABLE = 4
 
 
 def main(script: str, launchers: list[dict[str, Any]]) -> None:
-    preload()  # what is started from here on comes up without the shim
+    preload_shim()  # what is started from here on comes up without the shim
     import_before_forks(PREIMPORTS)
     parent = os.getpid()
     pids = []
     for launcher in launchers:
         pid = os.fork()
         if pid == 0:
-            _launch(script, parent, **launcher)
+            _run_launcher(script, parent, **launcher)
         pids.append(pid)
     for pid in pids:
         os.waitpid(pid, 0)
 
 
-def _launch(script: str, parent: int, namespace: str, log: str, environment: dict[str, str]) -> NoReturn:
+def _run_launcher(script: str, parent: int, namespace: str, log: str, environment: dict[str, str]) -> NoReturn:
     code = 1
     try:
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        _enter(namespace)
-        _become_nobody()
+        _enter_namespace(namespace)
+        _drop_privileges()
         die_with_parent(parent)
         os.environ.update(environment)
         code = cli.main(["run", script])
@@ -59,7 +59,7 @@ def _launch(script: str, parent: int, namespace: str, log: str, environment: dic
         os._exit(code)
 
 
-def _enter(namespace: str) -> None:
+def _enter_namespace(namespace: str) -> None:
     """Use this network from now on."""
     file = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
     if _LIBC.setns(file, _CLONE_NEWNET) != 0:
@@ -67,10 +67,10 @@ def _enter(namespace: str) -> None:
     os.close(file)
 
 
-def _become_nobody() -> None:
+def _drop_privileges() -> None:
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    os.setgid(UNPRIVILEGED_USER_ID)
+    os.setuid(UNPRIVILEGED_USER_ID)
     _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after an exec: its own /proc is readable to it
 
 

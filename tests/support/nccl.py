@@ -7,16 +7,16 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from pacekeeper.launcher.nccl import PLUGIN
+from pacekeeper.launcher.nccl import PROFILER_PLUGIN_PATH
 from pacekeeper.observe.transport import TransportReader
 
-PLUGIN_SOURCE = PLUGIN.with_suffix(".c")
+PLUGIN_SOURCE = PROFILER_PLUGIN_PATH.with_suffix(".c")
 DRIVER_SOURCE = Path(__file__).parent / "nccl_driver.c"
 OPTIONS = ("-std=c11", "-Wall", "-Wextra", "-Werror", "-pthread")
 
 
 @dataclass(frozen=True)
-class Driver:
+class NcclDriver:
     """Both, compiled in a folder."""
 
     folder: Path
@@ -25,7 +25,7 @@ class Driver:
     def plugin(self) -> Path:
         return self.folder / "nccl_profiler.so"
 
-    def play(self, version: int, scenario: str, *numbers: int, transport: Path | None = None) -> TransportReader:
+    def run_scenario(self, version: int, scenario: str, *numbers: int, transport: Path | None = None) -> TransportReader:
         """What the plugin has written of a scenario."""
         path = transport or self.folder / "0.transport"
         path.unlink(missing_ok=True)
@@ -41,18 +41,18 @@ class Driver:
         return done.stdout
 
 
-def build(folder: Path, *sanitizer: str) -> Driver:
+def build_driver(folder: Path, *sanitizer: str) -> NcclDriver:
     """Compiles plugin and driver, with a sanitizer where one is named: `-fsanitize=…`."""
     folder.mkdir(parents=True, exist_ok=True)
     compile_plugin(folder / "nccl_profiler.so", *sanitizer)
-    _compile(DRIVER_SOURCE, folder / "nccl_driver", *sanitizer, "-ldl", "-rdynamic")
-    return Driver(folder)
+    _compile_source(DRIVER_SOURCE, folder / "nccl_driver", *sanitizer, "-ldl", "-rdynamic")
+    return NcclDriver(folder)
 
 
 def compile_plugin(library: Path, *options: str) -> None:
-    _compile(PLUGIN_SOURCE, library, "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-z,nodelete", *options)
+    _compile_source(PLUGIN_SOURCE, library, "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-z,nodelete", *options)
 
 
-def _compile(source: Path, target: Path, *options: str) -> None:
+def _compile_source(source: Path, target: Path, *options: str) -> None:
     command = ["cc", *OPTIONS, "-O1", "-g", "-fno-sanitize-recover=all", "-o", str(target), str(source), *options]
     subprocess.run(command, check=True, timeout=60)

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.communicators import Communicator, format_ranks
-from pacekeeper_analysis.operations import OPERATION, encode
+from pacekeeper_analysis.operations import OPERATION, encode_operations
 from pacekeeper_analysis.records import Collective
 from pacekeeper_analysis.reports import Evidence, RankOperations
 
 
 @dataclass
-class Ranks:
+class NestedRanks:
     """Ranks of a mesh (by default data × tensor), each of which waits for all others of a group in each collective."""
 
     mesh: tuple[int, ...]
@@ -44,14 +44,14 @@ class Ranks:
         """Each rank by itself; what is below 0 takes no time."""
         self.now += np.maximum(seconds, 0.0)
 
-    def collective(
+    def run_collective(
         self, axis: int, nbytes: float = 1e6, slow: Callable[[tuple[int, ...]], float] = lambda _: 1.0
     ) -> None:
         """In all groups along an axis of the mesh. `slow`: how many times as long a group's transfer takes."""
         for ranks in self.axes[axis]:
-            self.meet(tuple(int(rank) for rank in ranks), nbytes, slow(tuple(ranks)))
+            self.enter_collective(tuple(int(rank) for rank in ranks), nbytes, slow(tuple(ranks)))
 
-    def meet(
+    def enter_collective(
         self, ranks: tuple[int, ...], nbytes: float = 1e6, times: float = 1.0, collectives: Sequence[Collective] = ()
     ) -> None:
         """All `ranks` enter a collective of theirs. `collectives`: what each takes it for."""
@@ -68,7 +68,7 @@ class Ranks:
             self.waited[rank] += end - self.now[rank] - self.transfer * times
             self.now[rank] = end
 
-    def evidence(self, ranks_of_a_worker: int = 4) -> tuple[Evidence, ...]:
+    def build_evidence(self, ranks_of_a_worker: int = 4) -> tuple[Evidence, ...]:
         told = []
         for low in range(0, len(self._rows), ranks_of_a_worker):
             here = range(low, min(low + ranks_of_a_worker, len(self._rows)))
@@ -78,6 +78,6 @@ class Ranks:
             for rank in here:
                 rows = np.array(self._rows[rank], OPERATION)
                 rows["group"] = np.searchsorted(numbers, rows["group"])
-                operations.append(RankOperations(rank, encode(rows[-4096:])))
+                operations.append(RankOperations(rank, encode_operations(rows[-4096:])))
             told.append(Evidence("e", f"w{low}", 1, communicators=communicators, operations=tuple(operations)))
         return tuple(told)

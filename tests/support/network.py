@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A TCP port that nobody has, on any address of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))

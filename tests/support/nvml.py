@@ -90,14 +90,14 @@ class NvmlDouble:
         """For a process that shall load the double."""
         return {**os.environ, "LD_LIBRARY_PATH": str(self._folder), "NVML_DOUBLE": str(self._folder / "nvml-state")}
 
-    def tell(self, gpu: int, kind: int, data: int) -> None:
+    def send_event(self, gpu: int, kind: int, data: int) -> None:
         """An event comes."""
         event = self.state.events[self.state.written % EVENTS]
         event.gpu, event.type, event.data = gpu, kind, data
         self.state.written += 1
 
 
-def build(folder: Path) -> Path:
+def build_nvml_double(folder: Path) -> Path:
     """Compiles the double as `folder`/libnvidia-ml.so.1."""
     library = folder / "libnvidia-ml.so.1"
     options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{library.name}"]

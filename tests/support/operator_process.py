@@ -21,9 +21,9 @@ import pytest
 from testcluster.images import OPERATOR_IMAGE
 from testcluster.settings import HOST_ADDRESS, PROMETHEUS_URL
 from tests.support.chart import REPOSITORY, SYSTEM
-from tests.support.cluster import Cluster, wait_for
+from tests.support.cluster import KubectlCluster, wait_for
 
-MORTAL = "tests.support.mortal_operator"
+CRASH_TEST_OPERATOR = "tests.support.mortal_operator"
 """An operator that ends itself right after its n-th write to the API server."""
 
 
@@ -31,13 +31,13 @@ MORTAL = "tests.support.mortal_operator"
 class OperatorProcess:
     """Start and end it as often as wanted; it keeps its address, so that workers find it again."""
 
-    cluster: Cluster
+    cluster: KubectlCluster
     log: Path
     prometheus_url: str = PROMETHEUS_URL
-    ports: list[int] = field(default_factory=lambda: [_free_port() for _ in range(3)])
+    ports: list[int] = field(default_factory=lambda: [_find_free_port() for _ in range(3)])
     process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, dies_after: int = 0, module: str = "pacekeeper_operator") -> None:
+    def start(self, *, crash_after_writes: int = 0, module: str = "pacekeeper_operator") -> None:
         """`dies_after`: writes to the API server; 0: it lives."""
         endpoint, liveness, metrics = self.ports
         environment = {
@@ -53,25 +53,25 @@ class OperatorProcess:
             "PACEKEEPER_PROMETHEUS_URL": self.prometheus_url,
             "PACEKEEPER_DCGM_NAMESPACE": "gpu-monitoring",
             "PACEKEEPER_QUARANTINE_MODE": "Act",
-            "MORTAL_WRITES": str(dies_after),
+            "MORTAL_WRITES": str(crash_after_writes),
         }
-        command = [sys.executable, "-m", MORTAL if dies_after else module]
+        command = [sys.executable, "-m", CRASH_TEST_OPERATOR if crash_after_writes else module]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
-        if not dies_after:
-            wait_for(self.leads, timeout=60, what=f"the operator leads (see {self.log})")
+        if not crash_after_writes:
+            wait_for(self.is_leading, timeout=60, what=f"the operator leads (see {self.log})")
 
-    def leads(self) -> bool:
+    def is_leading(self) -> bool:
         """Whether it says that it lives (a look around, and no dead watch) and leads."""
         assert self.process is not None
         assert self.process.poll() is None, self.log.read_text()[-2000:]
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[1]}/healthz", timeout=5) as answer:
-                return bool(answer.status == 200) and "pacekeeper_leader 1.0" in self.metrics()
+                return bool(answer.status == 200) and "pacekeeper_leader 1.0" in self.read_metrics()
         except (urllib.error.URLError, TimeoutError, ConnectionError):
             return False
 
-    def metrics(self) -> str:
+    def read_metrics(self) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=5) as answer:
             return str(answer.read().decode())
 
@@ -80,7 +80,7 @@ class OperatorProcess:
             self.process.send_signal(number)
             self.process.wait(timeout=20)
 
-    def wait_for_death(self, *, or_: Callable[[], bool]) -> None:
+    def wait_for_exit(self, *, or_: Callable[[], bool]) -> None:
         """Until it has ended itself, or the condition holds."""
         assert self.process is not None
         process = self.process
@@ -88,16 +88,16 @@ class OperatorProcess:
 
 
 @pytest.fixture(scope="module")
-def operator_process(cluster: Cluster, resources: None) -> Iterator[OperatorProcess]:  # noqa: ARG001  # the kinds must exist
+def operator_process(cluster: KubectlCluster, resources: None) -> Iterator[OperatorProcess]:  # noqa: ARG001  # the kinds must exist
     """It serves a module's jobs while their tests make faults on the test cluster's machine."""
     if not cluster.is_testcluster:
         pytest.skip("faults are made on the test cluster's machine")
-    with operating(cluster) as operator:
+    with run_operator_process(cluster) as operator:
         yield operator
 
 
 @contextmanager
-def operating(cluster: Cluster, prometheus_url: str = PROMETHEUS_URL) -> Iterator[OperatorProcess]:
+def run_operator_process(cluster: KubectlCluster, prometheus_url: str = PROMETHEUS_URL) -> Iterator[OperatorProcess]:
     """It ends when the jobs that are being deleted are gone."""
     log = Path(tempfile.mkdtemp(prefix="pacekeeper-operator-")) / "log"
     operator = OperatorProcess(cluster, log, prometheus_url)
@@ -106,18 +106,18 @@ def operating(cluster: Cluster, prometheus_url: str = PROMETHEUS_URL) -> Iterato
     operator.start()
     try:
         yield operator
-        wait_for(lambda: not _being_deleted(cluster), timeout=120, what="deleted jobs are gone")
+        wait_for(lambda: not _list_deleting_jobs(cluster), timeout=120, what="deleted jobs are gone")
     finally:
         operator.kill(signal.SIGTERM)
 
 
-def _being_deleted(cluster: Cluster) -> list[str]:
+def _list_deleting_jobs(cluster: KubectlCluster) -> list[str]:
     """Jobs that wait for the operator to let them go."""
     found = json.loads(cluster.kubectl("get", "trainingjobs", "--all-namespaces", "--output=json"))["items"]
     return [job["metadata"]["name"] for job in found if "deletionTimestamp" in job["metadata"]]
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from testcluster import release
-from tests.support.cluster import Cluster
+from tests.support.cluster import KubectlCluster
 
 
 @pytest.fixture(scope="session")
-def operator(cluster: Cluster) -> None:
+def operator(cluster: KubectlCluster) -> None:
     """It runs the checkout's present sources. It stays installed: jobs that a test has left need it to go away."""
     if not cluster.is_testcluster:
         pytest.skip("these tests need the images of the cluster of `make cluster`")
-    release.install()
+    release.install_release()

@@ -17,35 +17,35 @@ from pathlib import Path
 from typing import Any
 
 from pacekeeper.launcher.path_finder import PathFinder
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 from pacekeeper_analysis.plan import WorkerPlan
 
 
 async def main(address: str, folder: Path) -> None:
-    runtime, found = Runtime(folder).make(), asyncio.Event()
+    runtime, found = RuntimeFolder(folder).create(), asyncio.Event()
     finder = PathFinder(runtime, address, no_shim="", labels=True, on_found=found.set)
-    plan = WorkerPlan.from_json(await _read())
-    if not finder.find(plan, seen=0):
+    plan = WorkerPlan.from_json(await _read_message())
+    if not finder.ensure_searched(plan, seen=0):
         await found.wait()
-    _print("ready")
-    await _read()
-    finder.put_in_force(plan)
-    _print("begun")
+    _print_message("ready")
+    await _read_message()
+    finder.apply(plan)
+    _print_message("begun")
     while True:
-        finder.look(await _read())
-        told = [runtime.paths_of(local).read_text().splitlines() for local in range(len(plan.ranks))]
+        finder.check_connections(await _read_message())
+        told = [runtime.paths_file(local).read_text().splitlines() for local in range(len(plan.ranks))]
         ports = [each.ports for each in finder._found.values()]
-        _print({"told": told, "found": ports, "reports": [asdict(report) for report in finder.reports()]})
+        _print_message({"told": told, "found": ports, "reports": [asdict(report) for report in finder.build_reports()]})
 
 
-async def _read() -> Any:
+async def _read_message() -> Any:
     line = await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     if not line:
         sys.exit(0)
     return json.loads(line)
 
 
-def _print(content: object) -> None:
+def _print_message(content: object) -> None:
     print(json.dumps(content), flush=True)
 
 

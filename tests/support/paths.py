@@ -8,44 +8,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pacekeeper.launcher.shim import SHIM
+from pacekeeper.launcher.shim import SHIM_PATH
 
-SOURCE = SHIM.with_suffix(".c")
+SHIM_SOURCE = SHIM_PATH.with_suffix(".c")
 OPTIONS = ("-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden")
-RENAMED = "-Ddlvsym=shims_dlvsym"
+RENAME_DLVSYM = "-Ddlvsym=shims_dlvsym"
 """The sanitizer calls dlvsym before it can bear what it has sanitized, so there the shim's own has another name."""
-SANITIZER = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", RENAMED)
+SANITIZER = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", RENAME_DLVSYM)
 
 
 @dataclass(frozen=True)
-class Shim:
+class PathShim:
     """`libraries`: to be preloaded, in this order; the shim is the last."""
 
     libraries: tuple[str, ...]
 
     @property
-    def sanitized(self) -> bool:
+    def is_sanitized(self) -> bool:
         return len(self.libraries) > 1
 
-    def environment(self, entries: Path | None) -> dict[str, str]:
+    def build_environment(self, entries: Path | None) -> dict[str, str]:
         """Of a process that has it. entries: its file; None: it is told of none."""
         paths = {} if entries is None else {"PACEKEEPER_PATHS": str(entries)}
         # Python itself leaks; what the shim does is what is asked for here.
         return {"LD_PRELOAD": " ".join(self.libraries), "ASAN_OPTIONS": "detect_leaks=0", **paths}
 
 
-def build(folder: Path, *, sanitized: bool = False) -> Shim:
+def build_shim(folder: Path, *, sanitized: bool = False) -> PathShim:
     library = folder / "paths.so"
-    subprocess.run(["cc", *OPTIONS, *(SANITIZER if sanitized else ()), "-o", library, SOURCE], check=True, timeout=60)
-    return Shim((*(_runtimes() if sanitized else ()), str(library)))
+    subprocess.run(["cc", *OPTIONS, *(SANITIZER if sanitized else ()), "-o", library, SHIM_SOURCE], check=True, timeout=60)
+    return PathShim((*(_find_sanitizer_runtimes() if sanitized else ()), str(library)))
 
 
-def _runtimes() -> Sequence[str]:
+def _find_sanitizer_runtimes() -> Sequence[str]:
     """A sanitized library in a program that is not needs these before it."""
     asked = (["cc", f"-print-file-name=lib{name}.so"] for name in ("asan", "ubsan"))
     return [subprocess.run(one, capture_output=True, text=True, check=True).stdout.strip() for one in asked]
 
 
-def python(program: str) -> list[str]:
+def build_python_command(program: str) -> list[str]:
     """A command that runs it."""
     return [sys.executable, "-c", program]

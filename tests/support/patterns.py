@@ -6,42 +6,42 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pacekeeper_analysis.behaviour.pattern import UNKNOWN, Answer, Owner, RankPattern, Setup
+from pacekeeper_analysis.behaviour.pattern import NOT_MEASURED, ProfileAnswer, TimeOwner, RankPattern, ProcessSetup
 
-FORWARD = ("torch/nn/modules/linear.py:Linear.forward", Owner.PYTHON)
-BACKWARD = ("torch/autograd/graph.py:_engine_run_backward", Owner.PYTHON)
-OPTIMIZER = ("torch/optim/adamw.py:_single_tensor_adamw", Owner.PYTHON)
-LOAD = ("train.py:Samples.__getitem__", Owner.DATA)
-GARBAGE = ("garbage collection", Owner.GARBAGE)
-SLOW = ("train.py:augment", Owner.PYTHON)
-WAIT = ("all_reduce", Owner.COLLECTIVE)
-WORK = {FORWARD: 0.1, BACKWARD: 0.2, OPTIMIZER: 0.04, LOAD: 0.03, GARBAGE: 0.005}
+FORWARD_FUNCTION = ("torch/nn/modules/linear.py:Linear.forward", TimeOwner.PYTHON)
+BACKWARD_FUNCTION = ("torch/autograd/graph.py:_engine_run_backward", TimeOwner.PYTHON)
+OPTIMIZER_FUNCTION = ("torch/optim/adamw.py:_single_tensor_adamw", TimeOwner.PYTHON)
+LOAD_FUNCTION = ("train.py:Samples.__getitem__", TimeOwner.DATA)
+GC_FUNCTION = ("garbage collection", TimeOwner.GARBAGE)
+SLOW_FUNCTION = ("train.py:augment", TimeOwner.PYTHON)
+WAIT_FUNCTION = ("all_reduce", TimeOwner.COLLECTIVE)
+HEALTHY_WORK = {FORWARD_FUNCTION: 0.1, BACKWARD_FUNCTION: 0.2, OPTIMIZER_FUNCTION: 0.04, LOAD_FUNCTION: 0.03, GC_FUNCTION: 0.005}
 """Of a rank with nothing wrong, 0.375 s a step."""
-Work = Mapping[tuple[str, Owner], float]
+FunctionSeconds = Mapping[tuple[str, TimeOwner], float]
 
 
-def pattern(
+def build_pattern(
     rank: int,
-    work: Work,
+    work: FunctionSeconds,
     step_seconds: float,
     *,
     use: float = 0.95,
-    idle: frozenset[tuple[str, Owner]] = frozenset(),
-    setup: Setup | None = None,
+    idle: frozenset[tuple[str, TimeOwner]] = frozenset(),
+    setup: ProcessSetup | None = None,
     length: float = 0.0,
     samples: int = 0,
     follows_lengths: float = 0.0,
 ) -> RankPattern:
     """`idle`: functions that leave the processor alone."""
-    functions = [*work, *([WAIT] if WAIT not in work else [])]
-    waits = step_seconds - sum(work.values()) if WAIT not in work else 0.0
+    functions = [*work, *([WAIT_FUNCTION] if WAIT_FUNCTION not in work else [])]
+    waits = step_seconds - sum(work.values()) if WAIT_FUNCTION not in work else 0.0
     seconds = np.array([work.get(function, waits) for function in functions])
     order = np.argsort(-seconds, kind="stable")
     ordered = [functions[i] for i in order]
     shares = seconds[order] / step_seconds
     errors = np.sqrt(shares * (1 - np.minimum(shares, 1)) / 1000)
     names = tuple(dict.fromkeys(name for name, _ in ordered))
-    uses = [UNKNOWN if owner < Owner.DATA else 0.02 if (name, owner) in idle else use for name, owner in ordered]
+    uses = [NOT_MEASURED if owner < TimeOwner.DATA else 0.02 if (name, owner) in idle else use for name, owner in ordered]
     return RankPattern(
         rank=rank,
         round=1,
@@ -52,7 +52,7 @@ def pattern(
         length=length,
         samples=samples,
         follows_lengths=follows_lengths,
-        setup=setup or Setup(threads=2, processors=2.0, ranks=1, throttled=0.0, ran=0.9, delayed=0.01),
+        setup=setup or ProcessSetup(threads=2, processors=2.0, ranks=1, throttled=0.0, ran=0.9, delayed=0.01),
         names=names,
         functions=np.array([names.index(name) for name, _ in ordered], np.uint16),
         owners=np.array([owner for _, owner in ordered], np.uint8),
@@ -61,11 +61,11 @@ def pattern(
     )
 
 
-def answers(now: list[RankPattern], early: list[RankPattern] | None = None) -> list[tuple[int, bytes]]:
+def build_answers(now: list[RankPattern], early: list[RankPattern] | None = None) -> list[tuple[int, bytes]]:
     """As they are sent."""
     baselines: list[RankPattern | None] = [*early] if early is not None else [None] * len(now)
-    return [(mine.rank, Answer(mine, baseline).to_bytes()) for mine, baseline in zip(now, baselines, strict=True)]
+    return [(mine.rank, ProfileAnswer(mine, baseline).to_bytes()) for mine, baseline in zip(now, baselines, strict=True)]
 
 
-def scaled(work: Work, factor: float) -> dict[tuple[str, Owner], float]:
+def scale_work(work: FunctionSeconds, factor: float) -> dict[tuple[str, TimeOwner], float]:
     return {function: seconds * factor for function, seconds in work.items()}

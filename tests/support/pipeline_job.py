@@ -13,15 +13,15 @@ from pacekeeper_analysis.operations import NO_GROUP, OPERATION
 from pacekeeper_analysis.records import Collective
 from pacekeeper_analysis.whatif.live import RankSteps
 
-TRANSFER = 0.001
+TRANSFER_SECONDS = 0.001
 """Seconds that each collective, send or receive takes once all are there."""
 
-Work = Callable[[int, int, str], float]
+OwnSeconds = Callable[[int, int, str], float]
 """Own seconds of (rank, step, part); part: forward, backward or optimizer."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class PipelineShape:
     """Ranks are numbered with the tensor axis fastest, then data, then stages."""
 
     stages: int = 2
@@ -33,19 +33,19 @@ class Shape:
     def ranks(self) -> range:
         return range(self.stages * self.data * self.tensor)
 
-    def place(self, rank: int) -> tuple[int, int, int]:
+    def get_coordinates(self, rank: int) -> tuple[int, int, int]:
         """Stage, data and tensor coordinate."""
         return rank // (self.data * self.tensor), rank // self.tensor % self.data, rank % self.tensor
 
-    def rank(self, stage: int, data: int, tensor: int) -> int:
+    def get_rank(self, stage: int, data: int, tensor: int) -> int:
         return (stage * self.data + data) * self.tensor + tensor
 
-    def groups(self, rank: int) -> list[Communicator]:
+    def list_groups(self, rank: int) -> list[Communicator]:
         """Its data group, its tensor group, and all ranks."""
-        stage, data, tensor = self.place(rank)
+        stage, data, tensor = self.get_coordinates(rank)
         members = [
-            [self.rank(stage, d, tensor) for d in range(self.data)],
-            [self.rank(stage, data, t) for t in range(self.tensor)],
+            [self.get_rank(stage, d, tensor) for d in range(self.data)],
+            [self.get_rank(stage, data, t) for t in range(self.tensor)],
             list(self.ranks),
         ]
         return [
@@ -54,11 +54,11 @@ class Shape:
         ]
 
 
-def one_forward_one_backward(shape: Shape, rank: int) -> Iterator[tuple[str, int]]:
+def build_1f1b_schedule(shape: PipelineShape, rank: int) -> Iterator[tuple[str, int]]:
     """The course of a rank through a step: (instruction, argument), with the schedule 1F1B (non-interleaved)."""
-    stage, data, tensor = shape.place(rank)
-    after = shape.rank(stage + 1, data, tensor) if stage + 1 < shape.stages else -1
-    before = shape.rank(stage - 1, data, tensor) if stage else -1
+    stage, data, tensor = shape.get_coordinates(rank)
+    after = shape.get_rank(stage + 1, data, tensor) if stage + 1 < shape.stages else -1
+    before = shape.get_rank(stage - 1, data, tensor) if stage else -1
 
     def forward() -> Iterator[tuple[str, int]]:
         if before >= 0:
@@ -94,76 +94,76 @@ _Row = tuple[int, int, int, int, float, float, float, float]
 
 
 @dataclass
-class _Rank:
+class _RankProgress:
     """One rank in the course of a step."""
 
     now: float
-    course: list[tuple[str, int]]
+    instructions: list[tuple[str, int]]
     operations: list[_Row] = field(default_factory=list)
 
 
-class _Step:
+class _PipelineStep:
     """One step of all ranks: each does what it can until it waits for somebody."""
 
-    def __init__(self, shape: Shape, step: int, clock: Mapping[int, float], work: Work) -> None:
+    def __init__(self, shape: PipelineShape, step: int, clock: Mapping[int, float], work: OwnSeconds) -> None:
         self._shape, self._step, self._work = shape, step, work
-        self.ranks = {rank: _Rank(clock[rank], [*one_forward_one_backward(shape, rank)]) for rank in shape.ranks}
+        self.ranks = {rank: _RankProgress(clock[rank], [*build_1f1b_schedule(shape, rank)]) for rank in shape.ranks}
         self._mailbox: dict[tuple[int, int], list[float]] = defaultdict(list)
-        self._meetings: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+        self._arrivals: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
         self._entered: dict[tuple[int, int], int] = defaultdict(lambda: 1)
 
     def run(self) -> None:
-        while any(rank.course for rank in self.ranks.values()):
+        while any(rank.instructions for rank in self.ranks.values()):
             moved = [number for number in self.ranks if self._advance(number)]
             assert moved, "the ranks' courses have a deadlock"
 
     def _advance(self, number: int) -> bool:
         """Whether the rank has come on at all."""
         rank, moved = self.ranks[number], False
-        while rank.course and self._do(number, rank, *rank.course[0]):
-            rank.course.pop(0)
+        while rank.instructions and self._execute(number, rank, *rank.instructions[0]):
+            rank.instructions.pop(0)
             moved = True
         return moved
 
-    def _do(self, number: int, rank: _Rank, what: str, argument: int) -> bool:
+    def _execute(self, number: int, rank: _RankProgress, what: str, argument: int) -> bool:
         """One instruction; False: it waits for somebody."""
         start = rank.now
         match what:
             case "send":
-                self._mailbox[number, argument].append(start + TRANSFER)
-                rank.operations.append(_row(Collective.SEND, NO_GROUP, 0, argument, start, start + TRANSFER, 0.0))
+                self._mailbox[number, argument].append(start + TRANSFER_SECONDS)
+                rank.operations.append(_build_row(Collective.SEND, NO_GROUP, 0, argument, start, start + TRANSFER_SECONDS, 0.0))
             case "recv":
                 waiting = self._mailbox[argument, number]
                 if not waiting:
                     return False
-                rank.now = max(start + TRANSFER, waiting.pop(0))
-                rank.operations.append(_row(Collective.RECV, NO_GROUP, 0, argument, start, rank.now, rank.now - start))
+                rank.now = max(start + TRANSFER_SECONDS, waiting.pop(0))
+                rank.operations.append(_build_row(Collective.RECV, NO_GROUP, 0, argument, start, rank.now, rank.now - start))
             case "collective":
-                return self._meet(number, rank, argument)
+                return self._enter_collective(number, rank, argument)
             case part:
                 rank.now += self._work(number, self._step, part)
         return True
 
-    def _meet(self, number: int, rank: _Rank, place: int) -> bool:
-        group, start = self._shape.groups(number)[place], rank.now
+    def _enter_collective(self, number: int, rank: _RankProgress, place: int) -> bool:
+        group, start = self._shape.list_groups(number)[place], rank.now
         sequence = self._entered[number, group.identity]
-        arrived = self._meetings[group.identity, sequence]
+        arrived = self._arrivals[group.identity, sequence]
         arrived[number] = start
         if len(arrived) < len(group.ranks):
             return False
         self._entered[number, group.identity] += 1
-        rank.now = max(arrived.values()) + TRANSFER
-        rank.operations.append(_row(Collective.ALL_REDUCE, place, sequence, -1, start, rank.now, rank.now - start))
+        rank.now = max(arrived.values()) + TRANSFER_SECONDS
+        rank.operations.append(_build_row(Collective.ALL_REDUCE, place, sequence, -1, start, rank.now, rank.now - start))
         return True
 
 
-def record(shape: Shape, steps: int, work: Work) -> tuple[list[RankSteps], list[float]]:
+def record_steps(shape: PipelineShape, steps: int, work: OwnSeconds) -> tuple[list[RankSteps], list[float]]:
     """What all ranks have recorded, and how long each step took. Sends go on by themselves; all else is waited for."""
     rows: dict[int, list[tuple[float, ...]]] = {rank: [] for rank in shape.ranks}
     seconds: dict[int, dict[int, float]] = {rank: {} for rank in shape.ranks}
     clock, walls = dict.fromkeys(shape.ranks, 0.0), []
     for number in range(steps):
-        step = _Step(shape, number, clock, work)
+        step = _PipelineStep(shape, number, clock, work)
         step.run()
         walls.append(max(rank.now for rank in step.ranks.values()) - max(clock.values()))
         for rank, of in step.ranks.items():
@@ -174,16 +174,16 @@ def record(shape: Shape, steps: int, work: Work) -> tuple[list[RankSteps], list[
                 )
             clock[rank], seconds[rank][number] = of.now, of.now - begun
     found = [
-        RankSteps(rank, np.array(rows[rank], OPERATION), shape.groups(rank), seconds[rank]) for rank in shape.ranks
+        RankSteps(rank, np.array(rows[rank], OPERATION), shape.list_groups(rank), seconds[rank]) for rank in shape.ranks
     ]
     return found, walls
 
 
-def _row(collective: Collective, group: int, sequence: int, peer: int, start: float, end: float, held: float) -> _Row:
+def _build_row(collective: Collective, group: int, sequence: int, peer: int, start: float, end: float, held: float) -> _Row:
     return int(collective), group, sequence, peer, 1e6, start, end, held
 
 
-def steady(forward: float = 0.010, backward: float = 0.020, slow: Sequence[int] = (), factor: float = 1.0) -> Work:
+def build_steady_work(forward: float = 0.010, backward: float = 0.020, slow: Sequence[int] = (), factor: float = 1.0) -> OwnSeconds:
     """Own work of ranks that are all alike, but those in `slow`, which take `factor` times as long."""
 
     def seconds(rank: int, _step: int, part: str) -> float:

@@ -12,16 +12,16 @@ import json
 import sys
 from pathlib import Path
 
-from pacekeeper.launcher.network import bind
-from pacekeeper.launcher.probe import ProbeHost, Prober
-from pacekeeper_analysis.plan import ProbeTarget, ProbeTask
+from pacekeeper.launcher.network import bind_socket
+from pacekeeper.launcher.probe import LinkProbeServer, LinkProber
+from pacekeeper_analysis.plan import ProbeTarget, LinkProbeTask
 
 MEMBERSHIP, SECRET = 3, "5ec2e7" * 8
 
 
 async def main(address: str, folder: Path) -> None:
-    listener = bind(address)
-    host = ProbeHost()
+    listener = bind_socket(address)
+    host = LinkProbeServer()
     host.admit(MEMBERSHIP, SECRET)
     await host.serve(listener)
     print(listener.getsockname()[1], flush=True)
@@ -32,9 +32,9 @@ async def main(address: str, folder: Path) -> None:
         asked = json.loads(line)
         results = folder / f"{asked['name']}-{address}"
         targets = tuple(ProbeTarget(**target) for target in asked["targets"])
-        prober = Prober(results)
-        prober.follow(ProbeTask(asked["name"], targets), MEMBERSHIP, SECRET)
-        await prober.done()
+        prober = LinkProber(results)
+        prober.start_task(LinkProbeTask(asked["name"], targets), MEMBERSHIP, SECRET)
+        await prober.wait_done()
         print(results.read_text(), flush=True)
 
 

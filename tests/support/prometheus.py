@@ -15,13 +15,13 @@ import yaml
 
 from testcluster import programs
 from testcluster.settings import CACHE
-from tests.support.launchers import eventually
+from tests.support.launchers import wait_until_true
 
-_ANYBODY: Mapping[str, str] = {}
+_NO_USERS: Mapping[str, str] = {}
 
 
 @contextmanager
-def prometheus(folder: Path, target: str, users: Mapping[str, str] = _ANYBODY, **more: object) -> Iterator[str]:
+def run_prometheus(folder: Path, target: str, users: Mapping[str, str] = _NO_USERS, **more: object) -> Iterator[str]:
     """Its URL. What the target says of `namespace` and the like stands: it plays the scrape's part, too.
 
     `users`: names and bcrypt's hashes of the passwords that it asks for. `more`: parts of its configuration.
@@ -34,12 +34,12 @@ def prometheus(folder: Path, target: str, users: Mapping[str, str] = _ANYBODY, *
     web = folder / "web.yaml"
     web.write_text(yaml.safe_dump({"basic_auth_users": dict(users)}))
     options = [f"--config.file={config}", f"--web.config.file={web}", data, "--log.level=warn"]
-    with _running([str(_program()), *options], folder / "log") as url:
+    with _run_server([str(_find_program()), *options], folder / "log") as url:
         yield url
 
 
 @contextmanager
-def alertmanager(folder: Path, webhook: str) -> Iterator[str]:
+def run_alertmanager(folder: Path, webhook: str) -> Iterator[str]:
     """Its URL. `webhook` is told of each alert by itself, a second after it has begun or ended."""
     route = {"receiver": "test", "group_by": ["..."], "group_wait": "1s", "group_interval": "1s"}
     receiver = {"name": "test", "webhook_configs": [{"url": webhook, "send_resolved": True}]}
@@ -47,28 +47,28 @@ def alertmanager(folder: Path, webhook: str) -> Iterator[str]:
     config.write_text(yaml.safe_dump({"route": route, "receivers": [receiver]}))
     alone = "--cluster.listen-address="
     data = f"--storage.path={folder / 'alerts'}"
-    with _running(
-        [str(programs.alertmanager()), f"--config.file={config}", data, alone], folder / "alertmanager"
+    with _run_server(
+        [str(programs.find_alertmanager()), f"--config.file={config}", data, alone], folder / "alertmanager"
     ) as url:
         yield url
 
 
 @contextmanager
-def _running(command: list[str], log: Path) -> Iterator[str]:
+def _run_server(command: list[str], log: Path) -> Iterator[str]:
     """A server of Prometheus' family on a free port, once it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with log.open("w") as output:
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=output, stderr=output)
     try:
-        eventually(lambda: _is_ready(f"http://{address}"), f"{command[0]} is ready", seconds=30)
+        wait_until_true(lambda: _is_ready(f"http://{address}"), f"{command[0]} is ready", seconds=30)
         yield f"http://{address}"
     finally:
         process.kill()
         process.wait()
 
 
-def _program() -> Path:
+def _find_program() -> Path:
     """The test cluster's, or the machine's own."""
     found = shutil.which("prometheus")
     built = sorted(CACHE.glob("prometheus-*/prometheus"))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pacekeeper_operator.api import format_time
-from tests.support.cluster import Cluster
-from tests.support.jobs import Job
+from tests.support.cluster import KubectlCluster
+from tests.support.jobs import ClusterJob
 
 DEFINITIONS = Path(__file__).parents[1] / "data/kueue/definitions.yaml"
 GROUP = "kueue.x-k8s.io"
@@ -21,17 +21,17 @@ GROUP = "kueue.x-k8s.io"
 
 @dataclass(frozen=True)
 class QueueStandIn:
-    cluster: Cluster
+    cluster: KubectlCluster
 
-    def make_flavor(self, name: str, labels: Mapping[str, str]) -> None:
+    def create_flavor(self, name: str, labels: Mapping[str, str]) -> None:
         body = {"apiVersion": f"{GROUP}/v1beta1", "kind": "ResourceFlavor", "metadata": {"name": name}}
         self.cluster.apply({**body, "spec": {"nodeLabels": dict(labels)}})
 
-    def make_priority_class(self, name: str, value: int) -> None:
+    def create_priority_class(self, name: str, value: int) -> None:
         body = {"apiVersion": f"{GROUP}/v1beta1", "kind": "WorkloadPriorityClass", "metadata": {"name": name}}
         self.cluster.apply({**body, "value": value})
 
-    def workload(self, job: Job) -> dict[str, Any] | None:
+    def get_workload(self, job: ClusterJob) -> dict[str, Any] | None:
         """The job's own; None: there is none (yet)."""
         found = self.cluster.kubectl("get", "workloads", "-n", job.namespace, "-o", "json")
         items: list[dict[str, Any]] = json.loads(found)["items"]
@@ -40,19 +40,19 @@ class QueueStandIn:
         assert len(mine) < 2, "one job, one Workload"
         return mine[0] if mine else None
 
-    def condition(self, job: Job, kind: str) -> dict[str, str]:
+    def get_condition(self, job: ClusterJob, kind: str) -> dict[str, str]:
         """{}: nobody has said anything."""
-        conditions = (self.workload(job) or {}).get("status", {}).get("conditions", ())
+        conditions = (self.get_workload(job) or {}).get("status", {}).get("conditions", ())
         return next((found for found in conditions if found["type"] == kind), {})
 
-    def says(self, job: Job, kind: str) -> str:
+    def get_condition_status(self, job: ClusterJob, kind: str) -> str:
         """The condition's status."""
-        return self.condition(job, kind).get("status", "")
+        return self.get_condition(job, kind).get("status", "")
 
-    def keep_waiting(self, job: Job, why: str) -> None:
-        self._tell(job, {"QuotaReserved": ("False", "Pending", why)})
+    def keep_pending(self, job: ClusterJob, why: str) -> None:
+        self._set_conditions(job, {"QuotaReserved": ("False", "Pending", why)})
 
-    def admit(self, job: Job, flavor: str, **counts: int) -> None:
+    def admit(self, job: ClusterJob, flavor: str, **counts: int) -> None:
         """`counts`: pods, by set."""
         sets = [{"name": name, "count": count, "flavors": {"cpu": flavor}} for name, count in counts.items()]
         told = {
@@ -60,16 +60,16 @@ class QueueStandIn:
             "Admitted": ("True", "Admitted", "The workload is admitted"),
             "Evicted": ("False", "QuotaReserved", "Previously: evicted"),
         }
-        self._tell(job, told, {"clusterQueue": "all", "podSetAssignments": sets})
+        self._set_conditions(job, told, {"clusterQueue": "all", "podSetAssignments": sets})
 
-    def evict(self, job: Job, reason: str, message: str) -> None:
+    def evict(self, job: ClusterJob, reason: str, message: str) -> None:
         """From now on the job has to leave; its quota is its own until it says that it has left."""
-        self._tell(job, {"Evicted": ("True", reason, message)})
+        self._set_conditions(job, {"Evicted": ("True", reason, message)})
 
-    def send(self, job: Job, namespace: str) -> Job:
+    def send_to_worker_cluster(self, job: ClusterJob, namespace: str) -> ClusterJob:
         """As MultiKueue's adapter for jobs of any kind does, once the job is admitted: copies its Workload, which is
         admitted there, and the job itself. `namespace`: stands in for another cluster's."""
-        workload, body = self.workload(job), job.read()
+        workload, body = self.get_workload(job), job.read()
         assert workload is not None
         name = workload["metadata"]["name"]
         kept = {"name": name, "namespace": namespace, "annotations": workload["metadata"]["annotations"]}
@@ -77,23 +77,23 @@ class QueueStandIn:
         labels = {**body["metadata"]["labels"], f"{GROUP}/prebuilt-workload-name": name}
         spec = {field: value for field, value in body["spec"].items() if field != "managedBy"}
         copy = {**body, "metadata": {"name": job.name, "labels": labels}, "spec": spec}
-        sent = Job.apply(self.cluster, namespace, {field: copy[field] for field in copy if field != "status"})
-        sent.until(lambda: self.workload(sent), 30, "the copy has taken the Workload for its own")
+        sent = ClusterJob.apply(self.cluster, namespace, {field: copy[field] for field in copy if field != "status"})
+        sent.wait_until(lambda: self.get_workload(sent), 30, "the copy has taken the Workload for its own")
         sets = workload["status"]["admission"]["podSetAssignments"]
         self.admit(sent, sets[0]["flavors"]["cpu"], **{each["name"]: each["count"] for each in sets})
         return sent
 
-    def bring_back(self, copy: Job, job: Job) -> None:
+    def copy_status_back(self, copy: ClusterJob, job: ClusterJob) -> None:
         """What the copy's status says is the job's."""
         self.cluster.kubectl(
             "patch", "tj", job.name, "-n", job.namespace, "--subresource=status", "--type=merge",
             "-p", json.dumps({"status": copy.status}),
         )  # fmt: skip
 
-    def _tell(
-        self, job: Job, said: Mapping[str, tuple[str, str, str]], admission: Mapping[str, Any] | None = None
+    def _set_conditions(
+        self, job: ClusterJob, said: Mapping[str, tuple[str, str, str]], admission: Mapping[str, Any] | None = None
     ) -> None:
-        body = self.workload(job)
+        body = self.get_workload(job)
         assert body is not None
         conditions = {found["type"]: found for found in body.get("status", {}).get("conditions", ())}
         for kind, (holds, reason, message) in said.items():
@@ -110,7 +110,7 @@ class QueueStandIn:
 
 
 @contextmanager
-def queues_served(cluster: Cluster) -> Iterator[QueueStandIn]:
+def install_queue_stand_in(cluster: KubectlCluster) -> Iterator[QueueStandIn]:
     cluster.kubectl("apply", "-f", str(DEFINITIONS))
     try:
         cluster.kubectl("wait", "--for=condition=Established", "--timeout=20s", "-f", str(DEFINITIONS))

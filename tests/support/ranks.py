@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from pacekeeper.launcher.warm import preimport
+from pacekeeper.launcher.warm import import_modules
 from pacekeeper.observe.ring import create_ring
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 
 Result = TypeVar("Result")
 
-PATIENCE = 300.0
+RANKS_TIMEOUT_SECONDS = 300.0
 """It only bounds a failure."""
 _rounds = itertools.count(1)
 
@@ -44,27 +44,27 @@ def run_ranks(
     ranks: int,
     runtime: Path | None = None,
     environment: dict[str, str] | None = None,
-    patience: float = PATIENCE,
+    patience: float = RANKS_TIMEOUT_SECONDS,
 ) -> list[Result]:
     """What `function(rank)` returns in each of the ranks, which start together.
 
     runtime: the folder that all of them share; None: no launcher is there, and nothing is recorded.
     Raises AssertionError with the tracebacks of ranks that failed, or that did not end in time.
     """
-    preimport(PREIMPORTS)
+    import_modules(PREIMPORTS)
     variables = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(_find_free_port()),
         "PACEKEEPER_ROUND": str(next(_rounds)),
         **(environment or {}),
     }
     if runtime is not None:
-        variables["PACEKEEPER_RUNTIME"] = str(Runtime(runtime).make().root)
-    children = [_fork(function, rank, variables, runtime) for rank in range(ranks)]
+        variables["PACEKEEPER_RUNTIME"] = str(RuntimeFolder(runtime).create().root)
+    children = [_fork_rank(function, rank, variables, runtime) for rank in range(ranks)]
     deadline = time.monotonic() + patience
-    answers = [_read(answer, deadline) for _, answer in children]
+    answers = [_read_result(answer, deadline) for _, answer in children]
     for pid, _ in children:
         os.kill(pid, signal.SIGKILL)  # ended or hanging: a child that waitpid has not seen keeps its id
         os.waitpid(pid, 0)
@@ -79,23 +79,23 @@ def import_before_forks(names: Sequence[str]) -> None:
     What is there then is exempt from garbage collection. A collection in a fork would otherwise write to each page that
     it shares with this process, and copy it: that takes longer than most ranks live.
     """
-    preimport(names)
+    import_modules(names)
     gc.freeze()
 
 
-def unpickle_nothing() -> None:
+def forbid_unpickling() -> None:
     """From here on this process fails where it would unpickle what a peer or a file says."""
     import torch.distributed.distributed_c10d as c10d
 
-    pickle.loads = pickle.load = _refuse
-    pickle.Unpickler = c10d._unpickler = _refuse  # type: ignore[misc,assignment]
+    pickle.loads = pickle.load = _refuse_unpickling
+    pickle.Unpickler = c10d._unpickler = _refuse_unpickling  # type: ignore[misc,assignment]
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
+def _refuse_unpickling(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("unpickles")
 
 
-def _fork(
+def _fork_rank(
     function: Callable[[int], Any], rank: int, variables: dict[str, str], runtime: Path | None
 ) -> tuple[int, int]:
     """Process id, and the end of a pipe from which its pickled (succeeded, result or traceback) comes."""
@@ -107,7 +107,7 @@ def _fork(
     try:
         os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
         if runtime is not None:
-            create_ring(Runtime(runtime).ring(rank), rank, int(variables["PACEKEEPER_ROUND"]), owner=os.getpid())
+            create_ring(RuntimeFolder(runtime).ring(rank), rank, int(variables["PACEKEEPER_ROUND"]), owner=os.getpid())
         import torch
 
         torch.set_num_threads(1)
@@ -121,7 +121,7 @@ def _fork(
     os._exit(0)
 
 
-def _read(pipe: int, deadline: float) -> tuple[bool, Any]:
+def _read_result(pipe: int, deadline: float) -> tuple[bool, Any]:
     content = b""
     with os.fdopen(pipe, "rb", buffering=0) as file:
         while select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -132,7 +132,7 @@ def _read(pipe: int, deadline: float) -> tuple[bool, Any]:
     return False, "did not end in time"
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))  # free on every address: a store listens on all
         port: int = probe.getsockname()[1]

@@ -8,8 +8,8 @@ from pathlib import Path
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
-def commands(door: str) -> list[str]:
+def read_commands(heading: str) -> list[str]:
     """The lines of the first block of code behind the door's name."""
-    found = re.search(rf"\*\*{door}\*\*.*?```\n(.*?)```", README.read_text(), re.DOTALL)
-    assert found is not None, door
+    found = re.search(rf"\*\*{heading}\*\*.*?```\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found is not None, heading
     return found[1].replace("\\\n", " ").splitlines()

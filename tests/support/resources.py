@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from tests.support.chart import RELEASE, SYSTEM, helm_template
-from tests.support.cluster import Cluster, wait_for
+from tests.support.chart import RELEASE, SYSTEM, render_chart
+from tests.support.cluster import KubectlCluster, wait_for
 
 
 @pytest.fixture(scope="session")
-def resources(cluster: Cluster) -> Iterator[None]:
-    with without_operator(cluster):
+def resources(cluster: KubectlCluster) -> Iterator[None]:
+    with run_without_operator(cluster):
         yield
 
 
 @contextmanager
-def without_operator(cluster: Cluster) -> Iterator[None]:
+def run_without_operator(cluster: KubectlCluster) -> Iterator[None]:
     """The chart's CRDs are there, and no operator answers to what these tests write.
 
     Tests that want an operator come later (see conftest.py) and install it anew; where there are none, it comes back.
     """
-    _define(cluster)
+    _apply_definitions(cluster)
     deployment = cluster.get("deployment", RELEASE, SYSTEM)
     if deployment is None:
         yield
@@ -35,9 +35,9 @@ def without_operator(cluster: Cluster) -> Iterator[None]:
     scale_operator(cluster, deployment, deployment["spec"]["replicas"])
 
 
-def _define(cluster: Cluster) -> None:
+def _apply_definitions(cluster: KubectlCluster) -> None:
     owner = {"meta.helm.sh/release-name": RELEASE, "meta.helm.sh/release-namespace": SYSTEM}
-    definitions = [found for found in helm_template() if found["kind"] == "CustomResourceDefinition"]
+    definitions = [found for found in render_chart() if found["kind"] == "CustomResourceDefinition"]
     for definition in definitions:
         definition["metadata"]["annotations"] |= owner  # so that `helm install` takes over what it finds
         cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(definition))
@@ -49,7 +49,7 @@ def _define(cluster: Cluster) -> None:
         )
 
 
-def scale_operator(cluster: Cluster, deployment: dict[str, Any], replicas: int) -> None:
+def scale_operator(cluster: KubectlCluster, deployment: dict[str, Any], replicas: int) -> None:
     """Until so many pods are there: one that still ends itself would answer, too."""
     labels = deployment["spec"]["selector"]["matchLabels"]
     selector = ",".join(f"{name}={value}" for name, value in labels.items())

@@ -19,7 +19,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def schema(plural: str) -> dict[str, Any]:
+def read_schema(plural: str) -> dict[str, Any]:
     """The OpenAPI schema's fields of a kind: `trainingjobs`, `incidents`, `nodequarantines` or `trainingjobstates`."""
     definition = yaml.safe_load((REPOSITORY / f"crds/{plural}.yaml").read_text())
     found: dict[str, Any] = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
@@ -38,7 +38,7 @@ def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
     return value
 
 
-def faults(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
+def find_schema_errors(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
     """Where the API server would prune `value` or refuse its type."""
     if value is None:  # in a merge patch: the field is removed
         return []
@@ -47,7 +47,7 @@ def faults(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
     if "enum" in schema and value not in schema["enum"]:
         return [f"{path}: {value!r} is not one of {schema['enum']}"]
     if isinstance(value, list):
-        return [fault for i, item in enumerate(value) for fault in faults(item, schema["items"], f"{path}[{i}]")]
+        return [fault for i, item in enumerate(value) for fault in find_schema_errors(item, schema["items"], f"{path}[{i}]")]
     if not isinstance(value, dict):
         return []
     properties = schema.get("properties", {})
@@ -57,6 +57,6 @@ def faults(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
         fault
         for name in value
         if name in properties
-        for fault in faults(value[name], properties[name], f"{path}.{name}")
+        for fault in find_schema_errors(value[name], properties[name], f"{path}.{name}")
     ]
     return missing + unknown + known

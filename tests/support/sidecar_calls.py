@@ -9,24 +9,24 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from tests.support.jobs import Job
+from tests.support.jobs import ClusterJob
 
 LEADER_SECONDS = 30.0
 
 
-def call(job: Job, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def call_operator(job: ClusterJob, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """POST to the operator that leads, at the address and with the authority that sidecars are given; (status, answer).
     The Service leads to a standby as well, which names the leader."""
     until = time.monotonic() + LEADER_SECONDS
     while True:
-        status, answer = _call(job, path, bearer, body)
+        status, answer = _send_call(job, path, bearer, body)
         if status != 503 or "leader" not in answer or time.monotonic() > until:
             return status, answer
         time.sleep(0.1)
 
 
-def _call(job: Job, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    sidecar = job.pods()[0]["spec"]["initContainers"][0]
+def _send_call(job: ClusterJob, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    sidecar = job.list_pods()[0]["spec"]["initContainers"][0]
     given = {variable["name"]: variable.get("value", "") for variable in sidecar["env"]}
     request = urllib.request.Request(given["PACEKEEPER_OPERATOR"] + path, json.dumps(body).encode())
     if bearer:
@@ -39,7 +39,7 @@ def _call(job: Job, path: str, bearer: str, body: dict[str, Any]) -> tuple[int, 
         return error.code, json.loads(error.read() or b"{}")
 
 
-def token(job: Job, pod: str, audience: str = "pacekeeper") -> str:
+def create_sidecar_token(job: ClusterJob, pod: str, audience: str = "pacekeeper") -> str:
     """Of the pod, as its sidecar gets it from the kubelet."""
     bound = ["--bound-object-kind=Pod", f"--bound-object-name={pod}", f"--audience={audience}"]
     return job.cluster.kubectl("create", "token", "default", *bound, "-n", job.namespace).strip()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.runtime import OperatorRuntime
 from tests.support.worlds import NOW
 
 
-class Still(Runtime):
+class FixedTimeRuntime(OperatorRuntime):
     """Time stands still, unless a test moves it."""
 
     def __init__(self) -> None:

@@ -13,10 +13,10 @@ import itertools
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.runtime import OperatorRuntime
 
 Result = TypeVar("Result")
-TURNS = 50
+SETTLE_ITERATIONS = 50
 """Turns of the event loop after which everything that can go on without time passing has done so."""
 
 
@@ -28,7 +28,7 @@ class Timeline:
         self._order = itertools.count()
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
 
-    def after(self, seconds: float) -> asyncio.Future[None]:
+    def wait_for(self, seconds: float) -> asyncio.Future[None]:
         """Done when so much time has passed."""
         future = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (self.now + seconds, next(self._order), future))
@@ -37,17 +37,17 @@ class Timeline:
     async def run(self, seconds: float) -> None:
         """Let time pass."""
         end = self.now + seconds
-        await _settle()
+        await _run_until_settled()
         while self._waiting and self._waiting[0][0] <= end:
             at, _, future = heapq.heappop(self._waiting)
             if not future.done():
                 self.now = max(self.now, at)
                 future.set_result(None)
-                await _settle()
+                await _run_until_settled()
         self.now = end
 
 
-class VirtualRuntime(Runtime):
+class VirtualRuntime(OperatorRuntime):
     """Of one machine: its clock is `clock_off` seconds off the others'."""
 
     def __init__(self, timeline: Timeline, clock_off: float = 0.0, seed: int = 0) -> None:
@@ -62,10 +62,10 @@ class VirtualRuntime(Runtime):
         return self._timeline.now + 7 * self._clock_off
 
     async def sleep(self, seconds: float) -> None:
-        await self._timeline.after(seconds)
+        await self._timeline.wait_for(seconds)
 
-    async def within(self, seconds: float, work: Awaitable[Result]) -> Result:
-        deadline, task = self._timeline.after(seconds), asyncio.ensure_future(work)
+    async def run_with_timeout(self, seconds: float, work: Awaitable[Result]) -> Result:
+        deadline, task = self._timeline.wait_for(seconds), asyncio.ensure_future(work)
         try:
             both: list[asyncio.Future[Any]] = [deadline, task]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -77,6 +77,6 @@ class VirtualRuntime(Runtime):
             deadline.cancel()
 
 
-async def _settle() -> None:
-    for _ in range(TURNS):
+async def _run_until_settled() -> None:
+    for _ in range(SETTLE_ITERATIONS):
         await asyncio.sleep(0)

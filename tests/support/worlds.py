@@ -7,29 +7,29 @@ from dataclasses import replace
 from typing import Any
 
 from pacekeeper_analysis.plan import Member, Plan
-from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
-from pacekeeper_operator.api import Job, JobSpec, Mode, RemediationSpec, Remedy
-from pacekeeper_operator.decide.think import Thought
-from pacekeeper_operator.observation import Metrics, NodeView, Observation, PodView, Policy, Surroundings, WorkerView
-from pacekeeper_operator.state import Draft, GpusSeen, Incident, Life, Placement, State, Worker
+from pacekeeper_analysis.reports import Evidence, FaultReport, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
+from pacekeeper_operator.api import TrainingJob, JobSpec, RemediationMode, RemediationSpec, Remedy
+from pacekeeper_operator.decide.think import PassResult
+from pacekeeper_operator.observation import JobMetrics, NodeView, Observation, PodView, Policy, ClusterView, WorkerView
+from pacekeeper_operator.state import DesiredState, GpuReadings, Incident, Lifecycle, Placement, State, WorkerRecord
 
 NOW = 1_000_000.0
 TEMPLATE: Mapping[str, Any] = {"spec": {"containers": [{"name": "trainer", "image": "i"}]}}
 
 
-def evidence_of(request: str, windows: Iterable[RankWindow]) -> tuple[Evidence, ...]:
+def build_evidence(request: str, windows: Iterable[RankWindow]) -> tuple[Evidence, ...]:
     """The answers of `training`'s workers to a request, one rank a worker."""
     return tuple(Evidence(request, f"j-w{window.rank}-0", 1, (window,)) for window in windows)
 
 
-def job(replicas: int = 4, spares: int = 1, **changes: Any) -> Job:
+def build_job(replicas: int = 4, spares: int = 1, **changes: Any) -> TrainingJob:
     spec = JobSpec(template=TEMPLATE, replicas=replicas, spares=spares, **changes)
-    return Job("ns", "j", "u1d2c3", 1, spec, created_at=NOW - 1000)
+    return TrainingJob("ns", "j", "u1d2c3", 1, spec, created_at=NOW - 1000)
 
 
-def policy(**changes: Any) -> Policy:
+def build_policy(**changes: Any) -> Policy:
     values: dict[str, Any] = {
-        "mode": Mode.ACT,
+        "mode": RemediationMode.ACT,
         "allow": frozenset(Remedy),
         "max_restarts": 10,
         "restart_window": 3600.0,
@@ -37,18 +37,18 @@ def policy(**changes: Any) -> Policy:
     return Policy(**(values | changes))
 
 
-def training(replicas: int = 4, spares: int = 1, step: int = 500, **changes: Any) -> Observation:
+def build_training(replicas: int = 4, spares: int = 1, step: int = 500, **changes: Any) -> Observation:
     """A job in its first round, all members at `step`, all spares warm; worker i on node-i."""
-    the_job = changes.pop("job", None) or job(replicas, spares)
-    records = [Worker(f"j-w{n}-0", n, 0, uid=f"uid-{n}", node=f"node-{n}") for n in range(replicas + spares)]
+    the_job = changes.pop("job", None) or build_job(replicas, spares)
+    records = [WorkerRecord(f"j-w{n}-0", n, 0, uid=f"uid-{n}", node=f"node-{n}") for n in range(replicas + spares)]
     members = tuple(Member(records[n].name, f"10.0.0.{n}", (n,)) for n in range(replicas))
     plan = Plan(version=100, membership=1, round=1, members=members, restarts=10)
     state = State(
         placement=Placement(
             workers=tuple(records), incarnations={str(n): 0 for n in range(replicas + spares)}, template_accepted=1
         ),
-        life=Life(training_since=NOW - 300, start_time=NOW - 400),
-        gpus=GpusSeen(nodes=tuple(f"node-{n}" for n in range(replicas + spares))),
+        life=Lifecycle(training_since=NOW - 300, start_time=NOW - 400),
+        gpus=GpuReadings(nodes=tuple(f"node-{n}" for n in range(replicas + spares))),
     )
     beat = Heartbeat(
         state=LauncherState.RUNNING,
@@ -79,26 +79,26 @@ def training(replicas: int = 4, spares: int = 1, step: int = 500, **changes: Any
         now=NOW,
         operator_age=1000.0,
         job=the_job,
-        draft=Draft(plan, state),
+        desired=DesiredState(plan, state),
         workers=views,
-        metrics=Metrics(step_seconds=0.1),
-        surroundings=Surroundings(nodes=nodes),
+        metrics=JobMetrics(step_seconds=0.1),
+        cluster_view=ClusterView(nodes=nodes),
     )
     return replace(world, **changes)
 
 
-def untrained(replicas: int = 4, spares: int = 1, **changes: Any) -> Observation:
+def build_untrained(replicas: int = 4, spares: int = 1, **changes: Any) -> Observation:
     """The same in a job that has not completed a step so far."""
-    world = change_members(training(replicas, spares, **changes), first_step_at=0.0, step=-1, steps_in_round=0)
-    return world.with_draft(world.draft.with_life(training_since=0.0))
+    world = change_members(build_training(replicas, spares, **changes), first_step_at=0.0, step=-1, steps_in_round=0)
+    return world.with_desired(world.desired.with_lifecycle(training_since=0.0))
 
 
-def fresh(replicas: int = 2, spares: int = 1, **changes: Any) -> Observation:
+def build_fresh(replicas: int = 2, spares: int = 1, **changes: Any) -> Observation:
     """A job that has no plan yet but an empty one, and no pods."""
-    the_job = changes.pop("job", None) or job(replicas, spares)
+    the_job = changes.pop("job", None) or build_job(replicas, spares)
     nodes = {f"node-{n}": NodeView(f"node-{n}", f"node-uid-{n}") for n in range(10)}
-    draft = Draft(Plan(version=100), State(placement=Placement(template_accepted=1)))
-    world = Observation(NOW, 1000.0, the_job, draft, surroundings=Surroundings(nodes=nodes))
+    draft = DesiredState(Plan(version=100), State(placement=Placement(template_accepted=1)))
+    world = Observation(NOW, 1000.0, the_job, draft, cluster_view=ClusterView(nodes=nodes))
     return replace(world, **changes)
 
 
@@ -114,9 +114,9 @@ def with_pods(world: Observation, *, state: LauncherState | None = None, placed:
     return replace(world, workers=tuple(views))
 
 
-def decisions(thought: Thought) -> tuple[Incident, ...]:
+def list_decisions(result: PassResult) -> tuple[Incident, ...]:
     """What this pass has decided, in order."""
-    return tuple(i for i in thought.draft.state.incidents.current if i.decided == thought.observation.now)
+    return tuple(i for i in result.desired.state.incidents.current if i.decided == result.observation.now)
 
 
 def change_worker(
@@ -148,7 +148,7 @@ def change_members(world: Observation, **heartbeat: Any) -> Observation:
     return world
 
 
-def crash(worker: str, rank: int, round_: int = 1, **changes: Any) -> Fault:
+def build_crash(worker: str, rank: int, round_: int = 1, **changes: Any) -> FaultReport:
     values: dict[str, Any] = {
         "exit_code": -9,
         "completed_step": True,
@@ -157,10 +157,10 @@ def crash(worker: str, rank: int, round_: int = 1, **changes: Any) -> Fault:
         "membership": 1,
     }
     name = f"{worker}-rank-{rank}-round-{round_}"
-    return Fault(name, FaultKind.RANK_FAILED, worker, round_, rank=rank, **(values | changes))
+    return FaultReport(name, FaultKind.RANK_FAILED, worker, round_, rank=rank, **(values | changes))
 
 
-def stall(worker: str, rank: int, *, culprit: bool = False, round_: int = 1, **changes: Any) -> Fault:
+def build_stall(worker: str, rank: int, *, culprit: bool = False, round_: int = 1, **changes: Any) -> FaultReport:
     """What a worker says when its rank waits in a collective, or (`culprit`) never came to it."""
     state = RankState(
         rank=rank,
@@ -177,16 +177,16 @@ def stall(worker: str, rank: int, *, culprit: bool = False, round_: int = 1, **c
         stack="" if culprit else "wait()",
     )
     values: dict[str, Any] = {"noticed_at": NOW - 0.1, "membership": 1, "step": 500}
-    return Fault(f"{worker}-stall-{round_}", FaultKind.STALLED, worker, round_, ranks=(state,), **(values | changes))
+    return FaultReport(f"{worker}-stall-{round_}", FaultKind.STALLED, worker, round_, ranks=(state,), **(values | changes))
 
 
-def stalls(world: Observation, culprit: int) -> tuple[Fault, ...]:
+def build_stalls(world: Observation, culprit: int) -> tuple[FaultReport, ...]:
     """Of all members; rank `culprit` holds the others."""
     return tuple(
-        stall(m.worker, m.ranks[0], culprit=m.ranks[0] == culprit, round_=world.round, membership=world.plan.membership)
+        build_stall(m.worker, m.ranks[0], culprit=m.ranks[0] == culprit, round_=world.round, membership=world.plan.membership)
         for m in world.plan.members
     )
 
 
-def remediation(**changes: Any) -> RemediationSpec:
+def build_remediation(**changes: Any) -> RemediationSpec:
     return RemediationSpec(**changes)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .observe.watching import watch_steps
+from .observe.watching import record_optimizer_steps
 
-watch_steps()
+record_optimizer_steps()

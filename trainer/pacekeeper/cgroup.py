@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/sys/fs/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def oom_kills(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> int:
+def count_oom_kills(root: Path = CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> int:
     """Processes that the kernel has killed for want of memory in this control group; 0 where that cannot be read."""
-    for folder in _folders(root, membership, "memory"):
+    for folder in _list_cgroup_folders(root, membership, "memory"):
         for name in ("memory.events", "memory.oom_control"):
             try:
                 lines = (folder / name).read_text().splitlines()
@@ -24,22 +24,22 @@ def oom_kills(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -
     return 0
 
 
-def memory_left(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
+def compute_memory_left(root: Path = CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
     """Bytes that this control group may still take, by the tightest limit from here up to `root`; infinity: no limit.
 
     Files in the page cache do not count as taken: the kernel gives them up before it kills anybody. Shared memory does.
     """
     left = math.inf
-    for folder in _folders(root, membership, "memory"):
+    for folder in _list_cgroup_folders(root, membership, "memory"):
         while folder.is_relative_to(root):
-            left = min(left, _memory_left(folder))
+            left = min(left, _read_memory_left(folder))
             if folder == root:
                 break
             folder = folder.parent
     return left
 
 
-def _memory_left(folder: Path) -> float:
+def _read_memory_left(folder: Path) -> float:
     for most, taken, total in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -57,9 +57,9 @@ def _memory_left(folder: Path) -> float:
     return math.inf
 
 
-def cpu_limit(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
+def read_cpu_limit(root: Path = CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> float:
     """Processors that this control group may use at once; infinity: as many as there are."""
-    for folder in _folders(root, membership, "cpu"):
+    for folder in _list_cgroup_folders(root, membership, "cpu"):
         try:
             quota, period = (folder / "cpu.max").read_text().split()
         except OSError:
@@ -72,10 +72,10 @@ def cpu_limit(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -
     return math.inf
 
 
-def throttling(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> tuple[int, int]:
+def read_throttling(root: Path = CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup")) -> tuple[int, int]:
     """Periods of the processor quota so far, and those of them in which it has held this control group up; (0, 0) where
     that cannot be read, or there is no quota."""
-    for folder in _folders(root, membership, "cpu"):
+    for folder in _list_cgroup_folders(root, membership, "cpu"):
         try:
             lines = (folder / "cpu.stat").read_text().splitlines()
         except OSError:
@@ -86,12 +86,12 @@ def throttling(root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) 
     return 0, 0
 
 
-def waited_for_processor(
-    root: Path = ROOT, membership: Path = Path("/proc/self/cgroup"), machine: Path = Path("/proc/pressure/cpu")
+def read_cpu_wait_seconds(
+    root: Path = CGROUP_ROOT, membership: Path = Path("/proc/self/cgroup"), machine: Path = Path("/proc/pressure/cpu")
 ) -> float | None:
     """Seconds so far in which some thread of this control group, or of the whole machine where it has no figure of its
     own, was ready to run and had no processor; None: the kernel does not count them."""
-    for path in [folder / "cpu.pressure" for folder in _folders(root, membership, "cpu")] + [machine]:
+    for path in [folder / "cpu.pressure" for folder in _list_cgroup_folders(root, membership, "cpu")] + [machine]:
         try:
             lines = path.read_text().splitlines()
         except OSError:
@@ -103,7 +103,7 @@ def waited_for_processor(
     return None
 
 
-def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+def _list_cgroup_folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
     """Where this process's group of the controller may be mounted, the likeliest place first."""
     try:
         lines = membership.read_text().splitlines()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from pacekeeper.launcher.processes import open_standard_files
-from pacekeeper.launcher.shim import preload
+from pacekeeper.launcher.shim import preload_shim
 from pacekeeper_analysis.errors import InputError
 
 COMMANDS = {
@@ -22,15 +22,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in {"-h", "--help"}:
-        print(_usage())
+        print(_format_usage())
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in COMMANDS:
-        print(f"pacekeeper: no command {name!r}\n{_usage()}", file=sys.stderr)
+        print(f"pacekeeper: no command {name!r}\n{_format_usage()}", file=sys.stderr)
         return 2
     if name == "run" and argv is None:
         open_standard_files()
-        preload()  # starts this process again, before it has imported what takes long
+        preload_shim()  # starts this process again, before it has imported what takes long
     command: Callable[[Sequence[str]], int] = importlib.import_module(COMMANDS[name][0]).main
     try:
         return command(rest)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _usage() -> str:
+def _format_usage() -> str:
     lines = [f"  {name:9} {purpose}" for name, (_, purpose) in COMMANDS.items()]
     return "\n".join(["usage: pacekeeper COMMAND …; pacekeeper COMMAND --help tells more", *lines])
 

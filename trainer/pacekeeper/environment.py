@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pacekeeper_analysis.errors import InputError
 
-from .runtime import Runtime
+from .runtime import RuntimeFolder
 
-LEFT_WHEN_TOLD = 143
+RANK_LEFT_EXIT_CODE = 143
 """Exit code of a rank that was told to leave (SIGTERM, suspend), after its checkpoint: 128 + SIGTERM."""
 
-_NEIGHBOUR_MEGABYTES = "PACEKEEPER_NEIGHBOUR_MEGABYTES"
+_PEER_REPLICA_VARIABLE = "PACEKEEPER_NEIGHBOUR_MEGABYTES"
 
 
 @dataclass(frozen=True)
@@ -30,25 +30,25 @@ class JobIdentity:
     """Of the TrainingJob, or of one `pacekeeper run --local`: applied again, a job has a new one. "": unknown."""
 
     @classmethod
-    def read(cls, variables: Mapping[str, str]) -> JobIdentity:
+    def from_variables(cls, variables: Mapping[str, str]) -> JobIdentity:
         name, namespace = variables.get("PACEKEEPER_JOB", ""), variables.get("PACEKEEPER_NAMESPACE", "")
         if name and namespace:
             return cls(f"{namespace}/{name}", variables.get("PACEKEEPER_JOB_UID", ""))
         # The runtime folder of a local run has a name of its own, which all its rounds share.
-        return cls(name or _script(), variables.get("PACEKEEPER_RUNTIME", ""))
+        return cls(name or _find_script_path(), variables.get("PACEKEEPER_RUNTIME", ""))
 
     @property
-    def mark(self) -> str:
+    def file_tag(self) -> str:
         """In file names: tells apart both jobs and runs of one job."""
-        return f"{self.name_mark}-{zlib.crc32(self.uid.encode()):08x}"
+        return f"{self.name_tag}-{zlib.crc32(self.uid.encode()):08x}"
 
     @property
-    def name_mark(self) -> str:
+    def name_tag(self) -> str:
         """The part of `mark` that all runs of this job share."""
         return f"{zlib.crc32(self.name.encode()):08x}"
 
 
-def _script() -> str:
+def _find_script_path() -> str:
     """The absolute path of the program that runs; of an interactive session, its working folder."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return str(Path(file).resolve() if file else Path.cwd())
@@ -65,7 +65,7 @@ class Environment:
     device_index: int = 0
     """Number of its GPU among those that it sees: LOCAL_RANK, as the script reads it."""
     round: int = 0
-    runtime: Runtime | None = None
+    runtime: RuntimeFolder | None = None
     """None: no launcher is there, or this process is not the rank but a child of it, and nothing is recorded."""
     checkpoint_path: Path | None = None
     checkpoint_every: int = 0
@@ -82,7 +82,7 @@ class Environment:
     """Where it runs; "": that is not known."""
     address: str = ""
     """Of the worker, where other workers reach it; "": they do not."""
-    neighbour_megabytes: int = 200
+    peer_replica_megabytes: int = 200
     """A second, that this worker's ranks send at most of their snapshots to another node; 0: they send none."""
     native: bool = True
     """Whether what is repeated in each step may be done in C (`observe/fast.py`)."""
@@ -91,37 +91,37 @@ class Environment:
     def read(cls, variables: Mapping[str, str] = os.environ) -> Environment:
         """Raises InputError that names the variable which is no number."""
         path = variables.get("PACEKEEPER_CHECKPOINT_PATH")
-        megabytes = _number(variables, _NEIGHBOUR_MEGABYTES, cls.neighbour_megabytes)
+        megabytes = _read_integer(variables, _PEER_REPLICA_VARIABLE, cls.peer_replica_megabytes)
         if megabytes < 0:
             raise InputError(
-                f"{_NEIGHBOUR_MEGABYTES}={megabytes}: give the megabytes a second that snapshots may take of the "
+                f"{_PEER_REPLICA_VARIABLE}={megabytes}: give the megabytes a second that snapshots may take of the "
                 "network on their way to another node, or 0 for none"
             )
-        runtime = Runtime.from_environment(variables) if variables.get("PACEKEEPER_RUNTIME") else None
-        device_index = _number(variables, "LOCAL_RANK", 0)
-        local_rank = _number(variables, "PACEKEEPER_LOCAL_RANK", device_index)
+        runtime = RuntimeFolder.from_environment(variables) if variables.get("PACEKEEPER_RUNTIME") else None
+        device_index = _read_integer(variables, "LOCAL_RANK", 0)
+        local_rank = _read_integer(variables, "PACEKEEPER_LOCAL_RANK", device_index)
         return cls(
-            rank=_number(variables, "RANK", 0),
-            world_size=_number(variables, "WORLD_SIZE", 1),
+            rank=_read_integer(variables, "RANK", 0),
+            world_size=_read_integer(variables, "WORLD_SIZE", 1),
             local_rank=local_rank,
             device_index=device_index,
-            round=_number(variables, "PACEKEEPER_ROUND", 0),
-            runtime=runtime if runtime is not None and runtime.is_lent(local_rank) else None,
+            round=_read_integer(variables, "PACEKEEPER_ROUND", 0),
+            runtime=runtime if runtime is not None and runtime.is_rank_process(local_rank) else None,
             checkpoint_path=Path(path) if path else None,
-            checkpoint_every=_number(variables, "PACEKEEPER_CHECKPOINT_EVERY", 0),
-            checkpoint_keep=_number(variables, "PACEKEEPER_CHECKPOINT_KEEP", 3),
+            checkpoint_every=_read_integer(variables, "PACEKEEPER_CHECKPOINT_EVERY", 0),
+            checkpoint_keep=_read_integer(variables, "PACEKEEPER_CHECKPOINT_KEEP", 3),
             checkpoint_adopt=variables.get("PACEKEEPER_CHECKPOINT_ADOPT", ""),
-            checkpoint_read_only=_number(variables, "PACEKEEPER_CHECKPOINT_READ_ONLY", 0) != 0,
-            job=JobIdentity.read(variables),
+            checkpoint_read_only=_read_integer(variables, "PACEKEEPER_CHECKPOINT_READ_ONLY", 0) != 0,
+            job=JobIdentity.from_variables(variables),
             worker=variables.get("PACEKEEPER_WORKER", ""),
             node=variables.get("PACEKEEPER_NODE", ""),
             address=variables.get("PACEKEEPER_POD_IP", ""),
-            neighbour_megabytes=megabytes,
-            native=_number(variables, "PACEKEEPER_NATIVE", 1) != 0,
+            peer_replica_megabytes=megabytes,
+            native=_read_integer(variables, "PACEKEEPER_NATIVE", 1) != 0,
         )
 
 
-def _number(variables: Mapping[str, str], name: str, default: int) -> int:
+def _read_integer(variables: Mapping[str, str], name: str, default: int) -> int:
     text = variables.get(name) or str(default)
     try:
         return int(text)

@@ -28,23 +28,23 @@ from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.records import Phase
 
 from .data.lengths import Lengths
-from .data.loader import BatchSizes, Loader, Place, Weight
+from .data.loader import BatchSizes, Loader, RankTopology, Weight
 from .device import select_device
 from .environment import Environment
-from .job_settings import Checkpoints, JobSettings, checked_course, mesh_shape, replica_ranks
+from .job_settings import Checkpoints, JobSettings, validate_training_config, resolve_mesh_shape, count_replica_ranks
 from .keep.checkpoints import CheckpointFolder
 from .keep.state import TrainingState
-from .keep.store import Store
+from .keep.store import StateStore
 from .modes.agreement import Agreement
-from .modes.conclusion import Limits
-from .modes.course import Course
+from .modes.conclusion import RoundLimits
+from .modes.course import TrainingConfig
 from .modes.follower import PlanReader
-from .modes.mode import Parts
-from .modes.ordinals import Ordinals
+from .modes.mode import SyncComponents
+from .modes.ordinals import SyncPoints
 from .modes.progress import Progress
-from .modes.retention import Retention
+from .modes.retention import StateSaver
 from .observe.recorder import Recorder
-from .observe.watching import recorder as watch
+from .observe.watching import get_recorder as watch
 from .registered import check_registered
 from .replication.local_sgd import OuterSGD
 from .replication.parallel import Units
@@ -57,7 +57,7 @@ Schedule = Callable[[int], float]
 
 _log = logging.getLogger(__name__)
 
-_OWN = "job"
+_PROGRESS_NAME = "job"
 """Name of the job's own progress among what a checkpoint holds."""
 
 _PHASES = {"eval": Phase.EVALUATE, "compile": Phase.COMPILE, "checkpoint": Phase.CHECKPOINT, "data": Phase.DATA}
@@ -98,7 +98,7 @@ def init(
     """
     environment = Environment.read()
     mesh = mesh or {"sync": -1}
-    shape = mesh_shape(mesh, environment.world_size)
+    shape = resolve_mesh_shape(mesh, environment.world_size)
     if checkpoints is None and environment.checkpoint_path is not None:
         checkpoints = Checkpoints(
             environment.checkpoint_path,
@@ -111,8 +111,8 @@ def init(
         raise InputError(f"snapshot_every={snapshot_every} must be 0 (none), a number of steps, or None")
     if checkpoints is not None and checkpoints.every < 0:
         raise InputError(f"checkpoints.every={checkpoints.every} must be 0 (only when asked for) or a number of steps")
-    course = checked_course(sync_mode, sync_every, sync_seconds)
-    folder = _open_folder(checkpoints, environment) if checkpoints else None
+    course = validate_training_config(sync_mode, sync_every, sync_seconds)
+    folder = _open_checkpoint_folder(checkpoints, environment) if checkpoints else None
     selected = select_device(device, environment.device_index)
     if selected.type == "cpu" and "nccl" in (backend or ""):
         raise InputError(
@@ -132,12 +132,12 @@ def init(
             device_id=selected if "nccl" in backend else None,
         )
     checkpoint_every = checkpoints.every if checkpoints else 0
-    least = replica_ranks(mesh, environment.world_size)
+    least = count_replica_ranks(mesh, environment.world_size)
     settings = JobSettings(selected, shape, least, seed, folder, checkpoint_every, snapshot_every, course)
     return Job(environment, recorder, settings)
 
 
-def _open_folder(checkpoints: Checkpoints, environment: Environment) -> CheckpointFolder:
+def _open_checkpoint_folder(checkpoints: Checkpoints, environment: Environment) -> CheckpointFolder:
     """Raises InputError where it is another job's, or cannot be written."""
     return CheckpointFolder(
         Path(checkpoints.path),
@@ -155,7 +155,7 @@ class Job:
     def __init__(self, environment: Environment, recorder: Recorder, settings: JobSettings) -> None:
         self.environment = environment
         self.recorder = recorder
-        recorder.steered = True
+        recorder.managed = True
         self.rank = environment.rank
         self.world_size = environment.world_size
         self.device = settings.device
@@ -165,17 +165,17 @@ class Job:
         self._replication = Replication(self.rank, settings.mesh, settings.device)
         self._settings = settings
         self._objects: dict[str, Any] = {}
-        self._retention: Retention | None = None
+        self._retention: StateSaver | None = None
         """None: nothing was restored yet."""
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: set[torch.optim.Optimizer] = set()
         """Of them, those that have in the present step."""
         self._warmup_steps = 0
         self._schedules: list[tuple[LambdaLR, Schedule]] = []
-        self._ordinals: Ordinals | None = None
-        self._told_to_leave = False
-        signal.signal(signal.SIGTERM, self._leave_soon)
-        self._replication.join()
+        self._sync_points: SyncPoints | None = None
+        self._leave_requested = False
+        signal.signal(signal.SIGTERM, self._request_leave)
+        self._replication.create_groups()
         recorder.ring.state.joined_ns = time.monotonic_ns()
 
     @property
@@ -195,7 +195,7 @@ class Job:
     def loss(self) -> float:
         """Mean loss over the newest step, or interval between synchronisations, that all ranks have reported; NaN: none
         was."""
-        return self._ordinals.loss if self._ordinals else math.nan
+        return self._sync_points.loss if self._sync_points else math.nan
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -237,7 +237,7 @@ class Job:
             optimizer.register_step_pre_hook(lambda *_: self._optimizer_begins())
         self._optimizers.append(optimizer)
         optimizer.register_step_post_hook(lambda *_: self._optimizer_stepped(optimizer))
-        self._replication.train_with(optimizer, outer)
+        self._replication.add_optimizer(optimizer, outer)
         return optimizer
 
     def lr_lambda(self, optimizer: torch.optim.Optimizer, factor: Schedule) -> LambdaLR:
@@ -276,7 +276,7 @@ class Job:
         return Loader(
             dataset,
             BatchSizes(global_batch_size, max_microbatch, static_shapes),
-            Place(self.rank, self.world_size, self._replication.shape["shard"]),
+            RankTopology(self.rank, self.world_size, self._replication.shape["shard"]),
             weight=weight,
             device=self.device,
             seed=self._settings.seed,
@@ -293,8 +293,8 @@ class Job:
         """
         if self._retention is not None:
             raise InputError(f"{', '.join(objects)}: the job's state is restored already; register it before restore()")
-        if _OWN in objects:
-            raise InputError(f"{_OWN}: under this name the job keeps its own progress; take another one")
+        if _PROGRESS_NAME in objects:
+            raise InputError(f"{_PROGRESS_NAME}: under this name the job keeps its own progress; take another one")
         for name, item in objects.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise InputError(f"{name}: {type(item).__name__} has no state_dict and load_state_dict; leave it out")
@@ -311,10 +311,10 @@ class Job:
             raise InputError("restore(): the job's state is restored already; call it once, before the first step")
         self.register(**objects)
         settings = self._settings
-        state = TrainingState({**self._objects, _OWN: self._progress}, self._replication, self.rank)
-        store = Store(self.environment, self._agreement, state, settings.folder)
+        state = TrainingState({**self._objects, _PROGRESS_NAME: self._progress}, self._replication, self.rank)
+        store = StateStore(self.environment, self._agreement, state, settings.folder)
         snapshot_every = settings.snapshot_every if self._objects else 0
-        retention = Retention(
+        retention = StateSaver(
             store, self.recorder, self._progress, self._replication, settings.checkpoint_every, snapshot_every
         )
         step = retention.restore()
@@ -334,8 +334,8 @@ class Job:
             self.restore()
         retention = self._retention
         assert retention is not None, "restore() makes it"
-        ordinals = self._ordinals = self._begin(loader, until, retention)
-        ordinals.open()
+        ordinals = self._sync_points = self._create_sync_points(loader, until, retention)
+        ordinals.open_first_period()
         while not ordinals.finished:
             step = ordinals.next_step()
             if step is not None:
@@ -355,50 +355,50 @@ class Job:
         """A phase other than training, with a deadline of its own: "eval", "compile", "checkpoint" or "data"."""
         if name not in _PHASES:
             raise InputError(f"phase {name!r} is unknown; take one of {', '.join(_PHASES)}")
-        return self.recorder.during(_PHASES[name])
+        return self.recorder.run_phase(_PHASES[name])
 
-    def _begin(self, loader: Loader, until: int | None, retention: Retention) -> Ordinals:
+    def _create_sync_points(self, loader: Loader, until: int | None, retention: StateSaver) -> SyncPoints:
         progress = self._progress
-        progress.begin(loader.global_batch_size)
+        progress.begin_round(loader.global_batch_size)
         self.recorder.ring.state.global_batch = loader.global_batch_size
-        self.recorder.ring.state.share_grain = loader.share_grain
+        self.recorder.ring.state.share_grain = loader.share_granularity
         self.recorder.ring.state.total_steps = until or 0
         self.recorder.ring.state.replica_ranks = self._settings.replica_ranks
         self.recorder.restart_clock(progress.step + 1)
 
-        def check(course: Course) -> None:
+        def check(course: TrainingConfig) -> None:
             if course.shares is not None:
-                loader.check(course.shares)
+                loader.check_shares(course.shares)
             if course.sequence_cost is not None:
                 loader.check_cost()
             if course.sync_mode is not SyncMode.SYNC:
-                self._replication.check_local()
+                self._replication.check_local_sgd()
 
         try:
-            check(progress.course)
+            check(progress.training_config)
         except InputError:  # of another number of ranks, or of another script
-            progress.course = Course()
-        if self._settings.course is not None:
-            check(self._settings.course)
-            progress.course = self._settings.course
+            progress.training_config = TrainingConfig()
+        if self._settings.training_config is not None:
+            check(self._settings.training_config)
+            progress.training_config = self._settings.training_config
             runtime = self.environment.runtime
             if self.rank == 0 and runtime is not None and runtime.plan.exists():
                 _log.warning(
                     "sync_mode of pk.init is passed over: the plan says how to train; see spec.syncMode of the "
                     "TrainingJob, or pacekeeper run --local N --sync-mode"
                 )
-        parts = Parts(
+        parts = SyncComponents(
             agreement=self._agreement,
             recorder=self.recorder,
             progress=progress,
             replication=self._replication,
-            retention=retention,
+            state_saver=retention,
             loader=loader,
-            plan=PlanReader(self.environment.runtime if self.rank == 0 else None, check),
-            told_to_leave=lambda: self._told_to_leave,
-            settled=self._adjust_schedules,
+            plan_reader=PlanReader(self.environment.runtime if self.rank == 0 else None, check),
+            is_leave_requested=lambda: self._leave_requested,
+            on_settled=self._adjust_schedules,
         )
-        return Ordinals(parts, Limits(None if until is None else progress.samples_at(until), self._warmup_steps))
+        return SyncPoints(parts, RoundLimits(None if until is None else progress.compute_samples_at(until), self._warmup_steps))
 
     def _adjust_schedules(self) -> None:
         """The job's samples have changed by what the peers have done: to the learning rates that belong to them."""
@@ -407,18 +407,18 @@ class Job:
                 group["lr"] = initial * factor(self.samples)
 
     def _optimizer_begins(self) -> None:
-        if self._ordinals is not None:
-            self._ordinals.optimizer_begins()
+        if self._sync_points is not None:
+            self._sync_points.optimizer_begins()
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """The job's first optimizer completes a step; the ranks may meet when all have stepped."""
-        if self._ordinals is None:
+        if self._sync_points is None:
             return
         self._stepped.add(optimizer)
         if optimizer is self._optimizers[0]:
-            self._ordinals.complete_step()
+            self._sync_points.complete_step()
         if self._stepped.issuperset(self._optimizers):
-            self._ordinals.optimizers_stepped()
+            self._sync_points.finish_optimizer_steps()
 
-    def _leave_soon(self, *_: Any) -> None:
-        self._told_to_leave = True
+    def _request_leave(self, *_: Any) -> None:
+        self._leave_requested = True

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import MODES, SyncMode
+from pacekeeper_analysis.plan import SYNC_MODES, SyncMode
 
 from .keep.checkpoints import CheckpointFolder
-from .modes.course import Course
+from .modes.course import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,22 @@ class JobSettings:
     """Steps; 0: never."""
     snapshot_every: int | None
     """Steps; 0: never; None: as often as 1 % of the training time allows."""
-    course: Course | None
+    training_config: TrainingConfig | None
     """None: the script says nothing."""
 
 
-def checked_course(sync_mode: str | None, sync_every: int, sync_seconds: float) -> Course | None:
+def validate_training_config(sync_mode: str | None, sync_every: int, sync_seconds: float) -> TrainingConfig | None:
     """None: the script says nothing. Raises InputError."""
     if sync_mode is None:
         return None
-    if sync_mode not in MODES:
-        raise InputError(f"sync_mode={sync_mode!r} is unknown; take one of {', '.join(MODES)}")
+    if sync_mode not in SYNC_MODES:
+        raise InputError(f"sync_mode={sync_mode!r} is unknown; take one of {', '.join(SYNC_MODES)}")
     if sync_every < 1 or not sync_seconds > 0:
         raise InputError(f"sync_every={sync_every} must be 1 step or more, sync_seconds={sync_seconds} above 0")
-    return Course(SyncMode(sync_mode), sync_every, sync_seconds)
+    return TrainingConfig(SyncMode(sync_mode), sync_every, sync_seconds)
 
 
-def mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
+def resolve_mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Both dimensions' sizes. Raises InputError where they do not fit the ranks."""
     unknown = mesh.keys() - {"sync", "shard"}
     if unknown:
@@ -79,7 +79,7 @@ def mesh_shape(mesh: Mapping[str, int], world_size: int) -> dict[str, int]:
     return shape
 
 
-def replica_ranks(mesh: Mapping[str, int], world_size: int) -> int:
+def count_replica_ranks(mesh: Mapping[str, int], world_size: int) -> int:
     """Ranks of one replica where `mesh` takes any number of replicas; else all ranks of the job: with fewer there would
     be no such mesh, or no whole replica would be left."""
     return mesh.get("shard", 1) if mesh.get("sync") == -1 else world_size

@@ -25,190 +25,190 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
 
-_MAGIC = b"PKPLAIN1"
-_HEAD_BYTES = len(_MAGIC) + 8
-_ALIGNMENT = 64
-_ARRAYS = "biufcSU"
+_PACKED_MAGIC = b"PKPLAIN1"
+_PACKED_HEADER_BYTES = len(_PACKED_MAGIC) + 8
+_TENSOR_ALIGNMENT_BYTES = 64
+_ARRAY_KINDS = "biufcSU"
 """Kinds of numpy's types that are bytes and nothing else."""
-_NAMED: dict[str, Any] = {
+_TORCH_CONSTANTS: dict[str, Any] = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format))
 }
 _allowed: dict[str, type] = {}
 
-Layout = Sequence[tuple[torch.dtype, Sequence[int]]]
+TensorLayout = Sequence[tuple[torch.dtype, Sequence[int]]]
 """Types and shapes of tensors."""
 
 
-def allow(*classes: type) -> None:
+def allow_classes(*classes: type) -> None:
     """Instances of these dataclasses, and members of these enumerations, are plain from now on."""
     _allowed.update({its.__name__: its for its in classes})
 
 
-def take_apart(value: Any, tensors: list[torch.Tensor]) -> Any:
+def encode_tree(value: Any, tensors: list[torch.Tensor]) -> Any:
     """What JSON can hold of `value`; the rest is appended to `tensors`. Of sharded tensors it takes this rank's part.
 
     Raises InputError that says what is not plain, and where it stands.
     """
     try:
-        return _take(value, tensors)
-    except _NotPlain as error:
+        return _encode_value(value, tensors)
+    except _NotSerializable as error:
         raise InputError(
             f"{'.'.join(error.path[::-1]) or 'the state'}: {error.what} cannot be kept; let state_dict() give tensors, "
             "numpy arrays, numbers, strings and bytes, and dicts, lists, tuples and sets of these"
         ) from None
 
 
-def put_together(skeleton: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None = None) -> Any:
+def decode_tree(skeleton: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None = None) -> Any:
     """The value again. `mesh`: of the sharded tensors; None where there are none.
 
     Raises InputError where `skeleton` is none of `take_apart`'s.
     """
     try:
-        return _put(skeleton, tensors, mesh)
+        return _decode_value(skeleton, tensors, mesh)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise InputError(f"not what Pacekeeper writes: {error!r}") from error
 
 
-def pack(value: Any) -> bytes:
+def pack_value(value: Any) -> bytes:
     """`value` in one piece, without sharded tensors. Raises InputError as `take_apart` does."""
     tensors: list[torch.Tensor] = []
-    skeleton = take_apart(value, tensors)
-    description = json.dumps([skeleton, describe_layout(layout_of(tensors))], separators=(",", ":")).encode()
-    start = aligned(_HEAD_BYTES + len(description))
-    content = bytearray(start + size(layout_of(tensors)))
-    content[:_HEAD_BYTES] = _MAGIC + len(description).to_bytes(8, "little")
-    content[_HEAD_BYTES : _HEAD_BYTES + len(description)] = description
+    skeleton = encode_tree(value, tensors)
+    description = json.dumps([skeleton, describe_layout(get_layout(tensors))], separators=(",", ":")).encode()
+    start = align_bytes(_PACKED_HEADER_BYTES + len(description))
+    content = bytearray(start + compute_layout_bytes(get_layout(tensors)))
+    content[:_PACKED_HEADER_BYTES] = _PACKED_MAGIC + len(description).to_bytes(8, "little")
+    content[_PACKED_HEADER_BYTES : _PACKED_HEADER_BYTES + len(description)] = description
     whole = torch.frombuffer(content, dtype=torch.uint8)
-    for target, tensor in zip(views(whole, start, layout_of(tensors)), tensors, strict=True):
+    for target, tensor in zip(view_tensors(whole, start, get_layout(tensors)), tensors, strict=True):
         target.copy_(tensor)
     return bytes(content)
 
 
-def unpack(content: bytes | bytearray | memoryview) -> Any:
+def unpack_value(content: bytes | bytearray | memoryview) -> Any:
     """What `pack` was given. Raises InputError where this is not `pack`'s."""
     own = bytearray(content)
-    if bytes(own[: len(_MAGIC)]) != _MAGIC or len(own) < _HEAD_BYTES:
+    if bytes(own[: len(_PACKED_MAGIC)]) != _PACKED_MAGIC or len(own) < _PACKED_HEADER_BYTES:
         raise InputError("not what Pacekeeper writes: another format")
-    end = _HEAD_BYTES + int.from_bytes(own[len(_MAGIC) : _HEAD_BYTES], "little")
+    end = _PACKED_HEADER_BYTES + int.from_bytes(own[len(_PACKED_MAGIC) : _PACKED_HEADER_BYTES], "little")
     try:
-        skeleton, description = parse_json(own[_HEAD_BYTES:end].decode())
-        lying = views(torch.frombuffer(own, dtype=torch.uint8), aligned(end), read_layout(description))
+        skeleton, description = parse_json(own[_PACKED_HEADER_BYTES:end].decode())
+        lying = view_tensors(torch.frombuffer(own, dtype=torch.uint8), align_bytes(end), read_layout(description))
         tensors = [tensor.clone() for tensor in lying]  # each with a storage of its own, as some of torch asks for
     except (LookupError, TypeError, ValueError, RuntimeError, RecursionError) as error:
         raise InputError(f"not what Pacekeeper writes: {error!r}") from error
-    return put_together(skeleton, tensors)
+    return decode_tree(skeleton, tensors)
 
 
 # Tensors that lie one behind the other
 
 
-def layout_of(tensors: Sequence[torch.Tensor]) -> Layout:
+def get_layout(tensors: Sequence[torch.Tensor]) -> TensorLayout:
     return [(tensor.dtype, tensor.shape) for tensor in tensors]
 
 
-def describe_layout(layout: Layout) -> list[list[Any]]:
+def describe_layout(layout: TensorLayout) -> list[list[Any]]:
     """For JSON."""
     return [[str(dtype).removeprefix("torch."), *shape] for dtype, shape in layout]
 
 
-def read_layout(described: Sequence[Sequence[Any]]) -> Layout:
+def read_layout(described: Sequence[Sequence[Any]]) -> TensorLayout:
     """Raises LookupError, TypeError or ValueError where `described` is no layout."""
-    layout = [(_NAMED[dtype], [int(length) for length in shape]) for dtype, *shape in described]
+    layout = [(_TORCH_CONSTANTS[dtype], [int(length) for length in shape]) for dtype, *shape in described]
     if any(length < 0 for _, shape in layout for length in shape):
         raise ValueError("a negative length")
     return layout
 
 
-def size(layout: Layout) -> int:
+def compute_layout_bytes(layout: TensorLayout) -> int:
     """Bytes that its tensors take."""
-    return sum(aligned(math.prod(shape) * dtype.itemsize) for dtype, shape in layout)
+    return sum(align_bytes(math.prod(shape) * dtype.itemsize) for dtype, shape in layout)
 
 
-def views(content: torch.Tensor, offset: int, layout: Layout) -> list[torch.Tensor]:
+def view_tensors(content: torch.Tensor, offset: int, layout: TensorLayout) -> list[torch.Tensor]:
     """The tensors that lie in `content` (uint8) from `offset` on. Raises RuntimeError where it is too short."""
     found = []
     for dtype, shape in layout:
         nbytes = math.prod(shape) * dtype.itemsize
         found.append(content[offset : offset + nbytes].view(dtype).view(list(shape)))
-        offset += aligned(nbytes)
+        offset += align_bytes(nbytes)
     return found
 
 
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def align_bytes(nbytes: int) -> int:
+    return -(-nbytes // _TENSOR_ALIGNMENT_BYTES) * _TENSOR_ALIGNMENT_BYTES
 
 
 # Values: JSON's own as they are, lists as lists, and everything else as {"tag": …}
 
 
-class _NotPlain(Exception):
+class _NotSerializable(Exception):
     def __init__(self, what: str) -> None:
         self.what = what
         self.path: list[str] = []  # innermost first
 
 
-def _take(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _encode_value(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, np.generic):  # before float, which one of them is
-        return _numpy_number(value)
+        return _encode_number(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    for types, write in _WRITERS:
+    for types, write in _VALUE_ENCODERS:
         if isinstance(value, types):
             return write(value, tensors)
     if type(value) is _allowed.get(type(value).__name__):
-        return _object(value, tensors)
-    raise _NotPlain(f"a {type(value).__module__}.{type(value).__qualname__}")
+        return _encode_object(value, tensors)
+    raise _NotSerializable(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 
-def _put(skeleton: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Any:
+def _decode_value(skeleton: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Any:
     if isinstance(skeleton, list):
-        return [_put(item, tensors, mesh) for item in skeleton]
+        return [_decode_value(item, tensors, mesh) for item in skeleton]
     if isinstance(skeleton, dict):
         ((tag, content),) = skeleton.items()
-        return _READERS[tag](content, tensors, mesh)
+        return _VALUE_DECODERS[tag](content, tensors, mesh)
     return skeleton
 
 
-def _dict(value: Mapping[Any, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
+def _encode_dict(value: Mapping[Any, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
     tag = "ordered" if isinstance(value, OrderedDict) else "counter" if isinstance(value, Counter) else "dict"
-    return {tag: [[_take(key, tensors), _item(key, item, tensors)] for key, item in value.items()]}
+    return {tag: [[_encode_value(key, tensors), _encode_item(key, item, tensors)] for key, item in value.items()]}
 
 
-def _item(place: object, value: Any, tensors: list[torch.Tensor]) -> Any:
+def _encode_item(place: object, value: Any, tensors: list[torch.Tensor]) -> Any:
     try:
-        return _take(value, tensors)
-    except _NotPlain as error:
+        return _encode_value(value, tensors)
+    except _NotSerializable as error:
         error.path.append(str(place))
         raise
 
 
-def _list(value: Sequence[Any], tensors: list[torch.Tensor]) -> list[Any]:
-    return [_item(place, item, tensors) for place, item in enumerate(value)]
+def _encode_list(value: Sequence[Any], tensors: list[torch.Tensor]) -> list[Any]:
+    return [_encode_item(place, item, tensors) for place, item in enumerate(value)]
 
 
-def _tensor(value: torch.Tensor, tensors: list[torch.Tensor]) -> dict[str, Any]:
+def _encode_tensor(value: torch.Tensor, tensors: list[torch.Tensor]) -> dict[str, Any]:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        raise _NotPlain("a tensor that is sparse, quantized or without content")
+        raise _NotSerializable("a tensor that is sparse, quantized or without content")
     tensors.append(value.detach())
     return {"tensor": len(tensors) - 1}
 
 
-def _sharded(value: DTensor, tensors: list[torch.Tensor]) -> dict[str, Any]:
-    dimensions = [_dimension(placement) for placement in value.placements]
+def _encode_sharded(value: DTensor, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    dimensions = [_get_shard_dimension(placement) for placement in value.placements]
     tensors.append(value.to_local().detach())
     return {"sharded": [len(tensors) - 1, dimensions, list(value.shape), list(value.stride())]}
 
 
-def _dimension(placement: Placement) -> int | None:
+def _get_shard_dimension(placement: Placement) -> int | None:
     """Along which a tensor is sharded; None: it is replicated."""
     if type(placement) not in (Shard, Replicate):
-        raise _NotPlain(f"a tensor placed by {placement}")
+        raise _NotSerializable(f"a tensor placed by {placement}")
     return placement.dim if isinstance(placement, Shard) else None
 
 
-def _put_sharded(content: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> DTensor:
+def _decode_sharded(content: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> DTensor:
     index, dimensions, shape, stride = content
     if mesh is None:
         raise ValueError("a sharded tensor without the mesh that it is sharded over")
@@ -217,22 +217,22 @@ def _put_sharded(content: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=full, stride=tuple(stride))
 
 
-def _bytes(value: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> dict[str, Any]:
+def _encode_bytes(value: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> dict[str, Any]:
     return {"bytes": _append_bytes(value, tensors)}
 
 
-def _array(value: np.ndarray[Any, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
-    if value.dtype.kind not in _ARRAYS:
-        raise _NotPlain(f"an array of {value.dtype}")
+def _encode_array(value: np.ndarray[Any, Any], tensors: list[torch.Tensor]) -> dict[str, Any]:
+    if value.dtype.kind not in _ARRAY_KINDS:
+        raise _NotSerializable(f"an array of {value.dtype}")
     return {"array": [value.dtype.str, list(value.shape), _append_bytes(value.tobytes(), tensors)]}
 
 
-def _put_array(content: Any, tensors: Sequence[torch.Tensor], _: object) -> np.ndarray[Any, Any]:
+def _decode_array(content: Any, tensors: Sequence[torch.Tensor], _: object) -> np.ndarray[Any, Any]:
     name, shape, index = content
     dtype = np.dtype(str(name))
-    if dtype.kind not in _ARRAYS:
+    if dtype.kind not in _ARRAY_KINDS:
         raise ValueError(f"an array of {dtype}")
-    return np.frombuffer(_put_bytes(index, tensors, None), dtype).reshape(shape).copy()
+    return np.frombuffer(_decode_bytes(index, tensors, None), dtype).reshape(shape).copy()
 
 
 def _append_bytes(value: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> int:
@@ -241,18 +241,18 @@ def _append_bytes(value: bytes | bytearray | memoryview, tensors: list[torch.Ten
     return len(tensors) - 1
 
 
-def _put_bytes(index: Any, tensors: Sequence[torch.Tensor], _: object) -> bytes:
+def _decode_bytes(index: Any, tensors: Sequence[torch.Tensor], _: object) -> bytes:
     content: bytes = tensors[index].numpy().tobytes()
     return content
 
 
-def _numpy_number(value: np.generic) -> dict[str, Any]:
+def _encode_number(value: np.generic) -> dict[str, Any]:
     if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
-        raise _NotPlain(f"a number of type {value.dtype}")
+        raise _NotSerializable(f"a number of type {value.dtype}")
     return {"number": [value.dtype.str, value.item()]}
 
 
-def _put_number(content: Any, *_: object) -> Any:
+def _decode_number(content: Any, *_: object) -> Any:
     name, value = content
     dtype = np.dtype(str(name))
     if dtype.kind not in "biuf":
@@ -260,69 +260,69 @@ def _put_number(content: Any, *_: object) -> Any:
     return dtype.type(value)
 
 
-def _object(value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
+def _encode_object(value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
     name = type(value).__name__
     if isinstance(value, Enum):
         return {"member": [name, value.name]}
-    return {"object": [name, *(_item(f.name, getattr(value, f.name), tensors) for f in dataclasses.fields(value))]}
+    return {"object": [name, *(_encode_item(f.name, getattr(value, f.name), tensors) for f in dataclasses.fields(value))]}
 
 
-def _put_object(content: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Any:
+def _decode_object(content: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Any:
     name, *values = content
     fields = dataclasses.fields(_allowed[name])
     if len(values) > len(fields):
         raise ValueError(f"a {name} with {len(values)} fields instead of {len(fields)}")
     pairs = zip(fields, values, strict=False)  # later fields have come with a newer version, and are at their defaults
-    return _allowed[name](**{its.name: _put(value, tensors, mesh) for its, value in pairs})
+    return _allowed[name](**{its.name: _decode_value(value, tensors, mesh) for its, value in pairs})
 
 
-def _put_pairs(kind: Callable[[Any], Any]) -> Callable[..., Any]:
+def _make_pairs_decoder(kind: Callable[[Any], Any]) -> Callable[..., Any]:
     def put(content: Any, tensors: Sequence[torch.Tensor], mesh: DeviceMesh | None) -> Any:
-        return kind({_put(key, tensors, mesh): _put(value, tensors, mesh) for key, value in content})
+        return kind({_decode_value(key, tensors, mesh): _decode_value(value, tensors, mesh) for key, value in content})
 
     return put
 
 
-def _put_all(kind: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda content, tensors, mesh: kind(_put(content, tensors, mesh))
+def _make_items_decoder(kind: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda content, tensors, mesh: kind(_decode_value(content, tensors, mesh))
 
 
-def _put_member(content: Any, *_: object) -> Any:
+def _decode_member(content: Any, *_: object) -> Any:
     name, member = content
     return _allowed[name][member]  # type: ignore[index]  # what is no enumeration has no members: refused
 
 
-_WRITERS: tuple[tuple[Any, Callable[[Any, list[torch.Tensor]], Any]], ...] = (
-    (DTensor, _sharded),
-    (torch.Tensor, _tensor),
-    (dict, _dict),
-    (list, _list),
+_VALUE_ENCODERS: tuple[tuple[Any, Callable[[Any, list[torch.Tensor]], Any]], ...] = (
+    (DTensor, _encode_sharded),
+    (torch.Tensor, _encode_tensor),
+    (dict, _encode_dict),
+    (list, _encode_list),
     (torch.Size, lambda value, _: {"size": list(value)}),
-    (tuple, lambda value, tensors: {"tuple": _list(value, tensors)}),
-    ((set, frozenset), lambda value, tensors: {"set": _list(list(value), tensors)}),
-    ((bytes, bytearray, memoryview), _bytes),
-    (np.ndarray, _array),
+    (tuple, lambda value, tensors: {"tuple": _encode_list(value, tensors)}),
+    ((set, frozenset), lambda value, tensors: {"set": _encode_list(list(value), tensors)}),
+    ((bytes, bytearray, memoryview), _encode_bytes),
+    (np.ndarray, _encode_array),
     (complex, lambda value, _: {"complex": [value.real, value.imag]}),
     ((torch.dtype, torch.layout, torch.memory_format), lambda value, _: {"torch": str(value).removeprefix("torch.")}),
     (torch.device, lambda value, _: {"device": str(value)}),
 )
 """The first that fits counts."""
 
-_READERS: dict[str, Callable[..., Any]] = {
+_VALUE_DECODERS: dict[str, Callable[..., Any]] = {
     "tensor": lambda index, tensors, _: tensors[index],
-    "sharded": _put_sharded,
-    "dict": _put_pairs(dict),
-    "ordered": _put_pairs(OrderedDict),
-    "counter": _put_pairs(Counter),
+    "sharded": _decode_sharded,
+    "dict": _make_pairs_decoder(dict),
+    "ordered": _make_pairs_decoder(OrderedDict),
+    "counter": _make_pairs_decoder(Counter),
     "size": lambda content, *_: torch.Size(content),
-    "tuple": _put_all(tuple),
-    "set": _put_all(set),
-    "bytes": _put_bytes,
-    "array": _put_array,
-    "number": _put_number,
+    "tuple": _make_items_decoder(tuple),
+    "set": _make_items_decoder(set),
+    "bytes": _decode_bytes,
+    "array": _decode_array,
+    "number": _decode_number,
     "complex": lambda content, *_: complex(*content),
-    "torch": lambda name, *_: _NAMED[name],
+    "torch": lambda name, *_: _TORCH_CONSTANTS[name],
     "device": lambda name, *_: torch.device(name),
-    "object": _put_object,
-    "member": _put_member,
+    "object": _decode_object,
+    "member": _decode_member,
 }

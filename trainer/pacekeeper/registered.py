@@ -13,7 +13,7 @@ from pacekeeper_analysis.errors import InputError
 
 from .data.loader import Loader
 
-_PLAIN = (nn.Module, torch.optim.Optimizer, LRScheduler, Loader, torch.amp.GradScaler)
+_STATEFUL_TYPES = (nn.Module, torch.optim.Optimizer, LRScheduler, Loader, torch.amp.GradScaler)
 
 
 def check_registered(
@@ -23,7 +23,7 @@ def check_registered(
 
     objects: what is registered. An object of the script's own may have any of the others in its state.
     """
-    if not all(isinstance(item, _PLAIN) for item in objects.values()):
+    if not all(isinstance(item, _STATEFUL_TYPES) for item in objects.values()):
         return
     kept = {id(item) for item in objects.values()}
     modules = [item for item in objects.values() if isinstance(item, nn.Module)]

@@ -15,24 +15,24 @@ import numpy as np
 
 from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.reading import parse_json
-from pacekeeper_analysis.records import STATE
+from pacekeeper_analysis.records import RING_STATE
 
-DEFAULT_ROOT = "/run/pacekeeper"
-FIRST_TO_TAKE = -1
+DEFAULT_RUNTIME_ROOT = "/run/pacekeeper"
+FIRST_PROCESS_OWNER = -1
 """Owner of a ring that belongs to the first process that takes it: of a rank that is any program."""
 
 
 @dataclass(frozen=True)
-class Runtime:
+class RuntimeFolder:
     """Where things lie in the runtime folder (docs/architecture/runtime-folder.md)."""
 
     root: Path
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Runtime:
-        return cls(Path(environment.get("PACEKEEPER_RUNTIME") or DEFAULT_ROOT))
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> RuntimeFolder:
+        return cls(Path(environment.get("PACEKEEPER_RUNTIME") or DEFAULT_RUNTIME_ROOT))
 
-    def make(self) -> Runtime:
+    def create(self) -> RuntimeFolder:
         """Makes the folder and its parts where they are missing."""
         told = (self.faults, self.links, self.patterns, self.stacks, self.errors)
         for folder in (self.root, *told, self.rings, self.communicators, self.paths, self.snapshots):
@@ -48,23 +48,23 @@ class Runtime:
         return self.root / "heartbeat.json"
 
     @property
-    def alive(self) -> Path:
+    def liveness(self) -> Path:
         """Touched by the launcher while it follows the plan; it is not there before that, and after an orderly end."""
         return self.root / "alive"
 
     @property
-    def contact(self) -> Path:
+    def operator_contact(self) -> Path:
         """Touched by the sidecar at each answer of the operator: its age is the age of the last contact."""
         return self.root / "contact"
 
     @property
-    def alone(self) -> Path:
+    def partitioned(self) -> Path:
         """Touched by the launcher while its ranks train and it hears no peer: its sidecar then has the operator answer
         every few seconds, however long a poll is held."""
         return self.root / "alone"
 
     @property
-    def refused(self) -> Path:
+    def refusal(self) -> Path:
         """Written by rank 0: why it does not follow the newest plan, in words for people; missing or empty: it does."""
         return self.root / "refused"
 
@@ -124,7 +124,7 @@ class Runtime:
     def ring(self, local_rank: int) -> Path:
         return self.rings / str(local_rank)
 
-    def is_lent(self, local_rank: int) -> bool:
+    def is_rank_process(self, local_rank: int) -> bool:
         """Whether this process may act as the rank: it is the one that the launcher forked, whose process id is in the
         rank's ring. What that process starts inherits its environment, but not its place.
 
@@ -132,24 +132,24 @@ class Runtime:
         """
         try:
             with self.ring(local_rank).open("rb") as file:
-                header = file.read(STATE.itemsize)
+                header = file.read(RING_STATE.itemsize)
         except OSError:
             return True
-        if len(header) != STATE.itemsize:
+        if len(header) != RING_STATE.itemsize:
             return True
-        state = np.frombuffer(header, STATE)[0]
-        taken_by = int(state["pid"] if state["owner"] == FIRST_TO_TAKE else state["owner"])
+        state = np.frombuffer(header, RING_STATE)[0]
+        taken_by = int(state["pid"] if state["owner"] == FIRST_PROCESS_OWNER else state["owner"])
         return taken_by in (0, os.getpid())
 
     def transport(self, local_rank: int) -> Path:
         """Written by NCCL's profiler plugin in the rank, where it runs."""
         return self.rings / f"{local_rank}.transport"
 
-    def communicators_of(self, local_rank: int) -> Path:
+    def communicators_file(self, local_rank: int) -> Path:
         """Written by the rank: which ranks are in its groups."""
         return self.communicators / f"{local_rank}.json"
 
-    def paths_of(self, local_rank: int) -> Path:
+    def paths_file(self, local_rank: int) -> Path:
         """Written by the launcher for the shim in the rank: which ports lead by the planned paths."""
         return self.paths / str(local_rank)
 
@@ -168,7 +168,7 @@ class Runtime:
         return self.faults / f"{name}.json"
 
 
-class Touched:
+class TouchedFile:
     """How long ago another process has touched a file, by the time that has passed here.
 
     The file has the time of the node's clock, and that may be set at any moment: it only shows that it was touched
@@ -177,8 +177,8 @@ class Touched:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._sign: int | None = None
-        self._at = -math.inf
+        self._modified_ns: int | None = None
+        self._touched_at = -math.inf
 
     def age(self, now: float, wall: float) -> float:
         """Seconds; infinity: there is no such file. Call it often.
@@ -188,38 +188,38 @@ class Touched:
         try:
             sign = self._path.stat().st_mtime_ns
         except FileNotFoundError:
-            self._sign = None
+            self._modified_ns = None
             return math.inf
-        if self._sign is None:
+        if self._modified_ns is None:
             before = wall - sign * 1e-9
-            self._at = now - before if before >= 0.0 else -math.inf
-        elif sign != self._sign:
-            self._at = now
-        self._sign = sign
-        return now - self._at
+            self._touched_at = now - before if before >= 0.0 else -math.inf
+        elif sign != self._modified_ns:
+            self._touched_at = now
+        self._modified_ns = sign
+        return now - self._touched_at
 
 
-def elapsed() -> float:
+def read_boot_clock() -> float:
     """Seconds of CLOCK_BOOTTIME: it goes on while the machine is suspended, and cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def write_plan(path: Path, plan: WorkerPlan) -> None:
     """Replaces `path` in one step. Only this user may read it: the plan has the membership's secret."""
-    _replace(path, _json(plan.to_json()), mode=0o600)
+    _replace_file(path, _encode_json(plan.to_json()), mode=0o600)
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Replaces `path` in one step."""
-    write_text(path, _json(data))
+    write_text(path, _encode_json(data))
 
 
 def write_text(path: Path, text: str) -> None:
     """Replaces `path` in one step: a reader sees the old content or the new one, never half of it."""
-    _replace(path, text, mode=0o666)
+    _replace_file(path, text, mode=0o666)
 
 
-def _replace(path: Path, text: str, mode: int) -> None:
+def _replace_file(path: Path, text: str, mode: int) -> None:
     """`mode`: of the file, less what the process' mask takes away."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)  # of a process that was killed, with another mode perhaps
@@ -232,7 +232,7 @@ def _replace(path: Path, text: str, mode: int) -> None:
         raise
 
 
-def _json(data: Mapping[str, Any]) -> str:
+def _encode_json(data: Mapping[str, Any]) -> str:
     return json.dumps(data, separators=(",", ":"))
 
 

@@ -24,19 +24,19 @@ from typing import Any
 
 from pacekeeper_analysis.reading import parse_json
 
-LONGEST_LINE = 1 << 13
+MAX_AUTHENTICATED_LINE_BYTES = 1 << 13
 """Bytes; a report or a view takes a few hundred."""
-_NONCE_BYTES = 16
-_MEETING = b"meeting"
-_FIRST_LINE = re.compile(rb"pacekeeper ([0-9a-f]{32})\n")
-_SECOND_LINE = re.compile(rb"pacekeeper ([0-9a-f]{32}) (\d{1,18})\n")
+_HANDSHAKE_NONCE_BYTES = 16
+_RENDEZVOUS_PURPOSE = b"meeting"
+_SERVER_GREETING = re.compile(rb"pacekeeper ([0-9a-f]{32})\n")
+_CLIENT_GREETING = re.compile(rb"pacekeeper ([0-9a-f]{32}) (\d{1,18})\n")
 
 
-class Forged(ValueError):
+class AuthenticationError(ValueError):
     """What came is not from a holder of the secret, or not for this place in the conversation."""
 
 
-class Channel:
+class AuthenticatedChannel:
     """One end of such a connection."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Channel:
         self.membership = membership
         self._reader = reader
         self._writer = writer
-        self._reading, self._writing = Seal(keys[0]), Seal(keys[1])
+        self._read_authenticator, self._write_authenticator = MessageAuthenticator(keys[0]), MessageAuthenticator(keys[1])
 
     async def read(self) -> dict[str, Any] | None:
         """The next message; None at the end. Raises Forged, or ValueError where it is no JSON object."""
@@ -54,8 +54,8 @@ class Channel:
         if not line:
             return None
         proof, _, content = line.rstrip(b"\n").partition(b" ")
-        if not hmac.compare_digest(proof, self._reading.next(content).hex().encode()):
-            raise Forged("a message without proof of the membership's secret")
+        if not hmac.compare_digest(proof, self._read_authenticator.sign(content).hex().encode()):
+            raise AuthenticationError("a message without proof of the membership's secret")
         message = parse_json(content)
         if not isinstance(message, dict):
             raise ValueError(f"a message that is a {type(message).__name__}")
@@ -64,20 +64,20 @@ class Channel:
     def write(self, message: Mapping[str, Any]) -> None:
         if not self._writer.is_closing():
             content = json.dumps(message).encode()
-            self._writer.write(self._writing.next(content).hex().encode() + b" " + content + b"\n")
+            self._writer.write(self._write_authenticator.sign(content).hex().encode() + b" " + content + b"\n")
 
     async def drain(self) -> None:
         await self._writer.drain()
 
 
-class Seal:
+class MessageAuthenticator:
     """Numbers and proves the messages of one direction."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._count = 0
 
-    def next(self, content: bytes | memoryview) -> bytes:
+    def sign(self, content: bytes | memoryview) -> bytes:
         """The proof of `content` as the next message."""
         proof = hmac.new(self._key, self._count.to_bytes(8, "big"), hashlib.sha256)
         proof.update(content)
@@ -85,44 +85,44 @@ class Seal:
         return proof.digest()
 
 
-async def greet_guest(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret_of: Callable[[int], Awaitable[str]]
-) -> Channel:
+async def authenticate_client(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, get_secret: Callable[[int], Awaitable[str]]
+) -> AuthenticatedChannel:
     """The host's end. `secret_of`: gives a membership's secret once it is known here.
 
     The guest has proved nothing before its first message is read. Raises Forged.
     """
-    ours = nonce()
+    ours = create_nonce()
     writer.write(b"pacekeeper " + ours + b"\n")
-    theirs, membership = await _answer(reader, _SECOND_LINE)
-    to_host, to_guest = keys_of(_MEETING, await secret_of(int(membership)), int(membership), ours, theirs)
-    return Channel(reader, writer, int(membership), (to_host, to_guest))
+    theirs, membership = await _read_greeting(reader, _CLIENT_GREETING)
+    to_host, to_guest = derive_keys(_RENDEZVOUS_PURPOSE, await get_secret(int(membership)), int(membership), ours, theirs)
+    return AuthenticatedChannel(reader, writer, int(membership), (to_host, to_guest))
 
 
-async def greet_host(
+async def authenticate_to_server(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, membership: int, secret: str
-) -> Channel:
+) -> AuthenticatedChannel:
     """The guest's end. The host has proved nothing before its first message is read. Raises Forged."""
-    (theirs,) = await _answer(reader, _FIRST_LINE)
-    ours = nonce()
+    (theirs,) = await _read_greeting(reader, _SERVER_GREETING)
+    ours = create_nonce()
     writer.write(b"pacekeeper %b %d\n" % (ours, membership))
-    to_host, to_guest = keys_of(_MEETING, secret, membership, theirs, ours)
-    return Channel(reader, writer, membership, (to_guest, to_host))
+    to_host, to_guest = derive_keys(_RENDEZVOUS_PURPOSE, secret, membership, theirs, ours)
+    return AuthenticatedChannel(reader, writer, membership, (to_guest, to_host))
 
 
-async def _answer(reader: asyncio.StreamReader, expected: re.Pattern[bytes]) -> tuple[bytes, ...]:
+async def _read_greeting(reader: asyncio.StreamReader, expected: re.Pattern[bytes]) -> tuple[bytes, ...]:
     match = expected.fullmatch(await reader.readline())
     if match is None:
-        raise Forged("another protocol")
+        raise AuthenticationError("another protocol")
     return match.groups()
 
 
-def nonce() -> bytes:
+def create_nonce() -> bytes:
     """Hexadecimal."""
-    return secrets.token_hex(_NONCE_BYTES).encode()
+    return secrets.token_hex(_HANDSHAKE_NONCE_BYTES).encode()
 
 
-def keys_of(purpose: bytes, secret: str, membership: int, host: bytes, guest: bytes) -> tuple[bytes, bytes]:
+def derive_keys(purpose: bytes, secret: str, membership: int, host: bytes, guest: bytes) -> tuple[bytes, bytes]:
     """Of the messages to the host, and of those to the guest.
 
     purpose: of the connection; what was said for one is no proof for another. secret: of the membership, hexadecimal.

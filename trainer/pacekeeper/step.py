@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from pacekeeper_analysis.errors import InputError
 
-from .data.loader import Draw
+from .data.loader import StepBatch
 
 
-class Peers(Protocol):
+class StepPeers(Protocol):
     """What a step asks of the ranks that it has to do with."""
 
-    def synchronise_gradients(self, wanted: bool) -> None:
+    def synchronize_gradients(self, wanted: bool) -> None:
         """Whether the next backward pass reduces gradients or only adds them up."""
 
     def computing(self) -> None:
@@ -39,7 +39,7 @@ class Peers(Protocol):
 class Step:
     """What `Job.steps` yields."""
 
-    def __init__(self, peers: Peers, number: int, draw: Draw, microbatches: Iterator[Any]) -> None:
+    def __init__(self, peers: StepPeers, number: int, draw: StepBatch, microbatches: Iterator[Any]) -> None:
         self.number = number
         """Of this step, from 1: the job has completed so many when this one is complete. In Local-SGD modes, where
         ranks make different numbers of steps, this rank's count from the last synchronisation on."""
@@ -61,7 +61,7 @@ class Step:
         while self._used < self._draw.microbatches:
             batch = next(self._batches)
             self._used += 1
-            self._peers.synchronise_gradients(self._used == self._draw.microbatches)
+            self._peers.synchronize_gradients(self._used == self._draw.microbatches)
             yield batch
 
     def backward(self, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -90,7 +90,7 @@ class Step:
         In Sync, that is the global batch, over all ranks; in Local-SGD modes the part of this rank's replica. Infinite
         for a microbatch that only stands in so that the ranks of a sharded replica run equally many.
         """
-        weight = math.inf if self._stands_in else self.batch_weight
+        weight = math.inf if self._is_padding else self.batch_weight
         if self._used == self._draw.microbatches:  # the loss is divided by this, so the forward pass has begun
             self._peers.computing()
         return weight
@@ -110,7 +110,7 @@ class Step:
 
         From a GPU it comes to the host a step or two later, and nothing waits for it.
         """
-        if not self._stands_in:
+        if not self._is_padding:
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
 
     def due(self, name: str, every: int) -> bool:
@@ -147,5 +147,5 @@ class Step:
         _ = self.batch_weight  # where the script did not ask for it, the peers did
 
     @property
-    def _stands_in(self) -> bool:
+    def _is_padding(self) -> bool:
         return 0 < self._used <= self._draw.microbatches and self._draw.sizes[self._used - 1] == 0

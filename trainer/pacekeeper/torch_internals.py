@@ -52,11 +52,11 @@ _distributed: Any = torch.distributed
 _autograd: Any = torch.autograd
 _autograd_profile: Any = torch.autograd.profiler.profile
 
-_kernels: list[torch.library.Library] = []
+_registered_kernels: list[torch.library.Library] = []
 """What keeps kernels of ours registered."""
 
 
-def stand_in_front(operator: str, kernel: Callable[[Mapping[str, Any], Callable[[], Any]], Any]) -> None:
+def intercept_operator(operator: str, kernel: Callable[[Mapping[str, Any], Callable[[], Any]], Any]) -> None:
     """Has every call of `torch.ops.c10d.<operator>` come to `kernel` first, and return what that returns.
 
     `kernel` is given the arguments by name (those left out are at their defaults) and what calls torch's own kernel.
@@ -78,24 +78,24 @@ def stand_in_front(operator: str, kernel: Callable[[Mapping[str, Any], Callable[
 
     library = torch.library.Library("c10d", "IMPL", own.name)
     library.impl(operator, dispatched, with_keyset=True)
-    _kernels.append(library)
+    _registered_kernels.append(library)
 
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The backward pass that the calling thread is in; -1: none."""
 
 
-def default_store() -> Store:
+def get_default_store() -> Store:
     """That the default process group was made with."""
     return distributed_c10d._get_default_store()
 
 
-def process_groups() -> list[Any]:
+def list_process_groups() -> list[Any]:
     """All that exist in this process."""
     return list(distributed_c10d._world.pg_map)
 
 
-def backends() -> list[str]:
+def list_backends() -> list[str]:
     """Of all process groups, by device: `cpu:gloo,cuda:nccl`."""
     return list(distributed_c10d._world.pg_backend_config.values())
 
@@ -115,12 +115,12 @@ def on_new_process_group(made: Callable[[Any], None]) -> None:
     module._register_process_group = register_and_tell
 
 
-def ranks_of(group: Any) -> tuple[int, ...]:
+def get_group_ranks(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group, in its order; () where torch does not know them."""
     return tuple(distributed_c10d._world.pg_group_ranks.get(group, ()))
 
 
-def flight_record() -> bytes | None:
+def dump_flight_record() -> bytes | None:
     """What NCCL's flight recorder knows of the collectives that are not complete, as JSON; None in a build without it.
 
     It asks CUDA whether they have begun, without waiting.
@@ -129,7 +129,7 @@ def flight_record() -> bytes | None:
     return None if dump is None else dump(includeCollectives=True, onlyActive=True)
 
 
-def used_gpus() -> list[int]:
+def list_used_gpus() -> list[int]:
     """The numbers of those on which this process has a context. It makes none."""
     return [gpu for gpu in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(gpu)]
 
@@ -175,12 +175,12 @@ def rebuild_buckets(replicated: DistributedDataParallel) -> None:
     replicated.reducer._rebuild_buckets()
 
 
-def all_reduce_hooks(module: FSDPModule) -> Iterable[Any]:
+def list_all_reduce_hooks(module: FSDPModule) -> Iterable[Any]:
     """What was given to the module's `set_all_reduce_hook`."""
-    return [group._all_reduce_hook for group in _parameter_groups(module)]
+    return [group._all_reduce_hook for group in _list_parameter_groups(module)]
 
 
-def gather_after(module: FSDPModule, event: Any) -> None:
+def delay_gather(module: FSDPModule, event: Any) -> None:
     """FSDP2's streams, on which parameters are gathered, wait for `event`; before a first forward pass it has none."""
     streams = vars(module._get_fsdp_state()._comm_ctx)
     for name in ("all_gather_copy_in_stream", "all_gather_stream"):
@@ -188,24 +188,24 @@ def gather_after(module: FSDPModule, event: Any) -> None:
             streams[name].wait_event(event)
 
 
-def gathered_with(module: FSDPModule) -> set[nn.Module]:
+def list_prefetched_modules(module: FSDPModule) -> set[nn.Module]:
     """Modules whose parameters are gathered in advance when `module` runs, by set_modules_to_forward_prefetch."""
     ahead = module._get_fsdp_state()._states_to_forward_prefetch
     return {gathered for state in ahead for gathered in state._modules}
 
 
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
+def copy_tensors(targets: list[torch.Tensor], sources: list[torch.Tensor], non_blocking: bool = False) -> None:
     """Each of `sources` into its target, in as few operations as the device allows. non_blocking: as of `copy_`."""
     torch._foreach_copy_(targets, sources, non_blocking)
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def read_tensor_version(tensor: torch.Tensor) -> int:
     """How often what lies in the tensor's memory was changed in place, through whichever tensor that lies there."""
     return tensor._version
 
 
 @contextmanager
-def as_the_only_worker() -> Iterator[None]:
+def hide_worker_info() -> Iterator[None]:
     """Inside it, torch.utils.data.get_worker_info() says None, as outside of a DataLoader's workers."""
     info, worker._worker_info = worker._worker_info, None
     try:
@@ -264,7 +264,7 @@ _FSDP_WAITS: tuple[tuple[type, str], ...] = (
 """In which the stream that computes waits for those that communicate."""
 
 
-def _parameter_groups(module: FSDPModule) -> list[Any]:
+def _list_parameter_groups(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -284,7 +284,7 @@ def start_kernel_profile() -> Any:
     return profile
 
 
-def before_another_profile(profile: Any, call: Callable[[], None]) -> Callable[[], None]:
+def call_before_other_profile(profile: Any, call: Callable[[], None]) -> Callable[[], None]:
     """`call` once, before a profile begins that is not `profile`: torch has one at a time, and two leave both empty.
     Returns what ends that."""
     prepare = _autograd_profile._prepare_trace
@@ -306,7 +306,7 @@ def before_another_profile(profile: Any, call: Callable[[], None]) -> Callable[[
     return forget
 
 
-def device_activities(profile: Any) -> Iterator[tuple[str, int, int]]:
+def list_device_activities(profile: Any) -> Iterator[tuple[str, int, int]]:
     """Of a profile that was stopped: name, start (ns since the epoch) and duration (ns) of all that a device did."""
     for event in profile.profiler.kineto_results.events():
         if event.device_type() != torch.profiler.DeviceType.CPU:

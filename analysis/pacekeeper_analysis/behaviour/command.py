@@ -10,57 +10,57 @@ from pathlib import Path
 from pacekeeper_analysis.reading import parse_json
 
 from ..errors import InputError
-from .localise import sentences
-from .page import MOST_BYTES, Page
-from .report import html
+from .localise import describe_localization
+from .page import MAX_PAGE_BYTES, ProfilePage
+from .report import render_profile_html
 
-MOST_READ = 4 * MOST_BYTES
+MAX_READ_BYTES = 4 * MAX_PAGE_BYTES
 """Of an object as kubectl writes it: what is kept stands in it as a string."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, or 2 where the input cannot be read (the message is on standard error)."""
-    arguments = _parser().parse_args(argv)
+    arguments = _build_parser().parse_args(argv)
     try:
-        page, title = load(_read(arguments.window))
-        print("\n".join((title, *sentences(page.localisation), f"to do: {page.localisation.finding.advice}")))
+        page, title = parse_profile_window(_read_window(arguments.window))
+        print("\n".join((title, *describe_localization(page.localisation), f"to do: {page.localisation.finding.advice}")))
         if arguments.output:
-            arguments.output.write_text(html(page, title), encoding="utf-8")
+            arguments.output.write_text(render_profile_html(page, title), encoding="utf-8")
     except (InputError, OSError) as error:
         print(f"pacekeeper behaviour: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def load(data: bytes) -> tuple[Page, str]:
+def parse_profile_window(data: bytes) -> tuple[ProfilePage, str]:
     """A page and its title, from a BehaviourWindow as `kubectl get -o json` writes it, or from its `spec.content`.
 
     Raises InputError.
     """
     content = parse_json(data)
     if not isinstance(content, Mapping) or "spec" not in content:
-        return Page.from_json(data), "Behaviour window"
-    kept, name = _inside(content, "spec", "content"), _inside(content, "metadata", "name")
+        return ProfilePage.from_json(data), "Behaviour window"
+    kept, name = _get_nested(content, "spec", "content"), _get_nested(content, "metadata", "name")
     if not isinstance(kept, str):
         raise InputError("spec.content: must be a string; is this one BehaviourWindow?")
-    return Page.from_json(kept.encode(errors="replace")), f"{name}"
+    return ProfilePage.from_json(kept.encode(errors="replace")), f"{name}"
 
 
-def _inside(content: Mapping[str, object], outer: str, inner: str) -> object:
+def _get_nested(content: Mapping[str, object], outer: str, inner: str) -> object:
     within = content.get(outer)
     return within.get(inner) if isinstance(within, Mapping) else None
 
 
-def _read(path: Path) -> bytes:
+def _read_window(path: Path) -> bytes:
     """Of standard input where the path is `-`. Raises InputError for more than a window can be."""
     with sys.stdin.buffer if str(path) == "-" else path.open("rb") as stream:
-        data = stream.read(MOST_READ + 1)
-    if len(data) > MOST_READ:
-        raise InputError(f"{path}: is longer than {MOST_READ} bytes, which no behaviour window is")
+        data = stream.read(MAX_READ_BYTES + 1)
+    if len(data) > MAX_READ_BYTES:
+        raise InputError(f"{path}: is longer than {MAX_READ_BYTES} bytes, which no behaviour window is")
     return data
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pacekeeper behaviour",
         description="Which function makes a job slow, on which ranks, and what kind of fault is it?",

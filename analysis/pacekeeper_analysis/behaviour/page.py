@@ -8,34 +8,34 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Self
 
 from ..errors import InputError
-from ..reading import Longest, Within, parse_json, read, read_tuple
-from .localise import Localisation
-from .pattern import LONGEST_NAME, Answer, Owner, compact
-from .table import Table
+from ..reading import MaxLength, Within, parse_json, read_dataclass, read_tuple
+from .localise import Localization
+from .pattern import MAX_FUNCTION_NAME_LENGTH, ProfileAnswer, TimeOwner, encode_compact_json
+from .table import PatternTable
 
-MOST_BYTES = 900 * 2**10
-MOST_SUSPECTS, MOST_USUAL = 12, 4
-MOST_PLOTTED, MOST_POINTS = 4, 2000
+MAX_PAGE_BYTES = 900 * 2**10
+MAX_SUSPECTS_KEPT, MAX_USUAL_KEPT = 12, 4
+MAX_FUNCTIONS_PLOTTED, MAX_PLOT_POINTS = 4, 2000
 """Functions, and ranks of each."""
 
-Figures = Annotated[tuple[Annotated[float, Within(-1, 1e6)], ...], Longest(MOST_POINTS)]
+PlotValues = Annotated[tuple[Annotated[float, Within(-1, 1e6)], ...], MaxLength(MAX_PLOT_POINTS)]
 
 
 @dataclass(frozen=True)
-class Plot:
+class FunctionPlot:
     """One function on many ranks: the suspects, and others evenly. The lists are equally long."""
 
-    function: Annotated[str, Longest(LONGEST_NAME)]
-    owner: Annotated[int, Within(0, max(Owner))]
-    ranks: Annotated[tuple[Annotated[int, Within(0)], ...], Longest(MOST_POINTS)]
-    seconds: Figures  # of a step, in the window
-    busy: Figures  # of these, those in which it used what it is bound to
-    early: Figures  # seconds in the early steps; -1: not known
+    function: Annotated[str, MaxLength(MAX_FUNCTION_NAME_LENGTH)]
+    owner: Annotated[int, Within(0, max(TimeOwner))]
+    ranks: Annotated[tuple[Annotated[int, Within(0)], ...], MaxLength(MAX_PLOT_POINTS)]
+    seconds: PlotValues  # of a step, in the window
+    busy: PlotValues  # of these, those in which it used what it is bound to
+    early: PlotValues  # seconds in the early steps; -1: not known
 
     @classmethod
     def from_json(cls, data: object, path: str) -> Self:
         """Raises InputError that names the field."""
-        plot = read(cls, data, path)
+        plot = read_dataclass(cls, data, path)
         for name in ("seconds", "busy", "early"):
             if len(getattr(plot, name)) != len(plot.ranks):
                 raise InputError(f"{path}.{name}: must have a figure for each of the {len(plot.ranks)} ranks")
@@ -43,67 +43,67 @@ class Plot:
 
 
 @dataclass(frozen=True)
-class Page:
+class ProfilePage:
     """All of it. `answers`: of the suspects first, then of the usual ranks."""
 
-    localisation: Localisation
-    plots: tuple[Plot, ...]
-    answers: tuple[Answer, ...]
+    localisation: Localization
+    plots: tuple[FunctionPlot, ...]
+    answers: tuple[ProfileAnswer, ...]
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
         """What `page` has written. Raises InputError that names the field."""
-        if len(data) > MOST_BYTES:
-            raise InputError(f"page: {len(data)} bytes are more than the {MOST_BYTES} that are kept")
+        if len(data) > MAX_PAGE_BYTES:
+            raise InputError(f"page: {len(data)} bytes are more than the {MAX_PAGE_BYTES} that are kept")
         content = parse_json(data, "page")
         if not isinstance(content, Mapping):
             raise InputError("page: must be an object")
         return cls(
-            read(Localisation, content.get("localisation"), "localisation"),
-            read_tuple(Plot.from_json, content.get("plots"), "plots", MOST_PLOTTED),
-            read_tuple(_answer, content.get("answers"), "answers", MOST_SUSPECTS + MOST_USUAL),
+            read_dataclass(Localization, content.get("localisation"), "localisation"),
+            read_tuple(FunctionPlot.from_json, content.get("plots"), "plots", MAX_FUNCTIONS_PLOTTED),
+            read_tuple(_read_answer, content.get("answers"), "answers", MAX_SUSPECTS_KEPT + MAX_USUAL_KEPT),
         )
 
 
-def page(localisation: Localisation, table: Table, answers: Mapping[int, bytes]) -> bytes:
+def write_profile_page(localisation: Localization, table: PatternTable, answers: Mapping[int, bytes]) -> bytes:
     """As JSON, of MOST_BYTES at most. `answers`: by rank, as they were sent."""
-    shown = [*localisation.suspects[:MOST_SUSPECTS], *localisation.usual[:MOST_USUAL]]
+    shown = [*localisation.suspects[:MAX_SUSPECTS_KEPT], *localisation.usual[:MAX_USUAL_KEPT]]
     whole = [answers[rank].decode(errors="replace") for rank in dict.fromkeys(shown) if rank in answers]
     content = {
         "localisation": asdict(localisation),
-        "plots": [asdict(plot) for plot in _plots(localisation, table)],
+        "plots": [asdict(plot) for plot in _build_plots(localisation, table)],
         "answers": whole,
     }
-    data = compact(content)
-    while len(data) > MOST_BYTES and whole:
+    data = encode_compact_json(content)
+    while len(data) > MAX_PAGE_BYTES and whole:
         whole.pop()
-        data = compact(content)
+        data = encode_compact_json(content)
     return data
 
 
-def _answer(data: object, path: str) -> Answer:
+def _read_answer(data: object, path: str) -> ProfileAnswer:
     """As it was sent: text that holds JSON."""
     if not isinstance(data, str):
         raise InputError(f"{path}: must be a string")
     try:
-        return Answer.from_bytes(data.encode(errors="replace"))
+        return ProfileAnswer.from_bytes(data.encode(errors="replace"))
     except InputError as error:
         raise InputError(f"{path}.{error}") from error
 
 
-def _plots(localisation: Localisation, table: Table) -> list[Plot]:
+def _build_plots(localisation: Localization, table: PatternTable) -> list[FunctionPlot]:
     """Of the functions that are named; where none is, of those that take most time."""
     named = [explanation.function for explanation in localisation.explanations if explanation.function]
     names = dict.fromkeys([*named, *(name for name, _ in table.functions)])
-    rows = _rows(localisation, table)
+    rows = _select_rows(localisation, table)
     columns = [next(i for i, (name, _) in enumerate(table.functions) if name == wanted) for wanted in names]
-    return [_plot(table, column, rows) for column in columns[:MOST_PLOTTED]]
+    return [_build_plot(table, column, rows) for column in columns[:MAX_FUNCTIONS_PLOTTED]]
 
 
-def _plot(table: Table, column: int, rows: list[int]) -> Plot:
+def _build_plot(table: PatternTable, column: int, rows: list[int]) -> FunctionPlot:
     name, owner = table.functions[column]
     early = table.early.step_seconds
-    return Plot(
+    return FunctionPlot(
         function=name,
         owner=int(owner),
         ranks=tuple(int(table.ranks[row]) for row in rows),
@@ -115,8 +115,8 @@ def _plot(table: Table, column: int, rows: list[int]) -> Plot:
     )
 
 
-def _rows(localisation: Localisation, table: Table) -> list[int]:
+def _select_rows(localisation: Localization, table: PatternTable) -> list[int]:
     place = {int(rank): row for row, rank in enumerate(table.ranks)}
     suspects = [place[rank] for rank in localisation.suspects if rank in place]
-    every = max(1, -(-len(table.ranks) // (MOST_POINTS - len(suspects))))
+    every = max(1, -(-len(table.ranks) // (MAX_PLOT_POINTS - len(suspects))))
     return sorted({*suspects, *range(0, len(table.ranks), every)})

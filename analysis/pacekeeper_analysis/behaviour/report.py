@@ -14,43 +14,43 @@ from typing import Any
 import numpy as np
 
 from ..diagnose.finding import Finding
-from ..pages import one_file
-from .localise import LEAST_SPREAD, SUSPECT
-from .page import Page, Plot
-from .pattern import Answer, Owner, RankPattern, Setup, Stack
+from ..pages import render_single_file
+from .localise import MIN_PEER_SPREAD, MIN_SUSPECT_SPREADS
+from .page import ProfilePage, FunctionPlot
+from .pattern import ProfileAnswer, TimeOwner, RankPattern, ProcessSetup, FoldedStack
 
-OWNERS = {
-    Owner.GPU_COMPUTE: "GPU",
-    Owner.GPU_MEMORY: "GPU memory",
-    Owner.COLLECTIVE: "wait for peers",
-    Owner.DATA: "data",
-    Owner.GARBAGE: "garbage",
-    Owner.PYTHON: "Python",
+OWNER_LABELS = {
+    TimeOwner.GPU_COMPUTE: "GPU",
+    TimeOwner.GPU_MEMORY: "GPU memory",
+    TimeOwner.COLLECTIVE: "wait for peers",
+    TimeOwner.DATA: "data",
+    TimeOwner.GARBAGE: "garbage",
+    TimeOwner.PYTHON: "Python",
 }
-USES = np.linspace(0.0, 1.0, 41)
+PLOTTED_USES = np.linspace(0.0, 1.0, 41)
 """At which the usual range of a plot is drawn."""
-WHOLE = "(a whole step)"
-LEFT_OUT = "(stacks that did not fit)"
+WHOLE_STEP = "(a whole step)"
+OMITTED_STACKS = "(stacks that did not fit)"
 
 
-def html(page: Page, title: str) -> str:
+def render_profile_html(page: ProfilePage, title: str) -> str:
     """The page as HTML text."""
     template = files("pacekeeper_analysis.behaviour").joinpath("report.html").read_text(encoding="utf-8")
-    return one_file(template, report(page, title))
+    return render_single_file(template, build_report_data(page, title))
 
 
-def report(page: Page, title: str) -> dict[str, Any]:
+def build_report_data(page: ProfilePage, title: str) -> dict[str, Any]:
     """What the page shows."""
     found = page.localisation
-    shown = _shown(page)
-    outer = _outer([stack for one in shown for stack in one.pattern.stacks])
-    names = {WHOLE: 0}  # and their places: stacks of tenants may repeat long ones
-    patterns = [_pattern(one, len(outer), names) for one in shown]
+    shown = _list_shown_patterns(page)
+    outer = _find_common_frames([stack for one in shown for stack in one.pattern.stacks])
+    names = {WHOLE_STEP: 0}  # and their places: stacks of tenants may repeat long ones
+    patterns = [_encode_pattern(one, len(outer), names) for one in shown]
     return {
         "title": title,
-        "verdict": _finding(found.finding),
+        "verdict": _encode_finding(found.finding),
         "causes": [
-            _finding(cause.finding) | {"saved": cause.saved_seconds, "explained": cause.explained}
+            _encode_finding(cause.finding) | {"saved": cause.saved_seconds, "explained": cause.explained}
             for cause in found.explanations
         ],
         "step": found.step_seconds,
@@ -60,10 +60,10 @@ def report(page: Page, title: str) -> dict[str, Any]:
         "expected": found.expected,
         "remarks": found.remarks,
         "outer": outer,
-        "owners": [OWNERS[owner] for owner in Owner],
+        "owners": [OWNER_LABELS[owner] for owner in TimeOwner],
         "names": list(names),
         "patterns": patterns,
-        "plots": [_plot(plot, found.suspects, found.step_seconds) for plot in page.plots],
+        "plots": [_encode_plot(plot, found.suspects, found.step_seconds) for plot in page.plots],
     }
 
 
@@ -71,29 +71,29 @@ def report(page: Page, title: str) -> dict[str, Any]:
 
 
 @dataclass
-class Frame:
+class FlameFrame:
     """A function as it was called on one path; `looks`: into it, or what it called."""
 
     looks: int = 0
-    callees: dict[str, Frame] = field(default_factory=dict)
+    callees: dict[str, FlameFrame] = field(default_factory=dict)
 
 
-def flame(stacks: Sequence[Stack], looks: int, outer: int = 0) -> Frame:
+def build_flame_graph(stacks: Sequence[FoldedStack], looks: int, outer: int = 0) -> FlameFrame:
     """All stacks as one tree, without their `outer` outermost frames. What of the `looks` is in none of them stands
     beside them."""
-    root = Frame(max(looks, sum(stack.looks for stack in stacks)))
+    root = FlameFrame(max(looks, sum(stack.looks for stack in stacks)))
     for stack in stacks:
         frame = root
         for name in stack.frames[outer:]:
-            frame = frame.callees.setdefault(name, Frame())
+            frame = frame.callees.setdefault(name, FlameFrame())
             frame.looks += stack.looks
     left_out = root.looks - sum(stack.looks for stack in stacks)
     if left_out:
-        root.callees[LEFT_OUT] = Frame(left_out)
+        root.callees[OMITTED_STACKS] = FlameFrame(left_out)
     return root
 
 
-def _outer(stacks: Sequence[Stack]) -> list[str]:
+def _find_common_frames(stacks: Sequence[FoldedStack]) -> list[str]:
     """Frames that all stacks begin with, but the innermost of them: they say nothing about differences."""
     if not stacks:
         return []
@@ -104,17 +104,17 @@ def _outer(stacks: Sequence[Stack]) -> list[str]:
     return list(first[: max(0, same - 1)])
 
 
-def _tree(name: str, frame: Frame, names: dict[str, int]) -> list[Any]:
+def _encode_tree(name: str, frame: FlameFrame, names: dict[str, int]) -> list[Any]:
     """Callees by name: the same function stands at the same place in both graphs."""
     place = names.setdefault(name, len(names))
-    return [place, frame.looks, [_tree(*callee, names) for callee in sorted(frame.callees.items())]]
+    return [place, frame.looks, [_encode_tree(*callee, names) for callee in sorted(frame.callees.items())]]
 
 
 # Patterns
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _ShownPattern:
     """A pattern to look at."""
 
     pattern: RankPattern
@@ -122,19 +122,19 @@ class _Shown:
     suspect: bool
 
 
-def _shown(page: Page) -> list[_Shown]:
+def _list_shown_patterns(page: ProfilePage) -> list[_ShownPattern]:
     """Suspects first, each pattern before that of the same rank's early steps."""
     suspects = page.localisation.suspects
-    answers: list[Answer] = sorted(page.answers, key=lambda answer: answer.pattern.rank not in suspects)
+    answers: list[ProfileAnswer] = sorted(page.answers, key=lambda answer: answer.pattern.rank not in suspects)
     both = [(answer, early) for answer in answers for early in (False, True)]
     return [
-        _Shown(pattern, early, not early and pattern.rank in suspects)
+        _ShownPattern(pattern, early, not early and pattern.rank in suspects)
         for answer, early in both
         if (pattern := answer.baseline if early else answer.pattern) is not None
     ]
 
 
-def _pattern(one: _Shown, outer: int, names: dict[str, int]) -> dict[str, Any]:
+def _encode_pattern(one: _ShownPattern, outer: int, names: dict[str, int]) -> dict[str, Any]:
     pattern = one.pattern
     kind = ", early steps" if one.early else " (suspect)" if one.suspect else ""
     return {
@@ -146,13 +146,13 @@ def _pattern(one: _Shown, outer: int, names: dict[str, int]) -> dict[str, Any]:
         "steps": pattern.steps,
         "first": pattern.first_step,
         "looks": pattern.looks,
-        "functions": [[f.name, int(f.owner), f.share, f.error, f.use] for f in pattern.by_function],
-        "tree": _tree(WHOLE, flame(pattern.stacks, pattern.looks, outer), names),
-        "setup": _setup(pattern.setup),
+        "functions": [[f.name, int(f.owner), f.share, f.error, f.use] for f in pattern.function_patterns],
+        "tree": _encode_tree(WHOLE_STEP, build_flame_graph(pattern.stacks, pattern.looks, outer), names),
+        "setup": _describe_setup(pattern.setup),
     }
 
 
-def _setup(setup: Setup) -> list[tuple[str, str]]:
+def _describe_setup(setup: ProcessSetup) -> list[tuple[str, str]]:
     """What is known, in words."""
 
     def part(share: float) -> str:
@@ -172,7 +172,7 @@ def _setup(setup: Setup) -> list[tuple[str, str]]:
     return [(name, words) for name, words in (*rows, *variables) if words]
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _encode_finding(finding: Finding) -> dict[str, Any]:
     return {
         "fault": finding.fault.value,
         "culprit": finding.culprit,
@@ -185,7 +185,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
 # The pattern plot
 
 
-def _plot(plot: Plot, suspects: Sequence[int], step_seconds: float) -> dict[str, Any]:
+def _encode_plot(plot: FunctionPlot, suspects: Sequence[int], step_seconds: float) -> dict[str, Any]:
     """Points: rank, β and μ (None: not measured)."""
     step = step_seconds or 1.0
     shares = np.array(plot.seconds) / step
@@ -197,11 +197,11 @@ def _plot(plot: Plot, suspects: Sequence[int], step_seconds: float) -> dict[str,
     early = early[early >= 0] / step
     of_early = not suspects and len(early) > 0
     if of_early:  # how much of it was used then is not kept
-        expected = usual_range(early, early * float(np.median(uses)))
+        expected = compute_usual_range(early, early * float(np.median(uses)))
     elif usual.any():
-        expected = usual_range(shares[usual], busy[usual])
+        expected = compute_usual_range(shares[usual], busy[usual])
     else:
-        expected = usual_range(shares, busy)
+        expected = compute_usual_range(shares, busy)
     if expected and not measured:
         expected = [[0.0, *expected[0][1:]], [1.0, *expected[0][1:]]]
     return {
@@ -217,16 +217,16 @@ def _plot(plot: Plot, suspects: Sequence[int], step_seconds: float) -> dict[str,
     }
 
 
-def usual_range(shares: np.ndarray[Any, Any], busy: np.ndarray[Any, Any]) -> list[list[float]]:
+def compute_usual_range(shares: np.ndarray[Any, Any], busy: np.ndarray[Any, Any]) -> list[list[float]]:
     """Where a rank is like its peers, as `localise` has it but for σ: |Δβ| + |Δβμ| ≤ SUSPECT spreads.
     Rows of μ, lowest β and highest β; a use at which no β is usual has none."""
     if not len(shares):
         return []
     share, part = float(np.median(shares)), float(np.median(busy))
-    spread = max(1.48 * float(np.median(np.abs(shares - share))), LEAST_SPREAD)
-    room = SUSPECT * spread
+    spread = max(1.48 * float(np.median(np.abs(shares - share))), MIN_PEER_SPREAD)
+    room = MIN_SUSPECT_SPREADS * spread
     rows = []
-    for use in USES.tolist():
+    for use in PLOTTED_USES.tolist():
         # A sum of two distances along a line is convex: its bounds lie where each of the four slopes reaches `room`.
         ends = [
             (room + a * share + b * part) / (a + b * use) for a in (1, -1) for b in (1, -1) if abs(a + b * use) > 1e-9

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from ..diagnose.finding import Witness, WitnessKind
-from .pattern import Setup
+from ..diagnose.finding import Signal, SignalKind
+from .pattern import ProcessSetup
 
-HELD_UP = 0.05
+MIN_THROTTLED_SHARE = 0.05
 """Share of the periods (throttled) or of the time (delayed) from which it explains something."""
-HELD_UP_OFTEN = 0.25
+MIN_TRANSFERS_THROTTLED_SHARE = 0.25
 """Share of the periods from which a quota that holds a worker up holds up what its ranks send and receive, too."""
-SLOW_VARIABLES = {
+SLOW_VARIABLE_VALUES = {
     "CUDA_LAUNCH_BLOCKING": ("1",),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1",),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
@@ -23,42 +23,42 @@ SLOW_VARIABLES = {
     "NCCL_DEBUG": ("TRACE",),
 }
 """Made for debugging, or for machines that can do no better."""
-_SOCKETS = ("NCCL_IB_DISABLE=1", "NCCL_NET=Socket")
+_SOCKET_VARIABLES = ("NCCL_IB_DISABLE=1", "NCCL_NET=Socket")
 
 
-def wrong_settings(setup: Setup) -> tuple[Witness, ...]:
+def find_wrong_settings(setup: ProcessSetup) -> tuple[Signal, ...]:
     """What slows a rank down wherever it runs."""
-    return tuple(Witness(WitnessKind.SETTINGS, words) for words in _wrong(setup))
+    return tuple(Signal(SignalKind.SETTINGS, words) for words in _describe_wrong_settings(setup))
 
 
-def unlike(setup: Setup, usual: Sequence[Setup], whose: str) -> tuple[Witness, ...]:
+def compare_setups(setup: ProcessSetup, usual: Sequence[ProcessSetup], whose: str) -> tuple[Signal, ...]:
     """What is set otherwise than in all of `usual` alike; `whose` they are, for people."""
-    return tuple(Witness(WitnessKind.SETTINGS, words) for words in _unlike(setup, usual, whose))
+    return tuple(Signal(SignalKind.SETTINGS, words) for words in _describe_differences(setup, usual, whose))
 
 
-def throttled(setup: Setup, usual: Sequence[Setup] = (), least: float = HELD_UP) -> Witness | None:
+def check_throttling(setup: ProcessSetup, usual: Sequence[ProcessSetup] = (), least: float = MIN_THROTTLED_SHARE) -> Signal | None:
     """Its processor quota holds it up, by `least` more than it does `usual`."""
-    if setup.throttled < least + _median([other.throttled for other in usual]):
+    if setup.throttled < least + _compute_median([other.throttled for other in usual]):
         return None
     quota = f" of {setup.processors:g} processors" if setup.processors else ""
     words = f"the processor quota{quota} has held its worker up in {setup.throttled:.0%} of the periods"
-    return Witness(WitnessKind.PROCESS, words)
+    return Signal(SignalKind.PROCESS, words)
 
 
-def delayed(setup: Setup, usual: Sequence[Setup] = ()) -> Witness | None:
+def check_scheduling_delay(setup: ProcessSetup, usual: Sequence[ProcessSetup] = ()) -> Signal | None:
     """Others have had the processors that it was ready to run on, more than with `usual`."""
-    if setup.delayed < HELD_UP + _median([other.delayed for other in usual]):
+    if setup.delayed < MIN_THROTTLED_SHARE + _compute_median([other.delayed for other in usual]):
         return None
     words = f"it was ready to run, and others had the processors, for {setup.delayed:.0%} of the time"
-    return Witness(WitnessKind.PROCESS, words)
+    return Signal(SignalKind.PROCESS, words)
 
 
-def _wrong(setup: Setup) -> Iterator[str]:
+def _describe_wrong_settings(setup: ProcessSetup) -> Iterator[str]:
     for given in setup.variables:
         name, _, value = given.partition("=")
-        if value in SLOW_VARIABLES.get(name, ()):
+        if value in SLOW_VARIABLE_VALUES.get(name, ()):
             yield f"{given} slows every step down"
-        if given in _SOCKETS and setup.infiniband:
+        if given in _SOCKET_VARIABLES and setup.infiniband:
             yield f"{given} sends over sockets, although there is InfiniBand"
     if setup.anomalies:
         yield "autograd looks for anomalies in every step"
@@ -69,7 +69,7 @@ def _wrong(setup: Setup) -> Iterator[str]:
         yield f"operations of {ranks} ranks have {setup.threads} threads each, on {setup.processors:g} processors"
 
 
-def _unlike(setup: Setup, usual: Sequence[Setup], whose: str) -> Iterator[str]:
+def _describe_differences(setup: ProcessSetup, usual: Sequence[ProcessSetup], whose: str) -> Iterator[str]:
     if not usual:
         return
     for name, words in (("threads", "threads of an operation"), ("processors", "processors")):
@@ -89,5 +89,5 @@ def _unlike(setup: Setup, usual: Sequence[Setup], whose: str) -> Iterator[str]:
             yield f"{given} is not set, unlike {whose}"
 
 
-def _median(values: Sequence[float]) -> float:
+def _compute_median(values: Sequence[float]) -> float:
     return max(0.0, median(values)) if values else 0.0

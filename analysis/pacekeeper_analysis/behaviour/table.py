@@ -13,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from .pattern import Answer, Owner, RankPattern, Setup
+from .pattern import ProfileAnswer, TimeOwner, RankPattern, ProcessSetup
 
-MOST_COLUMNS = 256
+MAX_TABLE_COLUMNS = 256
 """Functions of the table. Those that take most time on some rank come first."""
 
-Name = tuple[str, Owner]
+Name = tuple[str, TimeOwner]
 Matrix = NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
-class Figures:
+class FunctionStatistics:
     """Ranks × functions. Rows of ranks without such a pattern hold NaN in `step_seconds`, and 0 elsewhere."""
 
     step_seconds: NDArray[np.float64]  # of each rank
@@ -36,15 +36,15 @@ class Figures:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class PatternTable:
     """`now`: the window; `early`: the ranks' own early steps."""
 
     ranks: NDArray[np.int64]
     functions: tuple[Name, ...]
-    now: Figures
-    early: Figures
-    setups: tuple[Setup, ...]
-    early_setups: tuple[Setup | None, ...]
+    now: FunctionStatistics
+    early: FunctionStatistics
+    setups: tuple[ProcessSetup, ...]
+    early_setups: tuple[ProcessSetup | None, ...]
     follows_lengths: NDArray[np.float64]
     refused: tuple[str, ...] = ()  # why an answer could not be read, in words
 
@@ -54,7 +54,7 @@ class Table:
 
 
 @dataclass
-class _Column:
+class _PatternColumns:
     """Of one kind of pattern, as it is read."""
 
     row: list[NDArray[np.int64]] = field(default_factory=list)
@@ -71,26 +71,26 @@ class _Column:
         if pattern is None or not len(pattern.functions):
             return
         keys = zip(pattern.functions.tolist(), pattern.owners.tolist(), strict=True)
-        ids = [names.setdefault((pattern.names[name], Owner(owner)), len(names)) for name, owner in keys]
+        ids = [names.setdefault((pattern.names[name], TimeOwner(owner)), len(names)) for name, owner in keys]
         self.row.append(np.full(len(ids), row))
         self.function.append(np.array(ids))
         self.figures.append(pattern.figures)
 
-    def joined(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+    def join(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
         if not self.row:
             return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 4), np.float32)
         return np.concatenate(self.row), np.concatenate(self.function), np.concatenate(self.figures)
 
 
-def read_table(answers: Iterable[tuple[int, bytes]]) -> Table:
+def read_table(answers: Iterable[tuple[int, bytes]]) -> PatternTable:
     """`answers`: by rank. One that cannot be read, or is another rank's, costs itself only."""
     names: dict[Name, int] = {}
-    now, early = _Column(), _Column()
+    now, early = _PatternColumns(), _PatternColumns()
     ranks, refused = list[int](), list[str]()
-    setups, early_setups, follows = list[Setup](), list[Setup | None](), list[float]()
+    setups, early_setups, follows = list[ProcessSetup](), list[ProcessSetup | None](), list[float]()
     for rank, data in answers:
         try:
-            answer = Answer.from_bytes(data, stacks=False)
+            answer = ProfileAnswer.from_bytes(data, stacks=False)
             if answer.pattern.rank != rank:
                 raise InputError(f"pattern.rank: {answer.pattern.rank} is not the sender's")
         except InputError as error:
@@ -103,15 +103,15 @@ def read_table(answers: Iterable[tuple[int, bytes]]) -> Table:
         follows.append(answer.pattern.follows_lengths)
         now.add(row, answer.pattern, names)
         early.add(row, baseline, names)
-    columns = _chosen(now, len(names))
+    columns = _choose_functions(now, len(names))
     places = np.full(len(names) + 1, -1)
     places[columns] = np.arange(len(columns))
     all_names = list(names)
-    return Table(
+    return PatternTable(
         ranks=np.array(ranks, np.int64),
         functions=tuple(all_names[column] for column in columns.tolist()),
-        now=_figures(now, places, len(columns)),
-        early=_figures(early, places, len(columns)),
+        now=_build_statistics(now, places, len(columns)),
+        early=_build_statistics(early, places, len(columns)),
         setups=tuple(setups),
         early_setups=tuple(early_setups),
         follows_lengths=np.array(follows),
@@ -119,20 +119,20 @@ def read_table(answers: Iterable[tuple[int, bytes]]) -> Table:
     )
 
 
-def _chosen(now: _Column, names: int) -> NDArray[np.int64]:
+def _choose_functions(now: _PatternColumns, names: int) -> NDArray[np.int64]:
     """The functions that the table has, those that take most time first: half of the room is for what most ranks have,
     the rest for what takes most on some rank."""
-    _, function, figures = now.joined()
+    _, function, figures = now.join()
     mean, most = np.bincount(function, figures[:, 0], minlength=names), np.zeros(names)
     np.maximum.at(most, function, figures[:, 0])
-    common = np.argsort(-mean, kind="stable")[: MOST_COLUMNS // 2]
+    common = np.argsort(-mean, kind="stable")[: MAX_TABLE_COLUMNS // 2]
     rare = np.argsort(-most, kind="stable")
-    rare = rare[~np.isin(rare, common)][: MOST_COLUMNS - len(common)]
+    rare = rare[~np.isin(rare, common)][: MAX_TABLE_COLUMNS - len(common)]
     return np.concatenate((common, rare)).astype(np.int64)
 
 
-def _figures(column: _Column, places: NDArray[np.int64], functions: int) -> Figures:
-    row, function, figures = column.joined()
+def _build_statistics(column: _PatternColumns, places: NDArray[np.int64], functions: int) -> FunctionStatistics:
+    row, function, figures = column.join()
     step_seconds = np.array(column.step_seconds)
     place = places[function]
     known = place >= 0
@@ -144,7 +144,7 @@ def _figures(column: _Column, places: NDArray[np.int64], functions: int) -> Figu
         return filled
 
     share, error, use, spread = figures.T
-    return Figures(
+    return FunctionStatistics(
         step_seconds=step_seconds,
         seconds=matrix(share),
         errors=matrix(error),

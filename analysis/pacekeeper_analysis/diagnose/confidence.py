@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-MEASURED: Mapping[tuple[str, frozenset[str]], float] = {
+MEASURED_CONFIDENCE: Mapping[tuple[str, frozenset[str]], float] = {
     ("Code", frozenset({"Behaviour", "History"})): 0.992,
     ("Code", frozenset({"Behaviour", "History", "Times", "Waits"})): 0.984,
     ("Code", frozenset({"Behaviour", "Times", "Waits"})): 0.984,
@@ -31,11 +31,11 @@ MEASURED: Mapping[tuple[str, frozenset[str]], float] = {
 class, by the rule of succession (a few right answers are no certainty)."""
 
 
-def confidence(fault: str, witnesses: Iterable[str]) -> float | None:
+def estimate_confidence(fault: str, witnesses: Iterable[str]) -> float | None:
     """None where evidence like it was never tried: fewer kinds of witnesses than were tried are less than that.
 
     The best of what was tried with some of these witnesses: one more never makes a verdict less sure.
     """
     there = frozenset(witnesses)
-    tried = [share for (of, kinds), share in MEASURED.items() if of == fault and kinds <= there]
+    tried = [share for (of, kinds), share in MEASURED_CONFIDENCE.items() if of == fault and kinds <= there]
     return max(tried, default=None)

@@ -6,27 +6,27 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated
 
-from ..reading import Cut, Longest, Within
-from .confidence import confidence
+from ..reading import Truncated, MaxLength, Within
+from .confidence import estimate_confidence
 
 
-def join(before: Finding | None, new: Finding) -> Finding:
+def merge_findings(before: Finding | None, new: Finding) -> Finding:
     """What both say together: all witnesses, the newest words of each kind; class, culprit and advice of the one that
     the stronger witness speaks for, the newer one where they are as strong. One that names nobody clears
     those of its own class alone."""
     if before is None:
-        return known(new)
+        return add_confidence(new)
     witnesses = {witness.kind: witness for witness in (*before.witnesses, *new.witnesses)}
     said = [finding for finding in (new, before) if finding.fault is not FaultClass.UNKNOWN] or [new]
     if len({finding.fault for finding in said}) > 1:
         said = [finding for finding in said if finding.culprit] or said
     leading = max(said, key=lambda finding: finding.strength)
-    return known(replace(leading, witnesses=tuple(witnesses.values())))
+    return add_confidence(replace(leading, witnesses=tuple(witnesses.values())))
 
 
-def known(finding: Finding) -> Finding:
+def add_confidence(finding: Finding) -> Finding:
     """With the confidence that its evidence has."""
-    return replace(finding, confidence=confidence(finding.fault.value, [kind.value for kind in finding.kinds]))
+    return replace(finding, confidence=estimate_confidence(finding.fault.value, [kind.value for kind in finding.signal_kinds]))
 
 
 class FaultClass(StrEnum):
@@ -40,7 +40,7 @@ class FaultClass(StrEnum):
     UNKNOWN = "Unknown"
 
 
-class WitnessKind(StrEnum):
+class SignalKind(StrEnum):
     """Where a piece of evidence comes from. Two of the same kind count as one."""
 
     TIMES = "Times"  # own work and steps of the ranks, by what-if analysis
@@ -56,28 +56,28 @@ class WitnessKind(StrEnum):
     HISTORY = "History"  # the job's own earlier steps, or earlier incidents
 
 
-STRENGTH = (
-    WitnessKind.PROBE,
-    WitnessKind.GPU,
-    WitnessKind.NODE,
-    WitnessKind.PROCESS,
-    WitnessKind.BEHAVIOUR,
-    WitnessKind.STACK,
-    WitnessKind.SETTINGS,
-    WitnessKind.TRANSPORT,
-    WitnessKind.WAITS,
-    WitnessKind.TIMES,
-    WitnessKind.HISTORY,
+SIGNAL_KINDS_BY_STRENGTH = (
+    SignalKind.PROBE,
+    SignalKind.GPU,
+    SignalKind.NODE,
+    SignalKind.PROCESS,
+    SignalKind.BEHAVIOUR,
+    SignalKind.STACK,
+    SignalKind.SETTINGS,
+    SignalKind.TRANSPORT,
+    SignalKind.WAITS,
+    SignalKind.TIMES,
+    SignalKind.HISTORY,
 )
 """Strongest first: what was tested or seen goes before what was inferred."""
 
 
 @dataclass(frozen=True)
-class Witness:
+class Signal:
     """One piece of evidence, in a sentence for people."""
 
-    kind: WitnessKind
-    words: Annotated[str, Cut(2048)]
+    kind: SignalKind
+    words: Annotated[str, Truncated(2048)]
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ class Finding:
     None: it was never tried."""
 
     fault: FaultClass
-    culprit: Annotated[str, Cut(512)]  # "rank 3", "link 0 → 1", "train.py:load", "all ranks"; "": nobody is named
-    witnesses: Annotated[tuple[Witness, ...], Longest(16)] = ()
+    culprit: Annotated[str, Truncated(512)]  # "rank 3", "link 0 → 1", "train.py:load", "all ranks"; "": nobody is named
+    witnesses: Annotated[tuple[Signal, ...], MaxLength(16)] = ()
     confidence: Annotated[float | None, Within(0, 1)] = None
-    advice: Annotated[str, Cut(1024)] = ""  # what to do, in a sentence for people
+    advice: Annotated[str, Truncated(1024)] = ""  # what to do, in a sentence for people
 
     @property
-    def kinds(self) -> frozenset[WitnessKind]:
+    def signal_kinds(self) -> frozenset[SignalKind]:
         return frozenset(witness.kind for witness in self.witnesses)
 
     @property
     def strength(self) -> int:
         """Of its strongest witness; 0: it has none."""
-        return max((len(STRENGTH) - STRENGTH.index(kind) for kind in self.kinds), default=0)
+        return max((len(SIGNAL_KINDS_BY_STRENGTH) - SIGNAL_KINDS_BY_STRENGTH.index(kind) for kind in self.signal_kinds), default=0)

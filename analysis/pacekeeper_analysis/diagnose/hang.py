@@ -16,21 +16,21 @@ from enum import StrEnum
 from functools import cached_property
 
 from ..records import Collective, Device, Phase
-from ..reports import DEBUGGER, GONE, BlockedConnection, Fault, FaultKind, RankState
-from .waiting import Gathering, Sinks, WaitGraph, name_ranks
+from ..reports import DEBUGGER_WAIT, EXITED_PROCESS_STATES, BlockedConnection, FaultReport, FaultKind, RankState
+from .waiting import PendingCollective, WaitSinks, WaitGraph, name_ranks
 
-COMMUNICATION_SECONDS = 10.0
+MIN_COMMUNICATION_HANG_SECONDS = 10.0
 """So long all ranks must have been inside the same collective before it is taken for one that never ends."""
-BLOCKED_SECONDS = 1.5
+MIN_BLOCKED_SECONDS = 1.5
 """The same where a connection of theirs gets nothing through: three times in a row it has been in vain by then (RFC
 6298, from a time-out of 0.2 s on)."""
-LOOK_SECONDS = 10.0
+DEVICE_POLL_TIMEOUT_SECONDS = 10.0
 """A rank that waits for longer without anybody having looked at its GPU is judged as if it had none."""
 
 
-OUTSIDE_SECONDS = 300.0
+OUTSIDE_COLLECTIVES_SECONDS = 300.0
 """A rank may wait for this duration outside of collectives for what no rank gives, unless `hangSeconds` says more."""
-REMEDY = "where training may wait so long, raise hangSeconds, or do it within job.phase(…)"
+LONG_WAIT_REMEDY = "where training may wait so long, raise hangSeconds, or do it within job.phase(…)"
 
 
 class HangKind(StrEnum):
@@ -54,7 +54,7 @@ class HangVerdict:
     members: tuple[int, ...] = ()  # of the group in which it comes to nothing, where no rank is to blame
 
 
-def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1800.0) -> HangVerdict | None:
+def diagnose_hang(faults: Sequence[FaultReport], world_size: int, ceiling_seconds: float = 1800.0) -> HangVerdict | None:
     """Judge the stalls that the workers of one round have reported; earlier reports of a worker do not count.
 
     A stopped process is to blame whatever the others say: no phase excuses it. Otherwise None as long as nobody can be
@@ -66,30 +66,30 @@ def verdict(faults: Sequence[Fault], world_size: int, ceiling_seconds: float = 1
     Once a rank has exited with code 0 or has finished training, only those ranks are in trouble that wait in a
     collective which an exited rank never enters; all others may take as long as they like.
     """
-    stalls, ranks = _latest(faults)
+    stalls, ranks = _select_newest_states(faults)
     if len(ranks) < world_size:
-        return _blame(HangKind.STOPPED, [rank for rank in ranks if rank.process_state == "T"])
-    newest = _newest(ranks)
-    waits = [rank.rank for rank in ranks if not rank.ended and _waits(rank, newest)]
+        return _build_verdict(HangKind.STOPPED, [rank for rank in ranks if rank.process_state == "T"])
+    newest = _find_newest_collectives(ranks)
+    waits = [rank.rank for rank in ranks if not rank.ended and _is_waiting(rank, newest)]
     graph = WaitGraph({rank.rank: rank for rank in ranks}, waits, stalls)
-    blocked = frozenset(end.rank for end in blocked_ends(stalls))
-    case = _Case(ranks, blocked, frozenset(waits), graph, ceiling_seconds)
-    for judge in (_stopped, _training_over, _beyond_ceiling, _busy, _not_looked_at, _kernel, _holders):
+    blocked = frozenset(end.rank for end in find_blocked_ends(stalls))
+    case = _HangState(ranks, blocked, frozenset(waits), graph, ceiling_seconds)
+    for judge in (_check_stopped, _check_training_over, _check_phase_ceiling, _check_busy, _check_unpolled_devices, _check_kernel, _check_sinks):
         found = judge(case)
         if found is not None:
             return found if found.evidence else None
     return None
 
 
-def blocked_ends(stalls: Sequence[Fault]) -> tuple[BlockedConnection, ...]:
+def find_blocked_ends(stalls: Sequence[FaultReport]) -> tuple[BlockedConnection, ...]:
     """Ends that have got nothing through for BLOCKED_SECONDS, the longest first, by what each worker has told last."""
     newest = {fault.worker: fault for fault in sorted(stalls, key=lambda each: each.noticed_at)}
-    ends = [end for fault in newest.values() for end in fault.blocked if end.seconds >= BLOCKED_SECONDS]
+    ends = [end for fault in newest.values() for end in fault.blocked if end.seconds >= MIN_BLOCKED_SECONDS]
     return tuple(sorted(ends, key=lambda end: -end.seconds))
 
 
 @dataclass(frozen=True)
-class _Case:
+class _HangState:
     ranks: Sequence[RankState]
     blocked: frozenset[int]
     """Those with a connection that gets nothing through."""
@@ -99,16 +99,16 @@ class _Case:
     ceiling: float
 
     def blame(self, kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict | None:
-        found = _blame(kind, culprits)
-        return None if found is None else replace(found, waits=self.graph.waits_for(found.ranks))
+        found = _build_verdict(kind, culprits)
+        return None if found is None else replace(found, waits=self.graph.describe_waiters(found.ranks))
 
     def never_ends(self, inside: Collection[int], members: Collection[int]) -> bool:
         """Whether the collective of `members` that the ranks `inside` wait in is taken for one that never ends."""
-        waited = min(self._waited[rank] for rank in inside if rank in self._waited)
-        return waited >= COMMUNICATION_SECONDS or not self.blocked.isdisjoint(members)
+        waited = min(self._waited_seconds[rank] for rank in inside if rank in self._waited_seconds)
+        return waited >= MIN_COMMUNICATION_HANG_SECONDS or not self.blocked.isdisjoint(members)
 
     @cached_property
-    def _waited(self) -> Mapping[int, float]:
+    def _waited_seconds(self) -> Mapping[int, float]:
         """Seconds, by rank."""
         return {rank.rank: rank.waiting_seconds for rank in self.ranks}
 
@@ -117,55 +117,55 @@ _NO_VERDICT = HangVerdict(HangKind.COMMUNICATION, (), ())
 """An answer without evidence ends the questioning: somebody has a good reason to be slow."""
 
 
-def _stopped(case: _Case) -> HangVerdict | None:
-    gone = [rank for rank in case.ranks if rank.process_state in ("T", *GONE) and not rank.ended]
+def _check_stopped(case: _HangState) -> HangVerdict | None:
+    gone = [rank for rank in case.ranks if rank.process_state in ("T", *EXITED_PROCESS_STATES) and not rank.ended]
     return case.blame(HangKind.STOPPED, gone)
 
 
-def _training_over(case: _Case) -> HangVerdict | None:
+def _check_training_over(case: _HangState) -> HangVerdict | None:
     ended = {rank.rank: rank for rank in case.ranks if rank.ended}
     if not ended and all(rank.phase != Phase.FINISHED.name for rank in case.ranks):
         return None
-    missed = [rank for rank in ended.values() if case.graph.waits_for((rank.rank,))]
+    missed = [rank for rank in ended.values() if case.graph.describe_waiters((rank.rank,))]
     return case.blame(HangKind.NEVER_ENTERED, missed) or _NO_VERDICT
 
 
-def _beyond_ceiling(case: _Case) -> HangVerdict | None:
+def _check_phase_ceiling(case: _HangState) -> HangVerdict | None:
     late = [rank for rank in case.ranks if rank.overdue or rank.phase_seconds > case.ceiling]
     stuck = [rank for rank in late if _has_own_deadline(rank) and not rank.moving]
     return case.blame(HangKind.NEVER_ENTERED, stuck)
 
 
-def _busy(case: _Case) -> HangVerdict | None:
+def _check_busy(case: _HangState) -> HangVerdict | None:
     """A rank in a long phase, or one that works or may wait outside of collectives, keeps others waiting rightly."""
     busy = [
         rank
         for rank in case.ranks
-        if _has_own_deadline(rank) or rank.waits_for == DEBUGGER or (rank.rank not in case.waits and _may_go_on(rank))
+        if _has_own_deadline(rank) or rank.waits_for == DEBUGGER_WAIT or (rank.rank not in case.waits and _can_progress(rank))
     ]
     return _NO_VERDICT if busy else None
 
 
-def _not_looked_at(case: _Case) -> HangVerdict | None:
+def _check_unpolled_devices(case: _HangState) -> HangVerdict | None:
     """How far a GPU is, its rank tells a moment after it has stopped to make progress."""
     unknown = [
-        rank for rank in case.ranks if rank.device == Device.RUNNING.name and rank.waiting_seconds < LOOK_SECONDS
+        rank for rank in case.ranks if rank.device == Device.RUNNING.name and rank.waiting_seconds < DEVICE_POLL_TIMEOUT_SECONDS
     ]
     return _NO_VERDICT if unknown else None
 
 
-def _kernel(case: _Case) -> HangVerdict | None:
+def _check_kernel(case: _HangState) -> HangVerdict | None:
     return case.blame(HangKind.KERNEL, [rank for rank in case.ranks if rank.device == Device.SCHEDULED.name])
 
 
-def _holders(case: _Case) -> HangVerdict | None:
+def _check_sinks(case: _HangState) -> HangVerdict | None:
     """The sinks of the wait-for graph. A rank that waits for nobody goes before all else: what its peers wait in may
     look odd because of it.
 
     With a collective under way a rank counts as inside of it, whatever it does meanwhile: where all its members have
     come, the stack tells.
     """
-    sinks = case.graph.sinks()
+    sinks = case.graph.find_sinks()
     by_rank = {rank.rank: rank for rank in case.ranks}
     if len(sinks.outside) == len(case.ranks):
         return case.blame(HangKind.STOPPED, case.ranks)
@@ -173,49 +173,49 @@ def _holders(case: _Case) -> HangVerdict | None:
         return case.blame(HangKind.NEVER_ENTERED, [by_rank[rank] for rank in sinks.outside])
     elsewhere = [by_rank[rank] for meeting in sinks.meetings for rank in meeting.inside if _is_elsewhere(by_rank[rank])]
     if elsewhere:
-        goes_on = any(map(_may_go_on, elsewhere))
+        goes_on = any(map(_can_progress, elsewhere))
         return _NO_VERDICT if goes_on else case.blame(HangKind.NEVER_ENTERED, elsewhere)
     circle = {rank for found in sinks.circles for rank in found}
     everywhere = Counter(rank.collective for rank in case.ranks)
-    odd = {rank for meeting in sinks.meetings for rank in _odd(meeting, everywhere)}
+    odd = {rank for meeting in sinks.meetings for rank in _find_mismatched(meeting, everywhere)}
     if circle or odd:
         return case.blame(HangKind.MISMATCH, [by_rank[rank] for rank in sorted(circle | odd)])
-    return _communication(case, sinks)
+    return _check_communication(case, sinks)
 
 
-def _may_go_on(rank: RankState) -> bool:
+def _can_progress(rank: RankState) -> bool:
     """What the library or torch.distributed waits for comes from other ranks, which are judged themselves."""
-    waits_for_ranks = any(part in _innermost(rank) for part in (_MEETS_IN, *_OWN))
+    waits_for_ranks = any(part in _find_innermost_call(rank) for part in (_GROUP_SETUP_PATH, *_OWN_PATHS))
     return rank.moving or (rank.excused and not waits_for_ranks)
 
 
 def _is_elsewhere(rank: RankState) -> bool:
     """It is not where ranks wait for collectives."""
-    innermost = _innermost(rank)
+    innermost = _find_innermost_call(rank)
     told = rank.device == Device.NONE.name and innermost.startswith("File ")
-    return told and not any(part in innermost for part in _WAITS_IN)
+    return told and not any(part in innermost for part in _COLLECTIVE_WAIT_PATHS)
 
 
-_OWN = ("-packages/pacekeeper/", "/trainer/pacekeeper/")
-_WAITS_IN = ("/torch/", "/torchinductor", *_OWN)
+_OWN_PATHS = ("-packages/pacekeeper/", "/trainer/pacekeeper/")
+_COLLECTIVE_WAIT_PATHS = ("/torch/", "/torchinductor", *_OWN_PATHS)
 """Parts of the paths of files, the innermost of a rank that waits for a collective: torch, what it compiles, and what
 stands around its waits, installed or in a checkout. A script may lie in a folder of any name."""
-_MEETS_IN = "/torch/distributed/"
+_GROUP_SETUP_PATH = "/torch/distributed/"
 """Part of the path of files in which ranks make their groups together, which is no collective."""
 
 
-def _odd(meeting: Gathering, everywhere: Mapping[str, int]) -> Collection[int]:
+def _find_mismatched(meeting: PendingCollective, everywhere: Mapping[str, int]) -> Collection[int]:
     """Its group's others have gone on to later ones, so those inside lag behind; or some take it for another one."""
-    return tuple(meeting.inside) if meeting.was_left else meeting.odd(everywhere)
+    return tuple(meeting.inside) if meeting.has_been_left else meeting.find_mismatched(everywhere)
 
 
-def _communication(case: _Case, sinks: Sinks) -> HangVerdict | None:
+def _check_communication(case: _HangState, sinks: WaitSinks) -> HangVerdict | None:
     """All have entered it. Their bytes may still be on the way, over a link that has become slow: this verdict has more
     time than the others, unless the kernel of one of them says that nothing comes through."""
     for meeting in sorted(sinks.meetings, key=lambda meeting: -len(meeting.inside)):
         members = meeting.group.members
         if case.never_ends(meeting.inside, members):
-            said = f"all {len(members)} ranks entered {meeting} and {_who_stayed(meeting)}"
+            said = f"all {len(members)} ranks entered {meeting} and {_describe_who_stayed(meeting)}"
             return HangVerdict(HangKind.COMMUNICATION, (), (said,), waits=said, members=members)
     if sinks.meetings or not sinks.unknown or not case.never_ends(sinks.unknown, sinks.unknown):
         return None
@@ -223,35 +223,35 @@ def _communication(case: _Case, sinks: Sinks) -> HangVerdict | None:
     return HangVerdict(HangKind.COMMUNICATION, (), (said,), waits=said, members=sinks.unknown)
 
 
-def _who_stayed(meeting: Gathering) -> str:
+def _describe_who_stayed(meeting: PendingCollective) -> str:
     if len(meeting.inside) == len(meeting.group.members):
         return "none came out of it"
     return f"{name_ranks(sorted(meeting.inside))} did not come out of it"
 
 
-def _blame(kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict | None:
+def _build_verdict(kind: HangKind, culprits: Sequence[RankState]) -> HangVerdict | None:
     if not culprits:
         return None
-    return HangVerdict(kind, tuple(rank.rank for rank in culprits), tuple(map(_describe, culprits)))
+    return HangVerdict(kind, tuple(rank.rank for rank in culprits), tuple(map(_describe_rank, culprits)))
 
 
-def _describe(rank: RankState) -> str:
+def _describe_rank(rank: RankState) -> str:
     if rank.ended:
         return f"rank {rank.rank}: has exited with code 0 after step {rank.step}, and enters no collective any more"
-    said = f"; it waits for {rank.waits_for}: {REMEDY}" if rank.waits_for else ""
+    said = f"; it waits for {rank.waits_for}: {LONG_WAIT_REMEDY}" if rank.waits_for else ""
     return (
-        f"rank {rank.rank}: step {rank.step}, {_where(rank)}, no progress for {rank.waiting_seconds:.1f} s, "
-        f"process state {rank.process_state or 'gone'}, {_innermost(rank) or 'no stack'}{said}"
+        f"rank {rank.rank}: step {rank.step}, {_describe_position(rank)}, no progress for {rank.waiting_seconds:.1f} s, "
+        f"process state {rank.process_state or 'gone'}, {_find_innermost_call(rank) or 'no stack'}{said}"
     )
 
 
-def _innermost(rank: RankState) -> str:
+def _find_innermost_call(rank: RankState) -> str:
     """The call that the rank is in; "": it has told no stack."""
     stack = rank.stack.strip()
     return stack.splitlines()[-1].strip() if stack else ""
 
 
-def _where(rank: RankState) -> str:
+def _describe_position(rank: RankState) -> str:
     if _has_own_deadline(rank):
         return f"in phase {rank.phase}"
     if rank.device == Device.SCHEDULED.name:
@@ -261,7 +261,7 @@ def _where(rank: RankState) -> str:
     return f"inside {rank.collective} {rank.sequence}"
 
 
-def _newest(ranks: Sequence[RankState]) -> Mapping[int, int]:
+def _find_newest_collectives(ranks: Sequence[RankState]) -> Mapping[int, int]:
     """The newest collective that a host speaks of, by group."""
     newest: dict[int, int] = {}
     for rank in ranks:
@@ -269,7 +269,7 @@ def _newest(ranks: Sequence[RankState]) -> Mapping[int, int]:
     return newest
 
 
-def _waits(rank: RankState, newest: Mapping[int, int]) -> bool:
+def _is_waiting(rank: RankState, newest: Mapping[int, int]) -> bool:
     """Whether it is inside of a collective, where a rank may stand still for as long as another one does."""
     match Device[rank.device]:
         case Device.STARTED:
@@ -280,14 +280,14 @@ def _waits(rank: RankState, newest: Mapping[int, int]) -> bool:
             # It may have left the collective that its host speaks of: on a GPU nobody tells the host of the end.
             return rank.collective != Collective.NONE.name and rank.sequence == newest[rank.group]
         case Device.NONE | Device.RUNNING:
-            return rank.collective != Collective.NONE.name or _MEETS_IN in _innermost(rank)
+            return rank.collective != Collective.NONE.name or _GROUP_SETUP_PATH in _find_innermost_call(rank)
 
 
 def _has_own_deadline(rank: RankState) -> bool:
     return rank.phase != Phase.TRAIN.name
 
 
-def _latest(faults: Sequence[Fault]) -> tuple[list[Fault], list[RankState]]:
+def _select_newest_states(faults: Sequence[FaultReport]) -> tuple[list[FaultReport], list[RankState]]:
     """The stalls of the newest round, oldest first, and the newest state of every rank that they speak of."""
     stalls = [fault for fault in faults if fault.kind is FaultKind.STALLED]
     newest_round = max((fault.round for fault in stalls), default=0)

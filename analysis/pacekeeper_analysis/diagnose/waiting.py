@@ -16,22 +16,22 @@ from functools import cache, cached_property
 
 from ..communicators import Communicator, format_ranks, parse_entered, parse_ranks
 from ..records import Collective, Device
-from ..reports import Fault, RankState
+from ..reports import FaultReport, RankState
 
 _SEND, _RECEIVE = Collective.SEND.name, Collective.RECV.name
-_MOST_SAID = 3
+_MAX_GROUPS_DESCRIBED = 3
 """Groups that a sentence tells of."""
-_LONGEST_LIST = 60
+_MAX_RANK_LIST_LENGTH = 60
 """Characters of a list of ranks."""
 
 
 @dataclass(frozen=True)
-class Sinks:
+class WaitSinks:
     """Who waits for nobody but each other."""
 
     outside: tuple[int, ...]  # ranks that wait for nobody
     circles: tuple[tuple[int, ...], ...]  # ranks that wait for each other, in different collectives
-    meetings: tuple[Gathering, ...]  # collectives that all their ranks have entered, and some have not left
+    meetings: tuple[PendingCollective, ...]  # collectives that all their ranks have entered, and some have not left
     unknown: tuple[int, ...]  # ranks that wait, nobody knows for whom
 
 
@@ -39,46 +39,46 @@ class WaitGraph:
     """Of the ranks of one round, of which those in `waits` are inside of a collective, where a rank may stand still for
     as long as another one does. The rest waits for nobody."""
 
-    def __init__(self, ranks: Mapping[int, RankState], waits: Iterable[int], faults: Iterable[Fault]) -> None:
+    def __init__(self, ranks: Mapping[int, RankState], waits: Iterable[int], faults: Iterable[FaultReport]) -> None:
         """`faults`: with what the ranks' workers say of their groups."""
         self._ranks = tuple(ranks)
-        places = {rank: _place(ranks[rank]) for rank in sorted(waits)}
-        self._meetings = _meet({rank: place for rank, place in places.items() if place is not None}, ranks, faults)
+        places = {rank: _locate_rank(ranks[rank]) for rank in sorted(waits)}
+        self._meetings = _collect_pending_collectives({rank: place for rank, place in places.items() if place is not None}, ranks, faults)
         self._unknown = frozenset(rank for rank, place in places.items() if place is None)
 
-    def sinks(self) -> Sinks:
+    def find_sinks(self) -> WaitSinks:
         first = len(self._ranks)
-        found = _sinks(self._edges())
+        found = _find_sink_components(self._build_edges())
         alone = [nodes[0] for nodes in found if len(nodes) == 1]
         ranks = sorted(self._ranks[node] for node in alone if node < first)
         circles = (tuple(sorted(self._ranks[node] for node in nodes if node < first)) for nodes in found)
-        return Sinks(
+        return WaitSinks(
             outside=tuple(rank for rank in ranks if rank not in self._unknown),
             circles=tuple(circle for circle in circles if len(circle) > 1),
             meetings=tuple(self._meetings[node - first] for node in alone if node >= first),
             unknown=tuple(rank for rank in ranks if rank in self._unknown),
         )
 
-    def waits_for(self, culprits: Sequence[int]) -> str:
+    def describe_waiters(self, culprits: Sequence[int]) -> str:
         """Who waits for these, for people; "": nobody that is known."""
         direct = [
             (meeting, held)
             for meeting in self._meetings
-            if (held := [rank for rank in culprits[:_MOST_SAID] if meeting.misses(rank)])
+            if (held := [rank for rank in culprits[:_MAX_GROUPS_DESCRIBED] if meeting.is_missing(rank)])
         ]
         said = [
-            f"{name_ranks(sorted(meeting.inside))} {_wait(len(meeting.inside))} in {meeting} for {name_ranks(held)}"
-            for meeting, held in direct[:_MOST_SAID]
+            f"{name_ranks(sorted(meeting.inside))} {_conjugate_wait(len(meeting.inside))} in {meeting} for {name_ranks(held)}"
+            for meeting, held in direct[:_MAX_GROUPS_DESCRIBED]
         ]
-        if len(direct) > _MOST_SAID:
-            said.append(f"so do ranks of {len(direct) - _MOST_SAID} other groups")
+        if len(direct) > _MAX_GROUPS_DESCRIBED:
+            said.append(f"so do ranks of {len(direct) - _MAX_GROUPS_DESCRIBED} other groups")
         waiting = {rank for meeting, _ in direct for rank in meeting.inside}.union(culprits)
         others = sum(rank not in waiting for meeting in self._meetings for rank in meeting.inside)
         if said and others:
-            said.append(f"{others} more {_wait(others)} elsewhere")
+            said.append(f"{others} more {_conjugate_wait(others)} elsewhere")
         return "; ".join(said)
 
-    def _edges(self) -> list[list[int]]:
+    def _build_edges(self) -> list[list[int]]:
         """Nodes are the ranks, and behind them the meetings: a rank leads to the one that it is inside of, a meeting to
         the ranks that it misses. Whom an earlier meeting of the group misses, it misses, too: so it leads there."""
         number_of = {rank: number for number, rank in enumerate(self._ranks)}
@@ -96,10 +96,10 @@ class WaitGraph:
 
 
 @dataclass(frozen=True)
-class Gathering:
+class PendingCollective:
     """A collective that ranks are inside of."""
 
-    group: _Group
+    group: _WaitGroup
     sequence: int
     inside: Mapping[int, str]  # by rank: which collective it takes it for
     takes_any: bool  # a receive from whoever comes; the numbers of such are each rank's own
@@ -108,14 +108,14 @@ class Gathering:
     def missing(self) -> Sequence[int]:
         """Members that have not entered it, those first that are farthest behind."""
         if self.takes_any:
-            return [rank for rank in self.group.by_progress if rank not in self.inside]
-        return self.group.by_progress[: bisect_left(self.group.progress, self.sequence)]
+            return [rank for rank in self.group.members_by_progress if rank not in self.inside]
+        return self.group.members_by_progress[: bisect_left(self.group.progress, self.sequence)]
 
-    def misses(self, rank: int) -> bool:
+    def is_missing(self, rank: int) -> bool:
         return self.group.come.get(rank, self.sequence) < self.sequence and rank not in self.inside
 
     @property
-    def was_left(self) -> bool:
+    def has_been_left(self) -> bool:
         """Some member has entered a later one of the group. What is sent ahead of its receiver says nothing."""
         return not self.is_channel and bisect_right(self.group.progress, self.sequence) < len(self.group.progress)
 
@@ -123,7 +123,7 @@ class Gathering:
     def is_channel(self) -> bool:
         return set(self.inside.values()) <= {_SEND, _RECEIVE}
 
-    def odd(self, everywhere: Mapping[str, int]) -> tuple[int, ...]:
+    def find_mismatched(self, everywhere: Mapping[str, int]) -> tuple[int, ...]:
         """Those inside that take it for another collective than most; where most is not to be told, as in a group of
         two, than most ranks of the job are in (`everywhere`: how many, by collective). All, where that tells neither.
         """
@@ -150,7 +150,7 @@ class Gathering:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _WaitGroup:
     """A group on hosts or on GPUs, whose numbers do not compare: hosts run ahead."""
 
     members: tuple[int, ...]
@@ -159,16 +159,16 @@ class _Group:
     come: Mapping[int, int]  # by member: the newest of its collectives that it has entered; -1: none
 
     @cached_property
-    def by_progress(self) -> list[int]:
+    def members_by_progress(self) -> list[int]:
         return sorted(self.members, key=lambda rank: self.come[rank])
 
     @cached_property
     def progress(self) -> list[int]:
-        return [self.come[rank] for rank in self.by_progress]
+        return [self.come[rank] for rank in self.members_by_progress]
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WaitPosition:
     """The collective that a rank waits in."""
 
     on_gpu: bool
@@ -178,64 +178,64 @@ class _Place:
     peer: int
 
     @property
-    def takes_any(self) -> bool:
+    def accepts_any_sender(self) -> bool:
         return not self.on_gpu and self.collective == _RECEIVE and self.peer < 0
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """For people: rank 3, ranks 0-3."""
     text = format_ranks(ranks)
-    if len(text) > _LONGEST_LIST:
-        text = f"{text[:_LONGEST_LIST].rpartition(',')[0]} … ({len(ranks)} of them)"
+    if len(text) > _MAX_RANK_LIST_LENGTH:
+        text = f"{text[:_MAX_RANK_LIST_LENGTH].rpartition(',')[0]} … ({len(ranks)} of them)"
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _wait(count: int) -> str:
+def _conjugate_wait(count: int) -> str:
     return "waits" if count == 1 else "wait"
 
 
-def _place(rank: RankState) -> _Place | None:
+def _locate_rank(rank: RankState) -> _WaitPosition | None:
     """None: its number compares with no other rank's."""
     if rank.device == Device.STARTED.name:
-        place = _Place(True, rank.device_group, rank.device_sequence, rank.device_collective, -1)
+        place = _WaitPosition(True, rank.device_group, rank.device_sequence, rank.device_collective, -1)
         return place if rank.device_group else None
     if rank.device == Device.RUNNING.name or rank.collective == Collective.NONE.name:
         return None
-    return _Place(False, rank.group, rank.sequence, rank.collective, rank.peer)
+    return _WaitPosition(False, rank.group, rank.sequence, rank.collective, rank.peer)
 
 
-def _meet(places: Mapping[int, _Place], ranks: Mapping[int, RankState], faults: Iterable[Fault]) -> list[Gathering]:
+def _collect_pending_collectives(places: Mapping[int, _WaitPosition], ranks: Mapping[int, RankState], faults: Iterable[FaultReport]) -> list[PendingCollective]:
     """What the ranks are inside of; the meetings of a group by rising sequence."""
-    known = _Members(faults, frozenset(ranks))
+    known = _GroupMembers(faults, frozenset(ranks))
     speak: dict[tuple[bool, int], list[int]] = defaultdict(list)
     for rank, place in places.items():
         speak[place.on_gpu, place.identity].append(rank)
     together = {key: tuple(of) for key, of in speak.items()}
-    inside: dict[_Key, dict[tuple[bool, int], dict[int, str]]] = defaultdict(dict)
-    names: dict[_Key, str | None] = {}
-    one = _One()
+    inside: dict[_GroupKey, dict[tuple[bool, int], dict[int, str]]] = defaultdict(dict)
+    names: dict[_GroupKey, str | None] = {}
+    one = _MembersInterner()
     for rank, place in places.items():
-        members, name = known.of(rank, place)
-        key = (place.on_gpu, place.identity, one.of(members or together[place.on_gpu, place.identity]))
+        members, name = known.find_group(rank, place)
+        key = (place.on_gpu, place.identity, one.intern(members or together[place.on_gpu, place.identity]))
         names[key] = name if members else None
-        sequence = rank if place.takes_any else place.sequence
-        inside[key].setdefault((place.takes_any, sequence), {})[rank] = place.collective
+        sequence = rank if place.accepts_any_sender else place.sequence
+        inside[key].setdefault((place.accepts_any_sender, sequence), {})[rank] = place.collective
     entered = {rank: parse_entered(ranks[rank].entered) for rank in ranks}
     meetings = []
     for (on_gpu, identity, number), by_sequence in inside.items():
-        called, members = names[on_gpu, identity, number], one.named(number)
-        come = {rank: _come(ranks[rank], entered[rank], on_gpu, identity) for rank in members}
-        group = _Group(members, called or "", called is not None, come)
-        meetings += [Gathering(group, sequence, of, any_) for (any_, sequence), of in sorted(by_sequence.items())]
+        called, members = names[on_gpu, identity, number], one.get_members(number)
+        come = {rank: _find_newest_entered(ranks[rank], entered[rank], on_gpu, identity) for rank in members}
+        group = _WaitGroup(members, called or "", called is not None, come)
+        meetings += [PendingCollective(group, sequence, of, any_) for (any_, sequence), of in sorted(by_sequence.items())]
     return meetings
 
 
-_Key = tuple[bool, int, int]
+_GroupKey = tuple[bool, int, int]
 """Of a group: whether on GPUs, identity, number of its members' tuple. Identities are short, and groups of a large job
 may share one."""
 
 
-class _One:
+class _MembersInterner:
     """Numbers of tuples that are equal, so that thousands of ranks can name the thousands in their group: a tuple is
     looked through each time that it is hashed."""
 
@@ -244,7 +244,7 @@ class _One:
         self._numbers: dict[tuple[int, ...], int] = {}
         self._known: dict[int, tuple[int, tuple[int, ...]]] = {}  # by id, with the tuple, so that the id stays its own
 
-    def of(self, members: tuple[int, ...]) -> int:
+    def intern(self, members: tuple[int, ...]) -> int:
         known = self._known.get(id(members))
         if known is not None:
             return known[0]
@@ -254,14 +254,14 @@ class _One:
         self._known[id(members)] = number, members
         return number
 
-    def named(self, number: int) -> tuple[int, ...]:
+    def get_members(self, number: int) -> tuple[int, ...]:
         return self._tuples[number]
 
 
-class _Members:
+class _GroupMembers:
     """Who is in which group: each rank's as its own worker says."""
 
-    def __init__(self, faults: Iterable[Fault], present: frozenset[int]) -> None:
+    def __init__(self, faults: Iterable[FaultReport], present: frozenset[int]) -> None:
         """`present`: the ranks that are known of; a group's others are left out."""
         self._present = present
         # Thousands of workers speak of the same groups.
@@ -278,7 +278,7 @@ class _Members:
                 holds = self._holds(told.members) if speak else frozenset()
                 self._told.update(((rank, told.identity), told) for rank in speak or () if rank in holds)
 
-    def of(self, rank: int, place: _Place) -> tuple[tuple[int, ...], str]:
+    def find_group(self, rank: int, place: _WaitPosition) -> tuple[tuple[int, ...], str]:
         """Members and name of the group that `rank` is in at `place`; () where they are not known."""
         told = self._told.get((rank, place.identity))
         if told is not None:
@@ -288,7 +288,7 @@ class _Members:
         return (), ""
 
 
-def _come(rank: RankState, entered: Mapping[int, int], on_gpu: bool, identity: int) -> int:
+def _find_newest_entered(rank: RankState, entered: Mapping[int, int], on_gpu: bool, identity: int) -> int:
     """The newest collective of the group that the rank has entered; -1: none."""
     if on_gpu:
         is_there = rank.device == Device.STARTED.name and rank.device_group == identity
@@ -297,7 +297,7 @@ def _come(rank: RankState, entered: Mapping[int, int], on_gpu: bool, identity: i
     return max(told, rank.sequence) if rank.group == identity else told
 
 
-def _sinks(edges: Sequence[Sequence[int]]) -> list[list[int]]:
+def _find_sink_components(edges: Sequence[Sequence[int]]) -> list[list[int]]:
     """The strongly connected components that no edge leaves (Tarjan 1972), without recursion."""
     order = [0] * len(edges)  # in which nodes are found, from 1; 0: not yet
     low = [0] * len(edges)
@@ -326,7 +326,7 @@ def _sinks(edges: Sequence[Sequence[int]]) -> list[list[int]]:
                 if path:
                     low[path[-1][0]] = min(low[path[-1][0]], low[node])
                 if low[node] == order[node]:
-                    nodes = _pop_to(stack, node)
+                    nodes = _pop_through(stack, node)
                     for each in nodes:
                         component[each] = closed
                     if all(component[other] == closed for each in nodes for other in edges[each]):
@@ -335,7 +335,7 @@ def _sinks(edges: Sequence[Sequence[int]]) -> list[list[int]]:
     return found
 
 
-def _pop_to(stack: list[int], last: int) -> list[int]:
+def _pop_through(stack: list[int], last: int) -> list[int]:
     at = stack.index(last)
     nodes = stack[at:]
     del stack[at:]

@@ -12,33 +12,33 @@ import numpy.typing as npt
 from .. import shares
 from ..reports import RankWindow
 from .windows import (
-    MINIMAL_STEPS,
-    Window,
-    baseline,
-    baseline_exposed,
-    peers_median,
-    share_grain,
-    weighed,
-    without_garbage,
+    MIN_COMMON_STEPS,
+    AlignedWindow,
+    find_baseline_seconds,
+    find_baseline_exposed,
+    compute_peers_median,
+    find_share_granularity,
+    add_cost_units,
+    subtract_gc,
 )
 
-HIDDEN = 0.33
+HIDDEN_TRANSFER_SHARE = 0.33
 """Part of a step's own work that hides more of a transfer in a synchronous step than in a synchronisation: a backward
 pass (two thirds of the work) instead of a forward pass (one third)."""
-PERSISTENT = 0.8
+MIN_PERSISTENT_STEPS_SHARE = 0.8
 """Share of the window's steps in which a rank must be slow to be called a straggler: what comes and goes is noise."""
-EXCEPTIONAL = 0.1
+MAX_EXCEPTIONAL_STEPS_SHARE = 0.1
 """Unusually long steps are exceptions, and not judged, while they are at most this part of the window's."""
-BY_LUCK = 3.0
+MAX_CHANCE_STANDARD_ERRORS = 3.0
 """Standard errors that what a window shows may be off by luck."""
-DRAWS = 256
+SYNCHRONOUS_STEP_DRAWS = 256
 """Synchronous steps that are put together from the steps of ranks that do not wait for each other."""
 
 Seconds = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class KnownPaces:
+class KnownRelativeTimes:
     """Of ranks, as they are known by more steps than a window's."""
 
     of_rank: Mapping[int, float]  # time a sample over that of its peers' median
@@ -46,10 +46,10 @@ class KnownPaces:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepModel:
     """Arrays are seconds, of shape (steps, ranks)."""
 
-    window: Window
+    window: AlignedWindow
     own: Seconds  # own work as it is
     working: Seconds  # without garbage collections
     level: Seconds  # … and with samples that cost each rank the same for its share
@@ -63,7 +63,7 @@ class Work:
     exposed: float  # seconds of communication in a step that no computation hides
 
     @classmethod
-    def of(cls, window: Window, threshold: float, slow: Collection[int] = ()) -> Work | None:
+    def from_window(cls, window: AlignedWindow, threshold: float, slow: Collection[int] = ()) -> StepModel | None:
         """None where seconds are not finite and positive.
 
         threshold: so many times its peers' time makes a rank slow. slow: ranks that are known to be so anyway.
@@ -71,16 +71,16 @@ class Work:
         if not _are_sound(window.compute_seconds, window.step_seconds) or window.samples.min() < 0:
             return None
         samples = window.samples if window.samples.min() > 0 else np.ones_like(window.samples)
-        working = without_garbage(window)
-        level = levelled(window, samples)
-        costs = window.costs or shares.fit(level, samples)
-        even = level / costs.seconds(samples) * costs.seconds(samples.mean(axis=1, keepdims=True))
-        relative = even / peers_median(even)
-        culprits = _persistently(relative >= threshold)
+        working = subtract_gc(window)
+        level = balance_lengths(window, samples)
+        costs = window.costs or shares.fit_costs(level, samples)
+        even = level / costs.compute_seconds(samples) * costs.compute_seconds(samples.mean(axis=1, keepdims=True))
+        relative = even / compute_peers_median(even)
+        culprits = _find_persistent(relative >= threshold)
         named = culprits | np.isin(np.arange(culprits.size), list(slow))
         culprits = culprits if named.all() else named
         common = 1.0 / np.mean(1.0 / even, axis=1, keepdims=True)  # what the best shares come near to
-        differ = bool(_persistently(even / common >= threshold).any())
+        differ = bool(_find_persistent(even / common >= threshold).any())
         paced = even.copy()
         if culprits.any():
             paced[:, culprits] /= np.maximum(np.median(relative[:, culprits], axis=0), 1.0)
@@ -94,7 +94,7 @@ class Work:
             level=level,
             even=even,
             paced=paced,
-            usual=_usual(working.max(axis=1)),
+            usual=_find_typical_steps(working.max(axis=1)),
             shares=window.shares,
             culprits=tuple(int(rank) for rank in np.flatnonzero(culprits)),
             differ=differ,
@@ -103,14 +103,14 @@ class Work:
         )
 
     @property
-    def garbage(self) -> Seconds:
+    def gc_seconds(self) -> Seconds:
         return self.own - self.working
 
     @property
-    def knows_samples(self) -> bool:
+    def has_sample_counts(self) -> bool:
         return min(self.shares) > 0
 
-    def paces_by(self, known: KnownPaces, threshold: float) -> dict[int, float]:
+    def select_relative_times(self, known: KnownRelativeTimes, threshold: float) -> dict[int, float]:
         """Of those known ranks that differ from it here by luck. Where that would be too much luck, a rank is what it
         is here: it has recovered, or become slow by `threshold`."""
         error = known.error * np.sqrt(np.pi / 2 / len(self.even))  # of a median
@@ -118,16 +118,16 @@ class Work:
         return {
             rank: pace
             for rank, pace in known.of_rank.items()
-            if rank < len(shown) and abs(pace - shown[rank]) < BY_LUCK * error and shown[rank] < threshold
+            if rank < len(shown) and abs(pace - shown[rank]) < MAX_CHANCE_STANDARD_ERRORS * error and shown[rank] < threshold
         }
 
-    def at_paces(self, paces: Mapping[int, float]) -> Window:
+    def build_window_at(self, paces: Mapping[int, float]) -> AlignedWindow:
         """With these ranks as slow as is known by more steps (`paces_by`): in these few they are more or less so by
         luck."""
         before, factor = self.window.compute_seconds, np.ones(len(self.rank_slowdown))
         for rank, pace in paces.items():
             factor[rank] = pace / self.rank_slowdown[rank]
-        compute = before + (factor - 1.0) * without_garbage(self.window)
+        compute = before + (factor - 1.0) * subtract_gc(self.window)
         longer = compute.max(axis=1) - before.max(axis=1)  # a step, whose transfer is as it was
         return replace(self.window, compute_seconds=compute, step_seconds=self.window.step_seconds + longer[:, None])
 
@@ -144,7 +144,7 @@ class Work:
     @property
     def step_seconds(self) -> float:
         """Expected of a step as things are."""
-        return self.longest(self.own) + self.exposed
+        return self.compute_longest_mean(self.own) + self.exposed
 
     @property
     def steady_seconds(self) -> float:
@@ -168,18 +168,18 @@ class Work:
         ranks = self.even.shape[1]
         return float(np.median(usual)) * deviation * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
-    def longest(self, seconds: Seconds) -> float:
+    def compute_longest_mean(self, seconds: Seconds) -> float:
         """Mean over the usual steps of the last rank's time."""
         return float(seconds[self.usual].max(axis=1).mean())
 
-    def reshared(self, new: tuple[int, ...]) -> Work:
+    def with_shares(self, new: tuple[int, ...]) -> StepModel:
         """The same steps with other shares, as far as the whole cost is per sample."""
         factor = np.array(new) / np.array(self.shares)
         working = self.working * factor
-        return replace(self, own=working + self.garbage, working=working, level=self.level * factor, shares=new)
+        return replace(self, own=working + self.gc_seconds, working=working, level=self.level * factor, shares=new)
 
 
-def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> Window | None:
+def reconstruct_synchronous_window(windows: Sequence[RankWindow], global_batch: int = 0) -> AlignedWindow | None:
     """Synchronous steps put together at random from the steps that each rank did alone; None: too little is known.
 
     windows: of all ranks in a Local-SGD mode. global_batch: samples of a synchronous step; 0: as many as the ranks'
@@ -187,14 +187,14 @@ def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> W
     far as it did in the job's first steady steps.
     """
     by_rank = sorted(windows, key=lambda window: window.rank)
-    transfer = transfer_seconds(by_rank)
+    transfer = find_transfer_seconds(by_rank)
     if transfer is None or [window.rank for window in by_rank] != list(range(len(by_rank))):
         return None
     alike = [np.flatnonzero(np.asarray(window.samples) == window.samples[-1:]) for window in by_rank]
-    if min(len(steps) for steps in alike) < MINIMAL_STEPS:
+    if min(len(steps) for steps in alike) < MIN_COMMON_STEPS:
         return None
     random = np.random.default_rng(0)
-    rows = [random.choice(steps, size=DRAWS) for steps in alike]
+    rows = [random.choice(steps, size=SYNCHRONOUS_STEP_DRAWS) for steps in alike]
 
     def drawn(values: Sequence[Sequence[float]]) -> Seconds:
         return np.stack([np.asarray(of, dtype=np.float64)[row] for of, row in zip(values, rows, strict=True)], axis=1)
@@ -204,16 +204,16 @@ def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> W
         return None
     local_batch = np.array([window.samples[-1] for window in by_rank], dtype=np.int64)
     factor = np.ones(len(by_rank))
-    grain = share_grain(by_rank, global_batch, *local_batch.tolist())
+    grain = find_share_granularity(by_rank, global_batch, *local_batch.tolist())
     if local_batch.min() > 0 and global_batch >= len(by_rank) * grain and global_batch != local_batch.sum():
-        share = np.array(shares.equal(global_batch, len(by_rank), grain), dtype=np.int64)
+        share = np.array(shares.divide_equally(global_batch, len(by_rank), grain), dtype=np.int64)
         factor, local_batch = share / local_batch, share
     compute = compute * factor
-    own, first, before = float(np.median(compute)), baseline(by_rank), baseline_exposed(by_rank)
-    exposed = max(transfer - HIDDEN * own, min(transfer, max(0.0, first - own) if before is None else before))
-    window = weighed(
-        Window(
-            steps=np.arange(DRAWS),
+    own, first, before = float(np.median(compute)), find_baseline_seconds(by_rank), find_baseline_exposed(by_rank)
+    exposed = max(transfer - HIDDEN_TRANSFER_SHARE * own, min(transfer, max(0.0, first - own) if before is None else before))
+    window = add_cost_units(
+        AlignedWindow(
+            steps=np.arange(SYNCHRONOUS_STEP_DRAWS),
             compute_seconds=compute,
             samples=np.broadcast_to(local_batch, compute.shape),
             step_seconds=compute,
@@ -229,12 +229,12 @@ def as_if_synchronous(windows: Sequence[RankWindow], global_batch: int = 0) -> W
         )
     )
     if window.squares is not None:
-        window = _dealt_by_cost(window)
+        window = _balance_by_cost(window)
     together = window.compute_seconds.max(axis=1, keepdims=True) + exposed
     return replace(window, step_seconds=np.repeat(together, len(by_rank), axis=1))
 
 
-def transfer_seconds(windows: Sequence[RankWindow]) -> float | None:
+def find_transfer_seconds(windows: Sequence[RankWindow]) -> float | None:
     """What a synchronisation takes once all ranks are there; None: there were too few.
 
     Whoever comes last waits for nobody, so its time inside is the transfer alone. It is the newest that counts: those
@@ -245,36 +245,36 @@ def transfer_seconds(windows: Sequence[RankWindow]) -> float | None:
     return min(window.transfers[-1] for window in windows)
 
 
-def _dealt_by_cost(window: Window) -> Window:
+def _balance_by_cost(window: AlignedWindow) -> AlignedWindow:
     """As the loader deals in synchronous steps, which it balances: leases are balanced within a replica only."""
-    own = window.compute_seconds - without_garbage(window) + levelled(window, window.samples)
+    own = window.compute_seconds - subtract_gc(window) + balance_lengths(window, window.samples)
     return replace(window, compute_seconds=own, lengths=None, squares=None, weight=None, sequence_cost=None)
 
 
-def levelled(window: Window, samples: npt.NDArray[np.int64]) -> Seconds:
+def balance_lengths(window: AlignedWindow, samples: npt.NDArray[np.int64]) -> Seconds:
     """Own work without garbage, as it would be had each step's cost units been dealt in proportion to the samples."""
-    working, weight = without_garbage(window), window.weight
+    working, weight = subtract_gc(window), window.weight
     if weight is None or not _are_sound(weight):
         return working
-    return np.asarray(working * fair_parts(weight, samples) / weight)
+    return np.asarray(working * compute_fair_parts(weight, samples) / weight)
 
 
-def fair_parts(weight: Seconds, samples: npt.NDArray[np.int64]) -> Seconds:
+def compute_fair_parts(weight: Seconds, samples: npt.NDArray[np.int64]) -> Seconds:
     """Each step's cost units, dealt in proportion to the ranks' samples."""
     return np.asarray(weight.sum(axis=1, keepdims=True) * samples / samples.sum(axis=1, keepdims=True))
 
 
-def _persistently(slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _find_persistent(slow: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """(ranks,): slow in most steps. slow: (steps, ranks)."""
-    return np.asarray(slow.mean(axis=0) >= PERSISTENT)
+    return np.asarray(slow.mean(axis=0) >= MIN_PERSISTENT_STEPS_SHARE)
 
 
-def _usual(seconds: Seconds) -> npt.NDArray[np.bool_]:
+def _find_typical_steps(seconds: Seconds) -> npt.NDArray[np.bool_]:
     """Which steps are not exceptionally long (a hiccup, a pause that nobody recorded). seconds: (steps,)."""
     median = float(np.median(seconds))
     spread = 1.4826 * float(np.median(np.abs(seconds - median)))
     long = seconds > median + max(6.0 * spread, 0.15 * median)
-    return ~long if long.sum() <= max(2.0, EXCEPTIONAL * len(seconds)) else np.ones_like(long)
+    return ~long if long.sum() <= max(2.0, MAX_EXCEPTIONAL_STEPS_SHARE * len(seconds)) else np.ones_like(long)
 
 
 def _are_sound(*seconds: Seconds) -> bool:

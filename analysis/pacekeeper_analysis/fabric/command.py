@@ -12,45 +12,45 @@ from pathlib import Path
 from pacekeeper_analysis.reading import parse_json
 
 from ..errors import InputError
-from .drawing import svg
-from .text import text
+from .drawing import render_svg
+from .text import render_text
 from .view import FabricView
 
-MOST_BYTES = 2**24
+MAX_KUBECTL_OUTPUT_BYTES = 2**24
 """Of what kubectl writes: several Fabrics, each as large as an object can be."""
-KUBECTL = ("kubectl", "get", "fabrics.pacekeeper.dev", "-o", "json", "--request-timeout=10s")
-KUBECTL_SECONDS = 30.0
+KUBECTL_COMMAND = ("kubectl", "get", "fabrics.pacekeeper.dev", "-o", "json", "--request-timeout=10s")
+FABRIC_READ_TIMEOUT_SECONDS = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, or 2 where there is nothing to show (the message is on standard error)."""
-    parser = _parser()
+    parser = _build_parser()
     arguments = parser.parse_args(argv)
     if arguments.before is not None and arguments.svg is None:
         parser.error("--before stands beside it in the picture: give --svg, too")
     try:
-        found = load(_ask() if arguments.file is None else _read(arguments.file))
-        shown = chosen(found, arguments.name)
-        before = None if arguments.before is None else chosen(load(_read(arguments.before)), shown.name)
-        print(text(shown, shutil.get_terminal_size((100, 24)).columns))
+        found = parse_fabrics(_fetch_fabrics() if arguments.file is None else _read_fabrics(arguments.file))
+        shown = choose_fabric(found, arguments.name)
+        before = None if arguments.before is None else choose_fabric(parse_fabrics(_read_fabrics(arguments.before)), shown.name)
+        print(render_text(shown, shutil.get_terminal_size((100, 24)).columns))
         if others := [view.name for view in found if view != shown]:
             print(f"Beside it: {', '.join(others)}. One Fabric counts, the oldest.")
         if arguments.svg is not None:
-            arguments.svg.write_text(svg(shown, before), encoding="utf-8")
+            arguments.svg.write_text(render_svg(shown, before), encoding="utf-8")
     except (InputError, OSError) as error:
         print(f"pacekeeper fabric: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def load(data: bytes) -> list[FabricView]:
+def parse_fabrics(data: bytes) -> list[FabricView]:
     """One Fabric or a list of them, as `kubectl get -o json` writes them. Raises InputError."""
     content = parse_json(data)
     listed = content.get("items") if isinstance(content, Mapping) else None
     return [FabricView.from_json(body) for body in (listed if isinstance(listed, list) else [content])]
 
 
-def chosen(views: Sequence[FabricView], name: str | None = None) -> FabricView:
+def choose_fabric(views: Sequence[FabricView], name: str | None = None) -> FabricView:
     """The one of this name, or the one that counts. Raises InputError where there is none, or nobody knows which."""
     if not views:
         raise InputError("there is no Fabric in this cluster: describe its network by one (docs/traffic.md)")
@@ -58,26 +58,26 @@ def chosen(views: Sequence[FabricView], name: str | None = None) -> FabricView:
     fitting = [view for view in views if view.name == name] if name else views
     if not fitting:
         raise InputError(f"there is no Fabric {name!r}, only {names}")
-    counting = [view for view in fitting if view.in_force] if len(fitting) > 1 else fitting
+    counting = [view for view in fitting if view.is_in_force] if len(fitting) > 1 else fitting
     if not counting:
         raise InputError(f"there are several Fabrics, and none is in force yet: give one's name, of {names}")
     return counting[0]
 
 
-def _ask() -> bytes:
+def _fetch_fabrics() -> bytes:
     """As whoever runs this, of the cluster that kubectl is set to. Raises InputError."""
     try:
-        done = subprocess.run(KUBECTL, capture_output=True, timeout=KUBECTL_SECONDS, check=False)
+        done = subprocess.run(KUBECTL_COMMAND, capture_output=True, timeout=FABRIC_READ_TIMEOUT_SECONDS, check=False)
     except FileNotFoundError as error:
         raise InputError("there is no kubectl on the PATH: install it, or give --file what it writes") from error
     except subprocess.TimeoutExpired as error:
-        raise InputError(f"kubectl has not ended within {KUBECTL_SECONDS:.0f} s: is the API server there?") from error
+        raise InputError(f"kubectl has not ended within {FABRIC_READ_TIMEOUT_SECONDS:.0f} s: is the API server there?") from error
     if done.returncode:
-        raise InputError(_why(done.stderr.decode(errors="replace")))
+        raise InputError(_explain_kubectl_error(done.stderr.decode(errors="replace")))
     return done.stdout
 
 
-def _why(errors: str) -> str:
+def _explain_kubectl_error(errors: str) -> str:
     """What kubectl says in its last line, below what its parts have logged, and what to do about it."""
     words = "".join(errors.splitlines()[-1:])
     if "(Forbidden)" in words:
@@ -87,16 +87,16 @@ def _why(errors: str) -> str:
     return words or "kubectl has failed, and does not say why"
 
 
-def _read(path: Path) -> bytes:
+def _read_fabrics(path: Path) -> bytes:
     """Of standard input where the path is `-`. Raises InputError for more than Fabrics can be."""
     with sys.stdin.buffer if str(path) == "-" else path.open("rb") as stream:
-        data = stream.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise InputError(f"{path}: is longer than {MOST_BYTES} bytes, which no list of Fabrics is")
+        data = stream.read(MAX_KUBECTL_OUTPUT_BYTES + 1)
+    if len(data) > MAX_KUBECTL_OUTPUT_BYTES:
+        raise InputError(f"{path}: is longer than {MAX_KUBECTL_OUTPUT_BYTES} bytes, which no list of Fabrics is")
     return data
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pacekeeper fabric", description="The network that a Fabric describes.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     show = commands.add_parser("show", help="what its links carry by plan, and which are dead or slow")

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .topology import WITHIN, Ints, Topology
+from .topology import NO_ROUTE, Ints, Topology
 
 Floats = NDArray[np.float64]
-ALIKE = 1e-9
+MAX_EQUAL_RATE_DIFFERENCE = 1e-9
 """Part by which two links' rates differ without being different ones."""
 
 
 @dataclass(frozen=True)
-class Ports:
+class HostPorts:
     """What each host's ports carry, one way, in the topology's unit: (hosts, planes)."""
 
     capacity: Floats
@@ -29,14 +29,14 @@ class Ports:
     receiver: Ints
 
 
-def rates(
+def compute_flow_rates(
     topology: Topology,
     source: Ints,
     destination: Ints,
-    ways: Ints,
+    routes: Ints,
     demand: Floats | None = None,
     entity: Sequence[int] | None = None,
-    ports: Ports | None = None,
+    ports: HostPorts | None = None,
 ) -> Floats:
     """Of each flow, in the topology's unit.
 
@@ -47,14 +47,14 @@ def rates(
     flows = len(source)
     share = np.ones(flows) if demand is None else np.asarray(demand, dtype=float)
     of = np.arange(flows) if entity is None else np.asarray(entity, dtype=np.int64)
-    found = usage(topology, source, destination, ways, share, of, ports).rates()[of] * share
-    nowhere = (np.asarray(ways) == WITHIN) & (source != destination)
+    found = compute_link_usage(topology, source, destination, routes, share, of, ports).compute_rates()[of] * share
+    nowhere = (np.asarray(routes) == NO_ROUTE) & (source != destination)
     found[nowhere] = 0.0
     return found
 
 
 @dataclass(frozen=True)
-class Usage:
+class LinkUsage:
     """How much of which link each entity takes at a rate of 1; arrays of pairs (entity, link)."""
 
     entity: Ints
@@ -63,7 +63,7 @@ class Usage:
     capacity: Floats  # of each link
     entities: int
 
-    def rates(self, active: NDArray[np.bool_] | None = None) -> Floats:
+    def compute_rates(self, active: NDArray[np.bool_] | None = None) -> Floats:
         """Of each entity, while those are `active` (None: all); inf: nothing holds it up, or it is not active."""
         growing = np.ones(len(self.entity), bool) if active is None else active[self.entity]
         rate, left = np.full(self.entities, np.inf), self.capacity.copy()
@@ -72,7 +72,7 @@ class Usage:
             crossed = load > 0
             pace = np.full(len(left), np.inf)
             pace[crossed] = np.maximum(left[crossed], 0.0) / load[crossed]
-            full = pace <= pace.min() * (1 + ALIKE)
+            full = pace <= pace.min() * (1 + MAX_EQUAL_RATE_DIFFERENCE)
             ended = np.zeros(self.entities, bool)
             ended[self.entity[growing & full[self.link]]] = True
             rate[ended] = pace.min()
@@ -82,41 +82,41 @@ class Usage:
         return rate
 
 
-def usage(
+def compute_link_usage(
     topology: Topology,
     source: Ints,
     destination: Ints,
-    ways: Ints,
+    routes: Ints,
     demand: Floats,
     entity: Ints,
-    ports: Ports | None = None,
-) -> Usage:
+    ports: HostPorts | None = None,
+) -> LinkUsage:
     """Arguments as those of `rates`."""
-    capacity, flow, link = _incidence(topology, source, destination, ways, ports)
+    capacity, flow, link = _build_incidence(topology, source, destination, routes, ports)
     pair, place = np.unique(entity[flow] * len(capacity) + link, return_inverse=True)
     part = np.bincount(place, demand[flow], len(pair)).astype(float)
-    return Usage(pair // len(capacity), pair % len(capacity), part, capacity, int(entity.max(initial=-1)) + 1)
+    return LinkUsage(pair // len(capacity), pair % len(capacity), part, capacity, int(entity.max(initial=-1)) + 1)
 
 
-def loads(topology: Topology, source: Ints, destination: Ints, ways: Ints, rate: Floats) -> tuple[Floats, Floats]:
+def compute_link_loads(topology: Topology, source: Ints, destination: Ints, routes: Ints, rate: Floats) -> tuple[Floats, Floats]:
     """Of uplinks and downlinks, (groups, ways), in the unit of the rates."""
-    crosses = np.asarray(ways) != WITHIN
+    crosses = np.asarray(routes) != NO_ROUTE
     shape, size = topology.up.shape, topology.up.size
-    up = np.bincount(source[crosses] * topology.ways + ways[crosses], rate[crosses], size)
-    down = np.bincount(destination[crosses] * topology.ways + ways[crosses], rate[crosses], size)
+    up = np.bincount(source[crosses] * topology.routes + routes[crosses], rate[crosses], size)
+    down = np.bincount(destination[crosses] * topology.routes + routes[crosses], rate[crosses], size)
     return up.astype(float).reshape(shape), down.astype(float).reshape(shape)
 
 
-def _incidence(
-    topology: Topology, source: Ints, destination: Ints, ways: Ints, ports: Ports | None
+def _build_incidence(
+    topology: Topology, source: Ints, destination: Ints, ways: Ints, ports: HostPorts | None
 ) -> tuple[Floats, Ints, Ints]:
     """Capacity of each link, and pairs of a flow and a link that it crosses."""
-    crosses = np.flatnonzero(np.asarray(ways) != WITHIN)
+    crosses = np.flatnonzero(np.asarray(ways) != NO_ROUTE)
     capacities: list[Floats] = [topology.up.ravel().astype(float), topology.down.ravel().astype(float)]
     flow = [crosses, crosses]
     link = [
-        source[crosses] * topology.ways + ways[crosses],
-        topology.up.size + destination[crosses] * topology.ways + ways[crosses],
+        source[crosses] * topology.routes + ways[crosses],
+        topology.up.size + destination[crosses] * topology.routes + ways[crosses],
     ]
     if ports is not None:
         first, planes = 2 * topology.up.size, ports.capacity.shape[1]

@@ -7,19 +7,19 @@ from itertools import pairwise
 from typing import NamedTuple
 
 
-class Edge(NamedTuple):
+class TrafficEdge(NamedTuple):
     source: int
     destination: int
 
 
-def ring(ranks: Sequence[int], *, backwards: bool = False) -> list[Edge]:
+def build_ring_edges(ranks: Sequence[int], *, backwards: bool = False) -> list[TrafficEdge]:
     """An all-reduce: each sends to the next one; gloo's rings go backwards, to the one before."""
     if len(ranks) < 2:
         return []
     order = list(ranks)[::-1] if backwards else list(ranks)
-    return [Edge(one, other) for one, other in zip(order, order[1:] + order[:1], strict=True)]
+    return [TrafficEdge(one, other) for one, other in zip(order, order[1:] + order[:1], strict=True)]
 
 
-def pipeline(ranks: Sequence[int]) -> list[Edge]:
+def build_pipeline_edges(ranks: Sequence[int]) -> list[TrafficEdge]:
     """Stages: activations go on from each to the next one, their gradients back."""
-    return [edge for one, other in pairwise(ranks) for edge in (Edge(one, other), Edge(other, one))]
+    return [edge for one, other in pairwise(ranks) for edge in (TrafficEdge(one, other), TrafficEdge(other, one))]

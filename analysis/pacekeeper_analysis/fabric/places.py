@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from .order import Place
+from .order import TopologyLocation
 
-TIER = re.compile(r"fabric\.topograph\.run/tier-(\d+)")
+TIER_LABEL = re.compile(r"fabric\.topograph\.run/tier-(\d+)")
 """Any number of them; 0 is the leaf."""
-SCHEMES: tuple[tuple[str, ...], ...] = (
+LABEL_SCHEMES: tuple[tuple[str, ...], ...] = (
     # Each from the leaf outward.
     tuple(f"network.topology.nvidia.com/{tier}" for tier in ("block", "spine", "datacenter")),
     tuple(f"topology.k8s.aws/network-node-layer-{layer}" for layer in (3, 2, 1)),
@@ -18,10 +18,10 @@ SCHEMES: tuple[tuple[str, ...], ...] = (
     tuple(f"oci.oraclecloud.com/host.{tier}" for tier in ("rack_id", "network_block_id")),
     ("topology.kubernetes.io/zone",),
 )
-_KNOWN = frozenset(name for scheme in SCHEMES for name in scheme)
+_KNOWN_LABELS = frozenset(name for scheme in LABEL_SCHEMES for name in scheme)
 
 
-def places(labels: Mapping[str, Mapping[str, str]], levels: Sequence[str] = ()) -> dict[str, Place]:
+def locate_nodes(labels: Mapping[str, Mapping[str, str]], levels: Sequence[str] = ()) -> dict[str, TopologyLocation]:
     """By node. `labels`: of each node. `levels`: names of labels, from the leaf outward, that go before all others.
 
     One scheme for all nodes, since names of two schemes cannot be compared: `levels` where any node has them, else the
@@ -30,27 +30,27 @@ def places(labels: Mapping[str, Mapping[str, str]], levels: Sequence[str] = ()) 
     there = frozenset[str]().union(*labels.values())
     if not there:
         return dict.fromkeys(labels, ())
-    known = [scheme for scheme in (_tiers(there), *SCHEMES) if not there.isdisjoint(scheme)]
-    common = [scheme for scheme in known if 2 * _labelled(labels, scheme) >= len(labels)]
+    known = [scheme for scheme in (_sort_tier_labels(there), *LABEL_SCHEMES) if not there.isdisjoint(scheme)]
+    common = [scheme for scheme in known if 2 * _count_labeled_nodes(labels, scheme) >= len(labels)]
     scheme = next(iter([*common, *known]), ()) if there.isdisjoint(levels) else tuple(levels)
-    return {node: _trimmed([of.get(name, "") for name in scheme]) for node, of in labels.items()}
+    return {node: _drop_empty_location([of.get(name, "") for name in scheme]) for node, of in labels.items()}
 
 
-def concerns(label: str) -> bool:
+def is_location_label(label: str) -> bool:
     """Whether a label of this name may say where its node is."""
-    return label in _KNOWN or TIER.fullmatch(label) is not None
+    return label in _KNOWN_LABELS or TIER_LABEL.fullmatch(label) is not None
 
 
-def _labelled(labels: Mapping[str, Mapping[str, str]], scheme: Sequence[str]) -> int:
+def _count_labeled_nodes(labels: Mapping[str, Mapping[str, str]], scheme: Sequence[str]) -> int:
     """Nodes that have a label of this scheme."""
     names = frozenset(scheme)
     return sum(not names.isdisjoint(of) for of in labels.values())
 
 
-def _tiers(labels: Iterable[str]) -> tuple[str, ...]:
-    found = {match.group(): int(match[1]) for name in labels if (match := TIER.fullmatch(name))}
+def _sort_tier_labels(labels: Iterable[str]) -> tuple[str, ...]:
+    found = {match.group(): int(match[1]) for name in labels if (match := TIER_LABEL.fullmatch(name))}
     return tuple(sorted(found, key=lambda name: found[name]))
 
 
-def _trimmed(place: list[str]) -> Place:
+def _drop_empty_location(place: list[str]) -> TopologyLocation:
     return tuple(place) if any(place) else ()

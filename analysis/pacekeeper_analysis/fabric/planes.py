@@ -13,21 +13,21 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .assign import Assignment, Flows, assign, living
-from .topology import WITHIN, Ints, Topology
+from .assign import RouteAssignment, Flows, assign_routes, keep_live_routes
+from .topology import NO_ROUTE, Ints, Topology
 
-NOBODY = -1
+UNPAIRED = -1
 
 
-def split(sender: Ints, sending_group: Ints, receiver: Ints, receiving_group: Ints, weight: Ints) -> Ints:
+def split_across_planes(sender: Ints, sending_group: Ints, receiver: Ints, receiving_group: Ints, weight: Ints) -> Ints:
     """The plane, 0 or 1, of each flow: by hosts and their groups. Flows alike in weight are paired."""
     count = len(sender)
-    mates = [_mates(sender, sending_group, weight), _mates(receiver, receiving_group, weight)]
-    plane = np.full(count, NOBODY, dtype=np.int64)
+    mates = [_find_mates(sender, sending_group, weight), _find_mates(receiver, receiving_group, weight)]
+    plane = np.full(count, UNPAIRED, dtype=np.int64)
     for first in range(count):
         for side in (0, 1):  # from the first both ways, until the path ends or comes back
-            flow, at = first, 0 if plane[first] == NOBODY else int(plane[first])
-            while flow != NOBODY and (plane[flow] == NOBODY or flow == first):
+            flow, at = first, 0 if plane[first] == UNPAIRED else int(plane[first])
+            while flow != UNPAIRED and (plane[flow] == UNPAIRED or flow == first):
                 plane[flow] = at
                 flow, side, at = int(mates[side][flow]), 1 - side, 1 - at
                 if flow == first:
@@ -41,64 +41,64 @@ def assign_planes(
     plane: Ints,
     present: Sequence[int] | None = None,
     fixed: Sequence[bool] | None = None,
-) -> Assignment:
+) -> RouteAssignment:
     """As `assign`, with the plane of each flow given: for which no way of its plane is alive, it takes the other one's.
 
     Who is fixed has a present way of its plane.
     """
-    before = living(topology, flows, present)
+    before = keep_live_routes(topology, flows, present)
     held = np.zeros(len(flows), bool) if fixed is None else np.array(fixed, bool)
     plane = plane.copy()
     for _ in range(topology.planes):
-        found = _each_plane(topology, flows, plane, before, held)
+        found = _assign_within_planes(topology, flows, plane, before, held)
         plane[list(found.lost)] = (plane[list(found.lost)] + 1) % topology.planes
         if not found.lost:
             break
     return found
 
 
-def _each_plane(topology: Topology, flows: Flows, plane: Ints, before: Ints, held: NDArray[np.bool_]) -> Assignment:
-    ways = np.full(len(flows), WITHIN, dtype=np.int64)
+def _assign_within_planes(topology: Topology, flows: Flows, plane: Ints, before: Ints, held: NDArray[np.bool_]) -> RouteAssignment:
+    ways = np.full(len(flows), NO_ROUTE, dtype=np.int64)
     levels, bounds, lost = [0], [0], list[int]()
     for number in range(topology.planes):
         first, its = number * topology.spines, np.flatnonzero(plane == number)
         own = slice(first, first + topology.spines)
         part = Topology(topology.up[:, own], topology.down[:, own])
         stays = before[its] // topology.spines == number
-        found = assign(
+        found = assign_routes(
             part,
             Flows(flows.source[its], flows.destination[its], flows.weight[its]),
-            np.where(stays, before[its] - first, WITHIN).tolist(),
+            np.where(stays, before[its] - first, NO_ROUTE).tolist(),
             (held[its] & stays).tolist(),
         )
-        ways[its] = np.where(found.ways == WITHIN, WITHIN, found.ways + first)
+        ways[its] = np.where(found.ways == NO_ROUTE, NO_ROUTE, found.ways + first)
         levels.append(found.level)
         bounds.append(found.bound)
         lost += its[list(found.lost)].tolist()
-    moved = (before != WITHIN) & (ways != WITHIN) & (ways != before)
-    return Assignment(ways, max(levels), max(bounds), tuple(np.flatnonzero(moved).tolist()), lost=tuple(sorted(lost)))
+    moved = (before != NO_ROUTE) & (ways != NO_ROUTE) & (ways != before)
+    return RouteAssignment(ways, max(levels), max(bounds), tuple(np.flatnonzero(moved).tolist()), lost=tuple(sorted(lost)))
 
 
-def _mates(host: Ints, group: Ints, weight: Ints) -> Ints:
+def _find_mates(host: Ints, group: Ints, weight: Ints) -> Ints:
     """Of each flow, the one that it is paired with; NOBODY: it is one too many."""
-    mate = np.full(len(host), NOBODY, dtype=np.int64)
-    left = list(_pair(mate, np.lexsort((weight, host, group)).tolist(), host))
-    for _ in _pair(mate, left, group):
+    mate = np.full(len(host), UNPAIRED, dtype=np.int64)
+    left = list(_pair_flows(mate, np.lexsort((weight, host, group)).tolist(), host))
+    for _ in _pair_flows(mate, left, group):
         pass
     return mate
 
 
-def _pair(mate: Ints, flows: list[int], of: Ints) -> Iterator[int]:
+def _pair_flows(mate: Ints, flows: list[int], of: Ints) -> Iterator[int]:
     """Pairs neighbours that are of the same; gives those that are left."""
-    waiting = NOBODY
+    waiting = UNPAIRED
     for flow in flows:
-        if waiting == NOBODY:
+        if waiting == UNPAIRED:
             waiting = flow
         elif of[waiting] == of[flow]:
             mate[waiting], mate[flow] = flow, waiting
-            waiting = NOBODY
+            waiting = UNPAIRED
         else:
             yield waiting
             waiting = flow
-    if waiting != NOBODY:
+    if waiting != UNPAIRED:
         yield waiting

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..errors import InputError
 
 Ints = NDArray[np.int64]
-WITHIN = -1
+NO_ROUTE = -1
 """The way of a flow that stays in its group, or that has none."""
 
 
@@ -44,13 +44,13 @@ class Topology:
         return int(self.up.shape[0])
 
     @property
-    def ways(self) -> int:
+    def routes(self) -> int:
         return int(self.up.shape[1])
 
     @property
     def spines(self) -> int:
         """Of each plane."""
-        return self.ways // self.planes
+        return self.routes // self.planes
 
     @property
     def unit(self) -> int:
@@ -58,11 +58,11 @@ class Topology:
         return max(1, int(self.up.max()), int(self.down.max()))
 
     @property
-    def symmetric(self) -> bool:
+    def is_symmetric(self) -> bool:
         """All links are alive and alike."""
         return bool((self.up == self.unit).all() and (self.down == self.unit).all())
 
-    def among(self, source: Ints, destination: Ints, way: Ints) -> Ints:
+    def fingerprint_live_routes(self, source: Ints, destination: Ints, way: Ints) -> Ints:
         """Of flows, each a number for the ways of its plane that are alive between its groups; 0: all are.
 
         Leaves choose among these by a hash: when one dies or comes back, flows that went by others may change, too.
@@ -70,7 +70,7 @@ class Topology:
         dead_up, dead_down = self.up == 0, self.down == 0
         found = np.zeros(len(way), dtype=np.int64)
         known: dict[tuple[int, int, int], int] = {}
-        at_risk = (way != WITHIN) & (dead_up.any(axis=1)[source] | dead_down.any(axis=1)[destination])
+        at_risk = (way != NO_ROUTE) & (dead_up.any(axis=1)[source] | dead_down.any(axis=1)[destination])
         for flow in np.flatnonzero(at_risk).tolist():
             ends = int(source[flow]), int(destination[flow]), int(way[flow]) // self.spines
             if ends not in known:
@@ -80,7 +80,7 @@ class Topology:
             found[flow] = known[ends]
         return found
 
-    def without(self, up: Iterable[tuple[int, int]] = (), down: Iterable[tuple[int, int]] = ()) -> Topology:
+    def with_dead_links(self, up: Iterable[tuple[int, int]] = (), down: Iterable[tuple[int, int]] = ()) -> Topology:
         """The same with these links, (group, way), dead."""
         ups, downs = self.up.copy(), self.down.copy()
         for group, way in up:
@@ -90,7 +90,7 @@ class Topology:
         return Topology(ups, downs, self.planes)
 
 
-def uniform(groups: int, spines: int, capacity: int = 1, planes: int = 1) -> Topology:
+def build_uniform_topology(groups: int, spines: int, capacity: int = 1, planes: int = 1) -> Topology:
     """All links alive and alike."""
     if groups < 1 or spines < 1 or capacity < 1:
         raise InputError(f"fabric: {groups} groups, {spines} spines, capacity {capacity}: each must be 1 at least")

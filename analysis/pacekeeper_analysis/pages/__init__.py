@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 
-def one_file(template: str, data: Mapping[str, Any]) -> str:
+def render_single_file(template: str, data: Mapping[str, Any]) -> str:
     """`template`: an HTML text with the places STYLE, SCRIPT and DATA in comments. The file needs nothing else, and a
     browser loads nothing for it."""
     common = files(__name__)

@@ -1,48 +1,48 @@
 """What-if analysis: how fast would a job be without its stragglers, and who is to blame (arXiv 2505.05713)?"""
 
-from pacekeeper_analysis.whatif.figures import Blame, Decomposition, WhatIf, analyse
+from pacekeeper_analysis.whatif.figures import WorkerSetImpact, Decomposition, WhatIf, analyze_window
 from pacekeeper_analysis.whatif.graph import Operation
-from pacekeeper_analysis.whatif.published import window_from_trace
+from pacekeeper_analysis.whatif.published import build_window_from_trace
 from pacekeeper_analysis.whatif.scenario import (
-    ALL_IDEAL,
-    AS_RECORDED,
+    IDEAL_SCENARIO,
+    RECORDED_SCENARIO,
     IDEAL,
     PEERS,
     RECORDED,
     UNINTERRUPTED,
-    Change,
-    Pace,
-    Scaled,
-    Scenario,
-    Seconds,
-    Where,
+    ScenarioChange,
+    DurationRule,
+    ScaledSeconds,
+    WhatIfScenario,
+    FixedSeconds,
+    OperationSelection,
 )
-from pacekeeper_analysis.whatif.trace import Metadata, Trace, TraceError, trace_from_columns
-from pacekeeper_analysis.whatif.window import Skipped, Window
+from pacekeeper_analysis.whatif.trace import TraceMetadata, JobTrace, TraceError, build_trace_from_columns
+from pacekeeper_analysis.whatif.window import SkippedStep, RecordedWindow
 
 __all__ = [
-    "ALL_IDEAL",
-    "AS_RECORDED",
+    "IDEAL_SCENARIO",
+    "RECORDED_SCENARIO",
     "IDEAL",
     "PEERS",
     "RECORDED",
     "UNINTERRUPTED",
-    "Blame",
-    "Change",
+    "WorkerSetImpact",
+    "ScenarioChange",
     "Decomposition",
-    "Metadata",
+    "TraceMetadata",
     "Operation",
-    "Pace",
-    "Scaled",
-    "Scenario",
-    "Seconds",
-    "Skipped",
-    "Trace",
+    "DurationRule",
+    "ScaledSeconds",
+    "WhatIfScenario",
+    "FixedSeconds",
+    "SkippedStep",
+    "JobTrace",
     "TraceError",
     "WhatIf",
-    "Where",
-    "Window",
-    "analyse",
-    "trace_from_columns",
-    "window_from_trace",
+    "OperationSelection",
+    "RecordedWindow",
+    "analyze_window",
+    "build_trace_from_columns",
+    "build_window_from_trace",
 ]

@@ -11,29 +11,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.whatif.causes import Finding, diagnose
-from pacekeeper_analysis.whatif.figures import WhatIf, analyse
-from pacekeeper_analysis.whatif.inputs import load
-from pacekeeper_analysis.whatif.report.document import document
-from pacekeeper_analysis.whatif.report.terminal import render
+from pacekeeper_analysis.whatif.causes import CauseFinding, diagnose_cause
+from pacekeeper_analysis.whatif.figures import WhatIf, analyze_window
+from pacekeeper_analysis.whatif.inputs import load_window
+from pacekeeper_analysis.whatif.report.document import build_document
+from pacekeeper_analysis.whatif.report.terminal import render_summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command. Returns 0, or 2 where the input cannot be analysed (the message is on standard error)."""
-    arguments = _parser().parse_args(argv)
+    arguments = _build_parser().parse_args(argv)
     try:
-        loaded = load(arguments.trace, arguments.meta)
-        whatif = analyse(loaded.window, loaded.worker_ranks)
-        finding = diagnose(whatif)
-        print(render(whatif, finding, width=_width(), colour=_colour(arguments.colour)))
-        _write(arguments, whatif, finding, loaded.title)
+        loaded = load_window(arguments.trace, arguments.meta)
+        whatif = analyze_window(loaded.window, loaded.worker_ranks)
+        finding = diagnose_cause(whatif)
+        print(render_summary(whatif, finding, width=_get_terminal_width(), color=_use_color(arguments.colour)))
+        _write_reports(arguments, whatif, finding, loaded.title)
     except (InputError, OSError) as error:
         print(f"pacekeeper whatif: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pacekeeper whatif",
         description="How fast would the job be without its stragglers, and who is to blame?",
@@ -53,13 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _write(arguments: argparse.Namespace, whatif: WhatIf, finding: Finding, title: str) -> None:
+def _write_reports(arguments: argparse.Namespace, whatif: WhatIf, finding: CauseFinding, title: str) -> None:
     if arguments.json:
-        arguments.json.write_text(json.dumps(document(whatif, finding), indent=2, allow_nan=False) + "\n")
+        arguments.json.write_text(json.dumps(build_document(whatif, finding), indent=2, allow_nan=False) + "\n")
     if arguments.html:
-        from pacekeeper_analysis.whatif.report.page import page
+        from pacekeeper_analysis.whatif.report.page import render_page
 
-        arguments.html.write_text(page(whatif, finding, title), encoding="utf-8")
+        arguments.html.write_text(render_page(whatif, finding, title), encoding="utf-8")
     if arguments.perfetto:
         from pacekeeper_analysis.whatif.report.perfetto import write_perfetto
 
@@ -68,11 +68,11 @@ def _write(arguments: argparse.Namespace, whatif: WhatIf, finding: Finding, titl
             print(f"{arguments.perfetto}: the {len(steps)} slowest steps of {len(whatif.steps)}", file=sys.stderr)
 
 
-def _width() -> int:
+def _get_terminal_width() -> int:
     return max(60, min(shutil.get_terminal_size((100, 24)).columns, 140))
 
 
-def _colour(wanted: str) -> bool:
+def _use_color(wanted: str) -> bool:
     if wanted == "auto":
         return sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return wanted == "always"

@@ -21,34 +21,34 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pacekeeper_analysis.whatif.figures import WhatIf
-from pacekeeper_analysis.whatif.figures import analyse as analyse_window
+from pacekeeper_analysis.whatif.figures import analyze_window as analyse_window
 from pacekeeper_analysis.whatif.graph import GraphBuilder, Operation
-from pacekeeper_analysis.whatif.scenario import AS_RECORDED, PEERS, Scaled, Scenario, Seconds, Where
+from pacekeeper_analysis.whatif.scenario import RECORDED_SCENARIO, PEERS, ScaledSeconds, WhatIfScenario, FixedSeconds, OperationSelection
 from pacekeeper_analysis.whatif.simulate import Array
-from pacekeeper_analysis.whatif.window import Window, ideal_seconds
+from pacekeeper_analysis.whatif.window import RecordedWindow, compute_ideal_seconds
 
 DATA, COMPUTE, FORWARD, BACKWARD, OPTIMIZER = "data", "compute", "forward-compute", "backward-compute", "optimizer"
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 
-COMPUTATIONS = (COMPUTE, FORWARD, BACKWARD, OPTIMIZER)
+COMPUTATION_TYPES = (COMPUTE, FORWARD, BACKWARD, OPTIMIZER)
 """What becomes faster on a faster rank."""
 
-SAMPLE_WORK = (COMPUTE, FORWARD, BACKWARD)
+SAMPLE_WORK_TYPES = (COMPUTE, FORWARD, BACKWARD)
 """What takes longer with more samples."""
 
-COLLECTIVES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+COLLECTIVE_TYPES = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 """What waits for other ranks."""
 
 
 @dataclass(frozen=True)
-class Run:
+class RunWork:
     """The rank itself is busy: it computes, or waits for its loader."""
 
     type: str = COMPUTE
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchCollective:
     """A collective starts as soon as all ranks along `across` have launched it and its stream is free."""
 
     type: str
@@ -60,16 +60,16 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitForCollective:
     """The rank goes on only when this collective has ended."""
 
     name: str
 
 
-Instruction = Run | Launch | Wait
+Instruction = RunWork | LaunchCollective | WaitForCollective
 
 
-def analyse(
+def analyze_compute_seconds(
     compute_seconds: ArrayLike,
     communication_seconds: ArrayLike = 0.0,
     data_seconds: ArrayLike = 0.0,
@@ -91,16 +91,16 @@ def analyse(
         )
     data, communication = (np.asarray(part, dtype=np.float64) for part in (data_seconds, communication_seconds))
     seconds = np.stack([np.broadcast_to(part, compute.shape).T for part in (data, compute, communication)])
-    program: list[Instruction] = [Run(DATA), Run(COMPUTE), Launch(ALL_REDUCE, "gradients"), Wait("gradients")]
-    return analyse_window(window(program, seconds, steps=steps, measured_seconds=measured_seconds))
+    program: list[Instruction] = [RunWork(DATA), RunWork(COMPUTE), LaunchCollective(ALL_REDUCE, "gradients"), WaitForCollective("gradients")]
+    return analyse_window(build_window(program, seconds, steps=steps, measured_seconds=measured_seconds))
 
 
-def replaced(ranks: Iterable[int]) -> Scenario:
+def build_replacement_scenario(ranks: Iterable[int]) -> WhatIfScenario:
     """These ranks compute and load at their peers' pace: what replacing their worker would win."""
-    return AS_RECORDED.but(Where(replicas=ranks, types=(*COMPUTATIONS, DATA)), takes=PEERS)
+    return RECORDED_SCENARIO.with_change(OperationSelection(replicas=ranks, types=(*COMPUTATION_TYPES, DATA)), takes=PEERS)
 
 
-def reshared(new: Sequence[float], old: Sequence[float], fixed: float = 0.0) -> Scenario:
+def build_reshare_scenario(new: Sequence[float], old: Sequence[float], fixed: float = 0.0) -> WhatIfScenario:
     """Rank r computes new[r] samples a step instead of old[r].
 
     fixed: seconds of each computation that do not depend on the samples (a of the step time a + b·n).
@@ -108,10 +108,10 @@ def reshared(new: Sequence[float], old: Sequence[float], fixed: float = 0.0) -> 
     if len(new) != len(old) or min(old) <= 0 or min(new) < 0:
         raise ValueError(f"batch shares {list(new)} in place of {list(old)}: one share for each rank, old ones above 0")
     factors = tuple(float(after) / float(before) for after, before in zip(new, old, strict=True))
-    return AS_RECORDED.but(Where(types=SAMPLE_WORK), takes=Scaled(factors, fixed))
+    return RECORDED_SCENARIO.with_change(OperationSelection(types=SAMPLE_WORK_TYPES), takes=ScaledSeconds(factors, fixed))
 
 
-def local_sgd_step_seconds(whatif: WhatIf, every: int, sync_seconds: float, *, by_clock: bool = False) -> float:
+def estimate_local_sgd_step_seconds(whatif: WhatIf, every: int, sync_seconds: float, *, by_clock: bool = False) -> float:
     """Mean seconds for one step's worth of samples under Local-SGD: ranks wait for each other only at
     synchronisations.
 
@@ -122,15 +122,15 @@ def local_sgd_step_seconds(whatif: WhatIf, every: int, sync_seconds: float, *, b
     """
     if every < 1:
         raise ValueError(f"every is {every}; synchronise every 1 or more steps")
-    apart = AS_RECORDED.apart(Where(types=COLLECTIVES)).but(Where(types=COLLECTIVES), takes=Seconds(0.0))
-    (own,) = whatif.window.finish([apart])
+    apart = RECORDED_SCENARIO.with_independent_replicas(OperationSelection(types=COLLECTIVE_TYPES)).with_change(OperationSelection(types=COLLECTIVE_TYPES), takes=FixedSeconds(0.0))
+    (own,) = whatif.window.simulate_finish([apart])
     if by_clock:
         return float(1.0 / np.mean(1.0 / own.mean(axis=1)) + sync_seconds / every)
     rounds = [own[:, first : first + every].sum(axis=1).max() + sync_seconds for first in range(0, own.shape[1], every)]
     return float(np.sum(rounds) / own.shape[1])
 
 
-def meeting_seconds(step_seconds: ArrayLike) -> float:
+def estimate_sync_wait_seconds(step_seconds: ArrayLike) -> float:
     """Mean wait for the last rank where ranks meet by the clock: each ends the step that it has in hand.
 
     step_seconds: mean own seconds of each rank's steps [rank]. Nobody knows how far a step is when the clock strikes,
@@ -144,15 +144,15 @@ def meeting_seconds(step_seconds: ArrayLike) -> float:
     return float(area - own.mean() / 2)
 
 
-def ddp_program(buckets: int) -> list[Instruction]:
+def build_ddp_program(buckets: int) -> list[Instruction]:
     """DDP: the gradients of each bucket are reduced while the backward of the next one runs."""
-    program: list[Instruction] = [Run(DATA), Run(FORWARD)]
+    program: list[Instruction] = [RunWork(DATA), RunWork(FORWARD)]
     for bucket in range(buckets):
-        program += [Run(BACKWARD), Launch(ALL_REDUCE, f"bucket {bucket}")]
-    return [*program, *(Wait(f"bucket {bucket}") for bucket in range(buckets)), Run(OPTIMIZER)]
+        program += [RunWork(BACKWARD), LaunchCollective(ALL_REDUCE, f"bucket {bucket}")]
+    return [*program, *(WaitForCollective(f"bucket {bucket}") for bucket in range(buckets)), RunWork(OPTIMIZER)]
 
 
-def fsdp_program(
+def build_fsdp_program(
     units: int, shard_axes: tuple[int, ...] = (0,), replicate_axes: tuple[int, ...] = ()
 ) -> list[Instruction]:
     """FSDP: each unit's parameters are gathered before its forward and backward, one unit ahead; gradients are
@@ -160,31 +160,31 @@ def fsdp_program(
 
     With `replicate_axes` (HSDP) each unit's gradients are also reduced over those axes of the mesh.
     """
-    program: list[Instruction] = [Run(DATA)]
+    program: list[Instruction] = [RunWork(DATA)]
     for type_, order in ((FORWARD, list(range(units))), (BACKWARD, list(range(units))[::-1])):
-        gathers = [Launch(ALL_GATHER, f"{type_} parameters {unit}", shard_axes, "all-gather") for unit in order]
+        gathers = [LaunchCollective(ALL_GATHER, f"{type_} parameters {unit}", shard_axes, "all-gather") for unit in order]
         program.append(gathers[0])
         for at, unit in enumerate(order):
-            program += [Wait(gathers[at].name), *gathers[at + 1 : at + 2], Run(type_)]
+            program += [WaitForCollective(gathers[at].name), *gathers[at + 1 : at + 2], RunWork(type_)]
             if type_ == BACKWARD:
-                program.append(Launch(REDUCE_SCATTER, f"gradients {unit}", shard_axes, "reduce-scatter"))
+                program.append(LaunchCollective(REDUCE_SCATTER, f"gradients {unit}", shard_axes, "reduce-scatter"))
                 if replicate_axes:
-                    program.append(Launch(ALL_REDUCE, f"shards {unit}", replicate_axes, "reduce-scatter"))
+                    program.append(LaunchCollective(ALL_REDUCE, f"shards {unit}", replicate_axes, "reduce-scatter"))
     last = [
         instruction.name
         for instruction in program
-        if isinstance(instruction, Launch) and instruction.stream != "all-gather"
+        if isinstance(instruction, LaunchCollective) and instruction.stream != "all-gather"
     ]
-    return [*program, *(Wait(name) for name in last), Run(OPTIMIZER)]
+    return [*program, *(WaitForCollective(name) for name in last), RunWork(OPTIMIZER)]
 
 
-def window(
+def build_window(
     program: Sequence[Instruction],
     seconds: ArrayLike,
     *,
     steps: Sequence[int] | None = None,
     measured_seconds: ArrayLike | None = None,
-) -> Window:
+) -> RecordedWindow:
     """The window of a job whose ranks all run `program` in each step.
 
     seconds: [instruction, *mesh, step], one row for each Run (own seconds) and Launch (seconds once the last rank
@@ -193,7 +193,7 @@ def window(
     measured_seconds: wall time of each step. Raises ValueError where the rows do not fit, or a value is negative or
     NaN.
     """
-    timed = [instruction for instruction in program if not isinstance(instruction, Wait)]
+    timed = [instruction for instruction in program if not isinstance(instruction, WaitForCollective)]
     table: Array = np.asarray(seconds, dtype=np.float64)
     if table.ndim < 3 or table.shape[0] != len(timed):
         raise ValueError(f"seconds has shape {table.shape}; the program needs [{len(timed)}, rank, step]")
@@ -211,35 +211,35 @@ def window(
     launched: dict[str, int] = {}
     waited_on: list[int] = []
     for instruction in program:
-        if isinstance(instruction, Wait):
+        if isinstance(instruction, WaitForCollective):
             if instruction.name not in launched:
                 raise ValueError(f"the program waits for {instruction.name!r} before it is launched")
             waited_on.append(launched[instruction.name])
             continue
-        node = graph.operation(str(instruction), after=[] if previous is None else [previous])
+        node = graph.add_operation(str(instruction), after=[] if previous is None else [previous])
         operations.append(Operation(instruction.type, index=counts[instruction.type]))
         counts[instruction.type] += 1
         for collective in waited_on:
-            graph.wait(node, on=collective)
-        if isinstance(instruction, Run):
+            graph.add_wait(node, on=collective)
+        if isinstance(instruction, RunWork):
             previous, waited_on = node, []
         else:
             if instruction.stream in streams:
-                graph.wait(node, on=streams[instruction.stream])
+                graph.add_wait(node, on=streams[instruction.stream])
             streams[instruction.stream] = launched[instruction.name] = node
             graph.start_together([node], across=instruction.across)
-    collectives = frozenset(instruction.type for instruction in timed if isinstance(instruction, Launch))
-    return Window(
+    collectives = frozenset(instruction.type for instruction in timed if isinstance(instruction, LaunchCollective))
+    return RecordedWindow(
         graph=graph.build(),
         operations=tuple(operations),
         seconds=table,
-        ideal=ideal_seconds(operations, table, frozenset(counts) - collectives),
+        ideal=compute_ideal_seconds(operations, table, frozenset(counts) - collectives),
         steps=tuple(range(table.shape[-1])) if steps is None else tuple(steps),
         measured_s=None if measured_seconds is None else np.asarray(measured_seconds, dtype=np.float64),
     )
 
 
-def transfer_seconds(durations: Array) -> Array:
+def compute_transfer_seconds(durations: Array) -> Array:
     """What collectives take once the last rank is there, from how long each rank was inside them.
 
     The rank that comes last waits for nobody: the shortest duration of a group is the transfer, without any common

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pacekeeper_analysis.whatif.causes import Cause
+from pacekeeper_analysis.whatif.causes import SlowdownCause
 from pacekeeper_analysis.whatif.graph import Operation
 from pacekeeper_analysis.whatif.simulate import Array
-from pacekeeper_analysis.whatif.synthetic import Shape, make_trace, operations_of, usual_seconds
+from pacekeeper_analysis.whatif.synthetic import JobShape, make_trace, list_operations, draw_healthy_seconds
 from pacekeeper_analysis.whatif.trace import (
     BACKWARD,
     BACKWARD_RECV,
@@ -20,25 +20,25 @@ from pacekeeper_analysis.whatif.trace import (
     FORWARD_RECV,
     FORWARD_SEND,
     REDUCE_SCATTER,
-    Trace,
+    JobTrace,
 )
 
-Fault = Callable[[Sequence[Operation], Array, float, np.random.Generator], Array]
+FaultModel = Callable[[Sequence[Operation], Array, float, np.random.Generator], Array]
 """(operations, seconds [operation, dp_rank, step], strength 0 to 1, random numbers) -> seconds with the fault."""
 
 
-def stage_imbalance(
+def inject_stage_imbalance(
     operations: Sequence[Operation], seconds: Array, strength: float, rng: np.random.Generator
 ) -> Array:
     """The last stage computes the loss: it takes 1.2 to 2 times as long as the others."""
     del rng
     last = max(operation.stage for operation in operations)
     chunks = max(operation.chunk for operation in operations)
-    slow = [_computes(operation) and operation.stage == last and operation.chunk == chunks for operation in operations]
-    return _multiplied(seconds, np.array(slow), 1.0 + (0.2 + 0.8 * strength) * (chunks + 1))
+    slow = [_is_computation(operation) and operation.stage == last and operation.chunk == chunks for operation in operations]
+    return _scale_operations(seconds, np.array(slow), 1.0 + (0.2 + 0.8 * strength) * (chunks + 1))
 
 
-def sequence_length_imbalance(
+def inject_length_imbalance(
     operations: Sequence[Operation], seconds: Array, strength: float, rng: np.random.Generator
 ) -> Array:
     """Lengths follow a long-tailed distribution; a microbatch costs the same factor in every stage and direction."""
@@ -46,12 +46,12 @@ def sequence_length_imbalance(
     factor = rng.lognormal(0.0, 0.2 + 0.5 * strength, (count, *seconds.shape[1:]))
     changed = seconds.copy()
     for node, operation in enumerate(operations):
-        if _computes(operation):
+        if _is_computation(operation):
             changed[node] *= factor[operation.microbatch]
     return changed
 
 
-def garbage_collection(
+def inject_garbage_collection(
     operations: Sequence[Operation], seconds: Array, strength: float, rng: np.random.Generator
 ) -> Array:
     """Every worker collects when it likes: a forward now and then pauses for 2 to 10 times its own length."""
@@ -63,17 +63,17 @@ def garbage_collection(
     return changed
 
 
-def slow_worker(operations: Sequence[Operation], seconds: Array, strength: float, rng: np.random.Generator) -> Array:
+def inject_slow_worker(operations: Sequence[Operation], seconds: Array, strength: float, rng: np.random.Generator) -> Array:
     """One worker computes 1.2 to 2.5 times as long as its peers."""
     replica = int(rng.integers(seconds.shape[1]))
     stage = int(rng.integers(max(operation.stage for operation in operations) + 1))
-    slow = np.array([_computes(operation) and operation.stage == stage for operation in operations])
+    slow = np.array([_is_computation(operation) and operation.stage == stage for operation in operations])
     changed = seconds.copy()
     changed[slow, replica] *= 1.2 + 1.3 * strength
     return changed
 
 
-def slow_communication(
+def inject_slow_communication(
     operations: Sequence[Operation], seconds: Array, strength: float, rng: np.random.Generator
 ) -> Array:
     """A link that flaps: in every third step the transfers of one worker take 20 to 100 times as long."""
@@ -88,70 +88,70 @@ def slow_communication(
     return changed
 
 
-def healthy(operations: Sequence[Operation], seconds: Array, strength: float, rng: np.random.Generator) -> Array:
+def inject_nothing(operations: Sequence[Operation], seconds: Array, strength: float, rng: np.random.Generator) -> Array:
     """No fault."""
     del operations, strength, rng
     return seconds
 
 
-FAULTS: dict[Cause, Fault] = {
-    Cause.STAGE_IMBALANCE: stage_imbalance,
-    Cause.SEQUENCE_LENGTH_IMBALANCE: sequence_length_imbalance,
-    Cause.GARBAGE_COLLECTION: garbage_collection,
-    Cause.SLOW_WORKER: slow_worker,
-    Cause.SLOW_COMMUNICATION: slow_communication,
-    Cause.NONE: healthy,
+FAULT_MODELS: dict[SlowdownCause, FaultModel] = {
+    SlowdownCause.STAGE_IMBALANCE: inject_stage_imbalance,
+    SlowdownCause.SEQUENCE_LENGTH_IMBALANCE: inject_length_imbalance,
+    SlowdownCause.GARBAGE_COLLECTION: inject_garbage_collection,
+    SlowdownCause.SLOW_WORKER: inject_slow_worker,
+    SlowdownCause.SLOW_COMMUNICATION: inject_slow_communication,
+    SlowdownCause.NONE: inject_nothing,
 }
 """The fault behind each cause."""
 
 
 @dataclass(frozen=True)
-class Case:
+class SyntheticJob:
     """A synthetic job with one known fault."""
 
-    cause: Cause
-    shape: Shape
+    cause: SlowdownCause
+    shape: JobShape
     strength: float
     """0 weak to 1 strong."""
     noise: float
     """Relative standard deviation of every operation."""
     seed: int
 
-    def trace(self) -> Trace:
+    def build_trace(self) -> JobTrace:
         """The job's trace."""
         rng = np.random.default_rng(self.seed)
-        operations = operations_of(self.shape)
-        seconds = usual_seconds(operations, self.shape, self.noise, rng)
-        return make_trace(self.shape, operations, FAULTS[self.cause](operations, seconds, self.strength, rng))
+        operations = list_operations(self.shape)
+        seconds = draw_healthy_seconds(operations, self.shape, self.noise, rng)
+        return make_trace(self.shape, operations, FAULT_MODELS[self.cause](operations, seconds, self.strength, rng))
 
 
-def cases(count: int, seed: int = 0) -> list[Case]:
+def generate_jobs(count: int, seed: int = 0) -> list[SyntheticJob]:
     """`count` jobs: every cause in turn, of several shapes, strengths and noise levels."""
     shapes = (
-        Shape(dp=4, pp=4, microbatches=8, steps=12),
-        Shape(dp=8, pp=2, microbatches=4, steps=16),
-        Shape(dp=2, pp=8, microbatches=8, steps=12),
-        Shape(dp=4, pp=2, vpp=2, microbatches=8, steps=10),
-        Shape(dp=16, pp=4, microbatches=4, steps=8),
-        Shape(dp=8, pp=1, microbatches=4, steps=24),
-        Shape(dp=4, pp=4, vpp=2, microbatches=8, steps=8, overlapped=True),
+        JobShape(dp=4, pp=4, microbatches=8, steps=12),
+        JobShape(dp=8, pp=2, microbatches=4, steps=16),
+        JobShape(dp=2, pp=8, microbatches=8, steps=12),
+        JobShape(dp=4, pp=2, vpp=2, microbatches=8, steps=10),
+        JobShape(dp=16, pp=4, microbatches=4, steps=8),
+        JobShape(dp=8, pp=1, microbatches=4, steps=24),
+        JobShape(dp=4, pp=4, vpp=2, microbatches=8, steps=8, overlapped=True),
     )
     rng = np.random.default_rng(seed)
-    made: list[Case] = []
+    made: list[SyntheticJob] = []
     while len(made) < count:
-        cause = list(FAULTS)[len(made) % len(FAULTS)]
-        fitting = [shape for shape in shapes if shape.pp > 1 or cause is not Cause.STAGE_IMBALANCE]
+        cause = list(FAULT_MODELS)[len(made) % len(FAULT_MODELS)]
+        fitting = [shape for shape in shapes if shape.pp > 1 or cause is not SlowdownCause.STAGE_IMBALANCE]
         shape = fitting[int(rng.integers(len(fitting)))]
         noise = float(rng.uniform(0.005, 0.08))
-        made.append(Case(cause, shape, float(rng.uniform()), noise, seed=1000 * seed + len(made)))
+        made.append(SyntheticJob(cause, shape, float(rng.uniform()), noise, seed=1000 * seed + len(made)))
     return made
 
 
-def _computes(operation: Operation) -> bool:
+def _is_computation(operation: Operation) -> bool:
     return operation.type in (FORWARD, BACKWARD)
 
 
-def _multiplied(seconds: Array, operations: np.ndarray[tuple[int], np.dtype[np.bool_]], factor: float) -> Array:
+def _scale_operations(seconds: Array, operations: np.ndarray[tuple[int], np.dtype[np.bool_]], factor: float) -> Array:
     changed = seconds.copy()
     changed[operations] *= factor
     return changed

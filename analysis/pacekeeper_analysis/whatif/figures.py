@@ -10,18 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.whatif.scenario import ALL_IDEAL, AS_RECORDED, IDEAL, RECORDED, Scenario, Where
+from pacekeeper_analysis.whatif.scenario import IDEAL_SCENARIO, RECORDED_SCENARIO, IDEAL, RECORDED, WhatIfScenario, OperationSelection
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import BACKWARD_RECV, BACKWARD_SEND, FORWARD_RECV, FORWARD_SEND
-from pacekeeper_analysis.whatif.window import Skipped, Window
+from pacekeeper_analysis.whatif.window import SkippedStep, RecordedWindow
 
-NOTHING_TO_DECOMPOSE = 1.03
+MIN_DECOMPOSED_SLOWDOWN = 1.03
 """Below this slowdown there is nothing to attribute to types, ranks or stages."""
 
 WORST_PERCENT = 3
 """Percentage of the workers that M_W idealises."""
 
-TRUSTED_ERROR = 0.05
+MAX_SIMULATION_ERROR = 0.05
 """Beyond this error of the simulation its figures are doubtful (arXiv 2505.05713, section 3.4)."""
 
 MERGED_TYPES = {
@@ -34,7 +34,7 @@ MERGED_TYPES = {
 
 
 @dataclass(frozen=True)
-class Blame:
+class WorkerSetImpact:
     """How much of the slowdown goes when a set of workers is made ideal, and how much they cause alone."""
 
     workers: tuple[tuple[int, int], ...]
@@ -65,9 +65,9 @@ class Decomposition:
     """S_dp of each step [replica, step]."""
     by_stage_per_step: Array
     """S_stage of each step [stage, step]."""
-    worst_workers: Blame
+    worst_workers: WorkerSetImpact
     """M_W: the slowest 3 % of the workers."""
-    last_stage: Blame
+    last_stage: WorkerSetImpact
     """M_S: the last pipeline stage, where the loss is computed."""
 
 
@@ -75,7 +75,7 @@ class Decomposition:
 class WhatIf:
     """The analysis of a window. `ask` answers any further question."""
 
-    window: Window
+    window: RecordedWindow
     step_s: Array
     """T: simulated seconds of each step as recorded, without launch delays [step]."""
     ideal_step_s: float
@@ -116,7 +116,7 @@ class WhatIf:
         return self.window.steps
 
     @property
-    def skipped(self) -> tuple[Skipped, ...]:
+    def skipped(self) -> tuple[SkippedStep, ...]:
         """Steps left out."""
         return self.window.skipped
 
@@ -125,7 +125,7 @@ class WhatIf:
         """What makes the figures doubtful."""
         found = list(self.window.notes)
         launch = self.launch_slowdown
-        if launch is not None and abs(launch - 1.0) > TRUSTED_ERROR:
+        if launch is not None and abs(launch - 1.0) > MAX_SIMULATION_ERROR:
             found.append(
                 f"measured steps take {launch:.2f} times as long as simulated ones: something that the trace does not "
                 "record costs time, or its clocks are wrong, and the figures leave it out"
@@ -134,45 +134,45 @@ class WhatIf:
             found.append(f"{len(self.skipped)} of {len(self.skipped) + len(self.steps)} steps are left out")
         return tuple(found)
 
-    def ask(self, scenario: Scenario) -> Array:
+    def simulate_scenario(self, scenario: WhatIfScenario) -> Array:
         """Seconds of each step in a scenario [step]."""
-        return np.asarray(self.window.step_seconds([scenario])[0])
+        return np.asarray(self.window.simulate_step_seconds([scenario])[0])
 
-    def gain(self, scenario: Scenario) -> float:
+    def compute_gain(self, scenario: WhatIfScenario) -> float:
         """How many times faster than as recorded the job would be in a scenario."""
-        return float(self.step_s.mean() / self.ask(scenario).mean())
+        return float(self.step_s.mean() / self.simulate_scenario(scenario).mean())
 
 
-def analyse(window: Window, worker_rank: Mapping[tuple[int, int], int] | None = None) -> WhatIf:
+def analyze_window(window: RecordedWindow, worker_rank: Mapping[tuple[int, int], int] | None = None) -> WhatIf:
     """All figures of a window. Raises InputError where its operations take no time.
 
     worker_rank: the global rank of each worker (dp_rank, stage), which decides ties between workers; by default
     workers are numbered by stage, then dp_rank.
     """
-    ideal = window.ideal_step_s()
+    ideal = window.compute_ideal_step_s()
     if ideal <= 0:
         raise InputError("the operations take no time at all; is the trace in seconds?")
     stages = sorted({operation.stage for operation in window.operations})
     types = sorted({MERGED_TYPES.get(operation.type, operation.type) for operation in window.operations})
-    last_stage = Where(stages=stages[-1:])
+    last_stage = OperationSelection(stages=stages[-1:])
     scenarios = {
-        "recorded": AS_RECORDED,
-        "last stage ideal": AS_RECORDED.but(last_stage, takes=IDEAL),
-        **{f"type {name}": ALL_IDEAL.but(Where(types=_members(name)), takes=RECORDED) for name in types},
-        **{f"stage {stage}": ALL_IDEAL.but(Where(stages=[stage]), takes=RECORDED) for stage in stages},
+        "recorded": RECORDED_SCENARIO,
+        "last stage ideal": RECORDED_SCENARIO.with_change(last_stage, takes=IDEAL),
+        **{f"type {name}": IDEAL_SCENARIO.with_change(OperationSelection(types=_list_merged_types(name)), takes=RECORDED) for name in types},
+        **{f"stage {stage}": IDEAL_SCENARIO.with_change(OperationSelection(stages=[stage]), takes=RECORDED) for stage in stages},
     }
-    seconds = dict(zip(scenarios, window.step_seconds(list(scenarios.values())), strict=True))
+    seconds = dict(zip(scenarios, window.simulate_step_seconds(list(scenarios.values())), strict=True))
     step_s = seconds["recorded"]
-    if step_s.mean() / ideal < NOTHING_TO_DECOMPOSE:
+    if step_s.mean() / ideal < MIN_DECOMPOSED_SLOWDOWN:
         return WhatIf(window, step_s, ideal, None)
 
-    by_replica_s = window.each_replica_alone()
+    by_replica_s = window.simulate_single_replicas()
     by_stage_s = np.array([seconds[f"stage {stage}"] for stage in stages])
     by_replica, by_stage = by_replica_s.mean(axis=1) / ideal, by_stage_s.mean(axis=1) / ideal
     by_worker = np.minimum(by_replica[:, None], by_stage[None, :])
-    worst = _worst(by_worker, worker_rank)
-    worst_ideal, worst_alone = window.step_seconds(
-        [AS_RECORDED.but(Where(workers=worst), takes=IDEAL), ALL_IDEAL.but(Where(workers=worst), takes=RECORDED)]
+    worst = _find_worst_workers(by_worker, worker_rank)
+    worst_ideal, worst_alone = window.simulate_step_seconds(
+        [RECORDED_SCENARIO.with_change(OperationSelection(workers=worst), takes=IDEAL), IDEAL_SCENARIO.with_change(OperationSelection(workers=worst), takes=RECORDED)]
     )
 
     def share(without_s: Array) -> float:
@@ -190,8 +190,8 @@ def analyse(window: Window, worker_rank: Mapping[tuple[int, int], int] | None = 
             by_type_per_step={name: seconds[f"type {name}"] / ideal for name in types},
             by_replica_per_step=by_replica_s / ideal,
             by_stage_per_step=by_stage_s / ideal,
-            worst_workers=Blame(tuple(worst), worst_ideal, worst_alone, share(worst_ideal)),
-            last_stage=Blame(
+            worst_workers=WorkerSetImpact(tuple(worst), worst_ideal, worst_alone, share(worst_ideal)),
+            last_stage=WorkerSetImpact(
                 tuple((replica, stages[-1]) for replica in range(window.replicas)),
                 seconds["last stage ideal"],
                 by_stage_s[-1],
@@ -201,12 +201,12 @@ def analyse(window: Window, worker_rank: Mapping[tuple[int, int], int] | None = 
     )
 
 
-def _members(name: str) -> list[str]:
+def _list_merged_types(name: str) -> list[str]:
     """The operation types that go by this name in the figures."""
     return [member for member, merged in MERGED_TYPES.items() if merged == name] or [name]
 
 
-def _worst(by_worker: Array, worker_rank: Mapping[tuple[int, int], int] | None) -> list[tuple[int, int]]:
+def _find_worst_workers(by_worker: Array, worker_rank: Mapping[tuple[int, int], int] | None) -> list[tuple[int, int]]:
     """The slowest workers, ties to the lowest rank."""
     replicas, stages = by_worker.shape
     workers = [(replica, stage) for stage in range(stages) for replica in range(replicas)]

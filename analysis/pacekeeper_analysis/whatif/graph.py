@@ -31,7 +31,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Unit:
+class StartGroup:
     """Operations that start at the same instant: a collective, a matched send and receive, or one operation alone."""
 
     members: tuple[int, ...]
@@ -44,19 +44,19 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Graph:
+class OperationGraph:
     """An acyclic graph of operations, in an order in which they can be simulated. Made by `GraphBuilder.build`."""
 
     size: int
     """Number of operations; they are numbered from 0."""
     after: tuple[tuple[int, ...], ...]
     """By operation: those that it itself waits for."""
-    units: tuple[Unit, ...]
+    units: tuple[StartGroup, ...]
     """All operations, each in exactly one unit, every unit after what it waits for."""
     final: tuple[int, ...]
     """The operations whose end ends the step."""
 
-    def apart(self, chosen: Sequence[bool]) -> Graph:
+    def with_independent_replicas(self, chosen: Sequence[bool]) -> OperationGraph:
         """The same graph, but the chosen operations [operation] do not wait for other replicas."""
         units = [
             replace(unit, across=()) if all(chosen[node] for node in unit.members) else unit for unit in self.units
@@ -72,7 +72,7 @@ class GraphBuilder:
         self._after: list[list[int]] = []
         self._groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    def operation(self, name: str, after: Iterable[int] = ()) -> int:
+    def add_operation(self, name: str, after: Iterable[int] = ()) -> int:
         """Adds an operation that starts when all of `after` have ended, and returns its number.
 
         `name` appears in error messages only.
@@ -81,14 +81,14 @@ class GraphBuilder:
         self._after.append(list(after))
         return len(self._names) - 1
 
-    def wait(self, operation: int, on: int) -> None:
+    def add_wait(self, operation: int, on: int) -> None:
         """`operation` starts only after `on` has ended."""
         self._after[operation].append(on)
 
-    def chain(self, operations: Sequence[int]) -> None:
+    def add_chain(self, operations: Sequence[int]) -> None:
         """Each operation starts only after the one before it has ended."""
         for before, operation in pairwise(operations):
-            self.wait(operation, on=before)
+            self.add_wait(operation, on=before)
 
     def start_together(self, operations: Sequence[int], across: tuple[int, ...] = ()) -> None:
         """The operations start when the last of them could start; with `across`, in all replicas along those mesh
@@ -98,26 +98,26 @@ class GraphBuilder:
         """
         self._groups.append((tuple(operations), across))
 
-    def build(self, final: Sequence[int] = ()) -> Graph:
+    def build(self, final: Sequence[int] = ()) -> OperationGraph:
         """The finished graph; `final` are the operations that end a step (default: all that nothing waits for).
 
         Raises ValueError when operations wait for each other in a circle.
         """
-        groups = self._groups + [((node,), ()) for node in self._not_grouped()]
-        order = self._topological_order([members for members, _ in groups])
+        groups = self._groups + [((node,), ()) for node in self._list_ungrouped()]
+        order = self._sort_topologically([members for members, _ in groups])
         waited_for = {before for after in self._after for before in after}
         ends = tuple(final) or tuple(node for node in range(len(self._names)) if node not in waited_for)
-        units: list[Unit] = []
+        units: list[StartGroup] = []
         still_needed = set(ends)
         for index in reversed(order):
             members, across = groups[index]
             after = tuple(sorted({before for member in members for before in self._after[member]}))
             last_use = tuple(node for node in (*after, *members) if node not in still_needed)
             still_needed.update(after)
-            units.append(Unit(members, after, across, last_use))
-        return Graph(len(self._names), tuple(map(tuple, self._after)), tuple(reversed(units)), ends)
+            units.append(StartGroup(members, after, across, last_use))
+        return OperationGraph(len(self._names), tuple(map(tuple, self._after)), tuple(reversed(units)), ends)
 
-    def _not_grouped(self) -> list[int]:
+    def _list_ungrouped(self) -> list[int]:
         grouped = [node for members, _ in self._groups for node in members]
         if len(grouped) != len(set(grouped)):
             twice = next(node for node in grouped if grouped.count(node) > 1)
@@ -126,7 +126,7 @@ class GraphBuilder:
             )
         return sorted(set(range(len(self._names))) - set(grouped))
 
-    def _topological_order(self, groups: list[tuple[int, ...]]) -> list[int]:
+    def _sort_topologically(self, groups: list[tuple[int, ...]]) -> list[int]:
         """Indices into `groups` such that each group comes after all it waits for (Kahn's algorithm)."""
         group_of = {node: index for index, members in enumerate(groups) for node in members}
         before = [{group_of[node] for member in members for node in self._after[member]} for members in groups]

@@ -22,14 +22,14 @@ from pacekeeper_analysis.records import NOTICED_LATE, Collective
 from pacekeeper_analysis.whatif.graph import GraphBuilder, Operation
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import BACKWARD_RECV, BACKWARD_SEND, FORWARD_RECV, FORWARD_SEND, TraceError
-from pacekeeper_analysis.whatif.window import Skipped, Window
+from pacekeeper_analysis.whatif.window import SkippedStep, RecordedWindow
 
 COMPUTE = "compute"
 """A rank's own work between two of its collectives."""
-MINIMAL_STEPS = 3
+MIN_LIVE_STEPS = 3
 """Fewer in common tell nothing."""
 _SEND, _RECV = int(Collective.SEND), int(Collective.RECV)
-_TRANSFERS = {
+_TRANSFER_TYPES = {
     (_SEND, 1): FORWARD_SEND,
     (_RECV, -1): FORWARD_RECV,
     (_SEND, -1): BACKWARD_SEND,
@@ -52,12 +52,12 @@ class RankSteps:
 class LiveWindow:
     """A window, and which rank each worker of it is."""
 
-    window: Window
+    window: RecordedWindow
     worker_ranks: Mapping[tuple[int, int], int]
     """Global rank by (replica, stage), replicas as the flat index into the window's mesh."""
 
 
-def window_from_operations(ranks: Sequence[RankSteps]) -> LiveWindow:
+def build_window_from_operations(ranks: Sequence[RankSteps]) -> LiveWindow:
     """The window of the steps that all ranks have recorded alike.
 
     Raises TraceError where ranks are missing, or what they recorded is no job of equal replicas: it then has to be
@@ -67,11 +67,11 @@ def window_from_operations(ranks: Sequence[RankSteps]) -> LiveWindow:
     if not by_rank or sorted(by_rank) != list(range(len(by_rank))):
         found = ", ".join(map(str, sorted(by_rank)[:8])) or "none"
         raise TraceError(f"operations of rank {found}; give those of every rank from 0")
-    layout = _Layout({rank: _Rank(of) for rank, of in by_rank.items()})
-    return _Pipeline(layout).window()
+    layout = _ReplicaLayout({rank: _RecordedRank(of) for rank, of in by_rank.items()})
+    return _LiveWindowBuilder(layout).build()
 
 
-class _Rank:
+class _RecordedRank:
     """One rank's operations, step by step in the order in which it entered them."""
 
     def __init__(self, of: RankSteps) -> None:
@@ -91,7 +91,7 @@ class _Rank:
         parts = np.split(ordered, first[1:])
         return {int(n): part for n, part in zip(numbers, parts, strict=True) if int(n) in self.step_seconds}
 
-    def ranks_of(self, group: int) -> tuple[int, ...]:
+    def get_group_ranks(self, group: int) -> tuple[int, ...]:
         """() where it is not known."""
         if group == NO_GROUP or group >= len(self._groups):
             return ()
@@ -99,33 +99,33 @@ class _Rank:
             self._ranks_of[group] = self._groups[group].ranks
         return self._ranks_of[group]
 
-    def transfers(self, operations: NDArray[np.void]) -> NDArray[np.void]:
+    def select_transfers(self, operations: NDArray[np.void]) -> NDArray[np.void]:
         """Sends and receives whose peer is known."""
         between_two = np.isin(operations["collective"], (_SEND, _RECV)) & (operations["peer"] >= 0)
         return operations[between_two]
 
 
-class _Layout:
+class _ReplicaLayout:
     """Which rank is which stage of which replica, and the mesh that the replicas' groups make."""
 
-    def __init__(self, ranks: Mapping[int, _Rank]) -> None:
+    def __init__(self, ranks: Mapping[int, _RecordedRank]) -> None:
         self.ranks = ranks
         self.common = sorted(set.intersection(*(set(rank.steps) for rank in ranks.values())))
-        if len(self.common) < MINIMAL_STEPS:
-            raise TraceError(f"the ranks have recorded {len(self.common)} steps in common; {MINIMAL_STEPS} are needed")
-        self.stage_of = self._stages()
+        if len(self.common) < MIN_LIVE_STEPS:
+            raise TraceError(f"the ranks have recorded {len(self.common)} steps in common; {MIN_LIVE_STEPS} are needed")
+        self.stage_of = self._assign_stages()
         self.stages = 1 + max(self.stage_of.values())
-        self.chains = self._chains()
+        self.chains = self._build_chains()
         self._arrange()
 
-    def _first(self, rank: int) -> np.void | None:
+    def _find_first_transfer(self, rank: int) -> np.void | None:
         """The first transfer of the newest common step."""
-        found = self.ranks[rank].transfers(self.ranks[rank].steps[self.common[-1]])
+        found = self.ranks[rank].select_transfers(self.ranks[rank].steps[self.common[-1]])
         return found[0] if len(found) else None
 
-    def _stages(self) -> dict[int, int]:
+    def _assign_stages(self) -> dict[int, int]:
         """Activations go before gradients: who sends first is the model's beginning, others follow their sender."""
-        first = {rank: self._first(rank) for rank in self.ranks}
+        first = {rank: self._find_first_transfer(rank) for rank in self.ranks}
         silent = [rank for rank, transfer in first.items() if transfer is None]
         if len(silent) == len(first):
             return dict.fromkeys(self.ranks, 0)
@@ -143,22 +143,22 @@ class _Layout:
             stages.update((of, known + distance) for distance, of in enumerate(reversed(path)))
         return stages
 
-    def _chains(self) -> list[tuple[int, ...]]:
+    def _build_chains(self) -> list[tuple[int, ...]]:
         """The ranks of each replica, by stage."""
         chains = []
         for rank in sorted(self.ranks):
             if self.stage_of[rank] == 0:
                 chain = [rank]
                 while len(chain) < self.stages:
-                    chain.append(self._next(chain[-1]))
+                    chain.append(self._find_next_stage_rank(chain[-1]))
                 chains.append(tuple(chain))
         if sorted(rank for chain in chains for rank in chain) != sorted(self.ranks):
             raise TraceError("the stages have different numbers of ranks; replicas have to be alike")
         return chains
 
-    def _next(self, rank: int) -> int:
+    def _find_next_stage_rank(self, rank: int) -> int:
         """To whom it sends forward."""
-        found = self.ranks[rank].transfers(self.ranks[rank].steps[self.common[-1]])
+        found = self.ranks[rank].select_transfers(self.ranks[rank].steps[self.common[-1]])
         sent = [int(peer) for peer in found["peer"][found["collective"] == _SEND]]
         forward = [peer for peer in sent if self.stage_of.get(peer) == self.stage_of[rank] + 1]
         if not forward:
@@ -173,7 +173,7 @@ class _Layout:
             frozenset(chain_of[member] for member in members)
             for rank in self.ranks.values()
             for group in np.unique(rank.steps[self.common[-1]]["group"])
-            if (members := rank.ranks_of(int(group))) and all(member in chain_of for member in members)
+            if (members := rank.get_group_ranks(int(group))) and all(member in chain_of for member in members)
         }
         parts = sorted({part for part in partitions if 1 < len(part) < count}, key=lambda part: sorted(part))
         if not parts:
@@ -189,7 +189,7 @@ class _Layout:
         self.chains = sorted(self.chains, key=lambda chain: where[chain_of[chain[0]]])
         self.place = {rank: where[index] for rank, index in chain_of.items()}
 
-    def extent(self, members: Sequence[int]) -> tuple[frozenset[int], tuple[int, ...]]:
+    def get_extent(self, members: Sequence[int]) -> tuple[frozenset[int], tuple[int, ...]]:
         """The stages and axes of the mesh that a group spans. Raises TraceError where it is no part of the mesh."""
         stages = frozenset(self.stage_of[member] for member in members)
         places = {self.place[member] for member in members}
@@ -200,7 +200,7 @@ class _Layout:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _OperationKind:
     """What an operation is to all replicas alike: its type, and who is in it."""
 
     type: str
@@ -209,7 +209,7 @@ class _Kind:
 
 
 @dataclass(frozen=True)
-class _Event:
+class _StageEvent:
     """One place in a stage's course through a step."""
 
     time: float
@@ -217,16 +217,16 @@ class _Event:
     operation: int  # in the order in which they are entered
 
 
-class _Pipeline:
+class _LiveWindowBuilder:
     """Puts graph and durations together."""
 
-    def __init__(self, layout: _Layout) -> None:
+    def __init__(self, layout: _ReplicaLayout) -> None:
         self._layout = layout
-        self._kinds = [self._kinds_of(rank) for rank in layout.chains[0]]
+        self._kinds = [self._list_kinds(rank) for rank in layout.chains[0]]
         usual = {rank: self._kinds[stage] for rank, stage in layout.stage_of.items()}
-        self._is_usual = {rank: self._kinds_of(rank) == kinds for rank, kinds in usual.items()}
+        self._is_usual = {rank: self._list_kinds(rank) == kinds for rank, kinds in usual.items()}
         """Whether each rank did in the newest step what most do: what is the same as that is quickly compared."""
-        self._steps, self._skipped = self._alike()
+        self._steps, self._skipped = self._select_common_steps()
         self._graph = GraphBuilder()
         self._operations: list[Operation] = []
         self._seconds: list[Array] = []
@@ -236,7 +236,7 @@ class _Pipeline:
         self._together: dict[tuple[object, int], list[int]] = defaultdict(list)
         self._axes: dict[tuple[object, int], tuple[int, ...]] = {}
 
-    def window(self) -> LiveWindow:
+    def build(self) -> LiveWindow:
         layout = self._layout
         for stage in range(layout.stages):
             self._add_stage(stage)
@@ -246,11 +246,11 @@ class _Pipeline:
             self._graph.start_together(members, across=axes)
             least = seconds[members].min(axis=(0, *(axis + 1 for axis in axes)), keepdims=True)
             seconds[members] = np.broadcast_to(least, seconds[members].shape)
-        window = Window(
+        window = RecordedWindow(
             graph=self._graph.build(),
             operations=tuple(self._operations),
             seconds=seconds,
-            ideal=_ideal(self._operations, self._sizes, seconds),
+            ideal=_compute_ideal_seconds(self._operations, self._sizes, seconds),
             steps=tuple(self._steps),
             measured_s=np.array([max(r.step_seconds[step] for r in layout.ranks.values()) for step in self._steps]),
             skipped=self._skipped,
@@ -260,12 +260,12 @@ class _Pipeline:
 
     def _add_stage(self, stage: int) -> None:
         """Own work and collectives of one stage, in the order of its course."""
-        course = self._course(stage)
-        own, inside = self._durations(stage, course)
-        sizes = np.median(self._times(stage, "bytes"), axis=(1, 2))
+        course = self._list_stage_events(stage)
+        own, inside = self._compute_durations(stage, course)
+        sizes = np.median(self._collect_column(stage, "bytes"), axis=(1, 2))
         nodes: dict[int, int] = {}
-        counts: dict[_Kind, int] = defaultdict(int)
-        last_of: dict[_Kind, int] = {}
+        counts: dict[_OperationKind, int] = defaultdict(int)
+        last_of: dict[_OperationKind, int] = {}
         before: list[int] = []
         for at, event in enumerate(course):
             work = self._add(COMPUTE, stage, before, own[at], (COMPUTE,))
@@ -278,7 +278,7 @@ class _Pipeline:
             size = (kind.type, len(kind.stages), kind.axes, float(sizes[event.operation]))
             node = self._add(kind.type, stage, [work, *stream], inside[event.operation], size)
             nodes[event.operation] = last_of[kind] = node
-            meeting = (self._meeting(kind, stage), counts[kind])
+            meeting = (self._build_start_key(kind, stage), counts[kind])
             self._together[meeting].append(node)
             self._axes[meeting] = kind.axes
             counts[kind] += 1
@@ -290,15 +290,15 @@ class _Pipeline:
         self._operations.append(Operation(type_, stage, index))
         self._seconds.append(seconds)
         self._sizes.append(size)
-        return self._graph.operation(f"{type_} {index} of stage {stage}", after)
+        return self._graph.add_operation(f"{type_} {index} of stage {stage}", after)
 
-    def _kinds_of(self, rank: int, step: int | None = None) -> list[_Kind]:
+    def _list_kinds(self, rank: int, step: int | None = None) -> list[_OperationKind]:
         """Of the operations of a step, in the order in which they are entered; by default of the newest one."""
         of = self._layout.ranks[rank]
         operations = of.steps[self._layout.common[-1] if step is None else step]
-        return [self._kind(rank, operation) for operation in operations]
+        return [self._classify_operation(rank, operation) for operation in operations]
 
-    def _kind(self, rank: int, operation: np.void) -> _Kind:
+    def _classify_operation(self, rank: int, operation: np.void) -> _OperationKind:
         layout, collective = self._layout, int(operation["collective"])
         stage = layout.stage_of[rank]
         if collective in (_SEND, _RECV):
@@ -307,17 +307,17 @@ class _Pipeline:
                 raise TraceError(f"rank {rank} sends to or receives from rank {peer}, which is not in the job")
             distance = layout.stage_of[peer] - stage
             way = 1 if distance == 1 or distance < -1 else -1  # interleaved, the last stage sends on to the first
-            type_ = _TRANSFERS.get((collective, way))
+            type_ = _TRANSFER_TYPES.get((collective, way))
             if type_ is None or distance == 0:
                 raise TraceError(f"ranks {rank} and {peer} of stage {stage} send to each other")
-            return _Kind(type_, frozenset({stage}), ())
-        members = layout.ranks[rank].ranks_of(int(operation["group"]))
+            return _OperationKind(type_, frozenset({stage}), ())
+        members = layout.ranks[rank].get_group_ranks(int(operation["group"]))
         if not members:
             raise TraceError(f"rank {rank} has entered a collective of a group whose ranks are not known")
-        stages, axes = layout.extent(members)
-        return _Kind(Collective(collective).name.lower().replace("_", "-"), stages, axes)
+        stages, axes = layout.get_extent(members)
+        return _OperationKind(Collective(collective).name.lower().replace("_", "-"), stages, axes)
 
-    def _meeting(self, kind: _Kind, stage: int) -> object:
+    def _build_start_key(self, kind: _OperationKind, stage: int) -> object:
         """The same for all that start together: the two ends of a transfer, or a collective on all of its stages."""
         way, _, end = kind.type.partition("-")
         if end not in ("send", "recv"):
@@ -325,45 +325,45 @@ class _Pipeline:
         onwards = 1 if way == "forward" else -1
         return way, stage if end == "send" else (stage - onwards) % self._layout.stages
 
-    def _alike(self) -> tuple[list[int], tuple[Skipped, ...]]:
+    def _select_common_steps(self) -> tuple[list[int], tuple[SkippedStep, ...]]:
         """The steps in which all replicas did the same in the same order."""
         steps, skipped = [], []
         for step in self._layout.common:
-            odd = next((rank for rank in self._layout.ranks if not self._as_usual(rank, step)), None)
+            odd = next((rank for rank in self._layout.ranks if not self._is_usual_step(rank, step)), None)
             if odd is None:
                 steps.append(step)
             else:
-                skipped.append(Skipped(step, f"rank {odd} entered other collectives than its peers"))
-        if len(steps) < MINIMAL_STEPS:
+                skipped.append(SkippedStep(step, f"rank {odd} entered other collectives than its peers"))
+        if len(steps) < MIN_LIVE_STEPS:
             raise TraceError(f"the ranks did the same in {len(steps)} steps only; {skipped[-1].reason}")
         return steps, tuple(skipped)
 
-    def _as_usual(self, rank: int, step: int) -> bool:
+    def _is_usual_step(self, rank: int, step: int) -> bool:
         operations, newest = (self._layout.ranks[rank].steps[of] for of in (step, self._layout.common[-1]))
         if self._is_usual[rank] and len(operations) == len(newest):
             return all(np.array_equal(operations[name], newest[name]) for name in ("collective", "group", "peer"))
         usual = self._kinds[self._layout.stage_of[rank]]
-        return len(operations) == len(usual) and self._kinds_of(rank, step) == usual
+        return len(operations) == len(usual) and self._list_kinds(rank, step) == usual
 
-    def _times(self, stage: int, name: str) -> Array:
+    def _collect_column(self, stage: int, name: str) -> Array:
         """A column of the operations [operation, replica, step]."""
         ranks = [self._layout.ranks[chain[stage]] for chain in self._layout.chains]
         table = [[rank.steps[step][name] for step in self._steps] for rank in ranks]
         return np.moveaxis(np.array(table, dtype=np.float64), 2, 0)
 
-    def _course(self, stage: int) -> list[_Event]:
+    def _list_stage_events(self, stage: int) -> list[_StageEvent]:
         """What a rank of the stage does in a step, in order: as most replicas do in most steps."""
-        start, end, held = (np.median(self._times(stage, name), axis=(1, 2)) for name in ("start", "end", "held"))
-        late = np.median(self._times(stage, "flags").astype(int) & NOTICED_LATE, axis=(1, 2)) > 0
-        events = [_Event(float(time), True, at) for at, time in enumerate(start)]
-        events += [_Event(float(time), False, at) for at, time in enumerate(end) if not late[at] or held[at] > 0]
+        start, end, held = (np.median(self._collect_column(stage, name), axis=(1, 2)) for name in ("start", "end", "held"))
+        late = np.median(self._collect_column(stage, "flags").astype(int) & NOTICED_LATE, axis=(1, 2)) > 0
+        events = [_StageEvent(float(time), True, at) for at, time in enumerate(start)]
+        events += [_StageEvent(float(time), False, at) for at, time in enumerate(end) if not late[at] or held[at] > 0]
         # A wait belongs before whatever is launched at the moment of its end.
         return sorted(events, key=lambda event: (event.time, event.launches, event.operation))
 
-    def _durations(self, stage: int, course: Sequence[_Event]) -> tuple[Array, Array]:
+    def _compute_durations(self, stage: int, course: Sequence[_StageEvent]) -> tuple[Array, Array]:
         """Own work before each event and after the last one, [event + 1, *mesh, step]; and the time inside of each
         operation, [operation, *mesh, step]."""
-        start, end, held = (self._times(stage, name) for name in ("start", "end", "held"))
+        start, end, held = (self._collect_column(stage, name) for name in ("start", "end", "held"))
         whole = np.array(
             [
                 [self._layout.ranks[chain[stage]].step_seconds[step] for step in self._steps]
@@ -381,7 +381,7 @@ class _Pipeline:
         return np.stack(own).reshape(-1, *shape), inside.reshape(-1, *shape)
 
 
-def _ideal(operations: Sequence[Operation], sizes: Sequence[tuple[object, ...]], seconds: Array) -> Array:
+def _compute_ideal_seconds(operations: Sequence[Operation], sizes: Sequence[tuple[object, ...]], seconds: Array) -> Array:
     """Own work: its mean over replicas and steps, as if all stages had as much of it in sum. Communication: the median
     of those of its type, group and size (arXiv 2505.05713, where a type has one size)."""
     usual = seconds.reshape(len(operations), -1).mean(axis=1)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pacekeeper_analysis.whatif.graph import Graph, GraphBuilder, Operation
+from pacekeeper_analysis.whatif.graph import OperationGraph, GraphBuilder, Operation
 from pacekeeper_analysis.whatif.rows import DenseRows
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import (
@@ -30,34 +30,34 @@ from pacekeeper_analysis.whatif.trace import (
     OPTIMIZER,
     REDUCE_SCATTER,
     SEPARATE_ALL_REDUCE,
-    Metadata,
-    Trace,
+    TraceMetadata,
+    JobTrace,
     TraceError,
 )
-from pacekeeper_analysis.whatif.window import Window, ideal_seconds
+from pacekeeper_analysis.whatif.window import RecordedWindow, compute_ideal_seconds
 
 MEAN_TYPES = frozenset({FORWARD, BACKWARD, GC, OPTIMIZER})
 """Types whose ideal duration is the mean; the median for all others."""
 
-CLOCK_TOLERANCE_S = 5e-5
+MAX_CLOCK_DIFFERENCE_S = 5e-5
 """By how much clocks of a job may differ without meaning anything."""
 
 NEGATIVE_TRANSFER_S = -0.010
 """A transfer that ended this long before its last participant arrived is a clock error; it counts as 0."""
 
 
-def window_from_trace(trace: Trace) -> Window:
+def build_window_from_trace(trace: JobTrace) -> RecordedWindow:
     """The window of all complete steps. Raises TraceError when there is none, or the rows contradict the metadata."""
-    rows = DenseRows(trace, in_graph(trace.metadata))
-    starts, durations = rows.fill(trace.start_ts), rows.fill(trace.duration)
-    ends = rows.fill(trace.start_ts + trace.duration)  # added in the trace's own precision, as its authors do
-    graph = pipeline_graph(rows.operations, starts[:, 0, 0], ends[:, 0, 0], trace.metadata)
-    seconds = own_seconds(graph, starts, durations, ends)
-    return Window(
+    rows = DenseRows(trace, build_graph_filter(trace.metadata))
+    starts, durations = rows.fill_column(trace.start_ts), rows.fill_column(trace.duration)
+    ends = rows.fill_column(trace.start_ts + trace.duration)  # added in the trace's own precision, as its authors do
+    graph = build_pipeline_graph(rows.operations, starts[:, 0, 0], ends[:, 0, 0], trace.metadata)
+    seconds = compute_own_seconds(graph, starts, durations, ends)
+    return RecordedWindow(
         graph=graph,
         operations=rows.operations,
         seconds=seconds,
-        ideal=ideal_seconds(rows.operations, seconds, MEAN_TYPES),
+        ideal=compute_ideal_seconds(rows.operations, seconds, MEAN_TYPES),
         steps=rows.steps,
         measured_s=ends.max(axis=(0, 1)) - starts.min(axis=(0, 1)),
         skipped=rows.skipped,
@@ -65,7 +65,7 @@ def window_from_trace(trace: Trace) -> Window:
     )
 
 
-def in_graph(meta: Metadata) -> Callable[[str, int], bool]:
+def build_graph_filter(meta: TraceMetadata) -> Callable[[str, int], bool]:
     """Which types of operation belong to the graph in which stage."""
 
     def included(name: str, stage: int) -> bool:
@@ -78,7 +78,7 @@ def in_graph(meta: Metadata) -> Callable[[str, int], bool]:
     return included
 
 
-def own_seconds(graph: Graph, starts: Array, durations: Array, ends: Array) -> Array:
+def compute_own_seconds(graph: OperationGraph, starts: Array, durations: Array, ends: Array) -> Array:
     """Durations without the wait for others: end minus the latest start among those that start together.
 
     starts, durations, ends: [operation, replica, step].
@@ -95,26 +95,26 @@ def own_seconds(graph: Graph, starts: Array, durations: Array, ends: Array) -> A
     return seconds
 
 
-def pipeline_graph(operations: Sequence[Operation], starts: Array, ends: Array, meta: Metadata) -> Graph:
+def build_pipeline_graph(operations: Sequence[Operation], starts: Array, ends: Array, meta: TraceMetadata) -> OperationGraph:
     """The graph of one step, read off one data-parallel rank's start and end times [operation].
 
     Raises TraceError where operations have no counterpart: a stage without optimizer, a send without its receive.
     """
-    pipeline = _Pipeline(operations, starts, ends, meta)
+    pipeline = _PipelineGraphBuilder(operations, starts, ends, meta)
     for stage in range(meta.pp_size):
-        pipeline.compute(stage)
-        pipeline.data_parallel(stage)
-        pipeline.tail(stage)
+        pipeline.add_computations(stage)
+        pipeline.add_data_parallel(stage)
+        pipeline.add_tail(stage)
     if meta.pp_size > 1:
-        pipeline.point_to_point()
-    pipeline.collectives()
+        pipeline.add_point_to_point()
+    pipeline.add_collectives()
     return pipeline.build()
 
 
-class _Pipeline:
+class _PipelineGraphBuilder:
     """Builds the graph rule by rule (methods, section W: rules 1 to 8)."""
 
-    def __init__(self, operations: Sequence[Operation], starts: Array, ends: Array, meta: Metadata) -> None:
+    def __init__(self, operations: Sequence[Operation], starts: Array, ends: Array, meta: TraceMetadata) -> None:
         self._operations = operations
         self._starts, self._ends = starts, ends
         self._meta = meta
@@ -123,14 +123,14 @@ class _Pipeline:
         for node in sorted(range(len(operations)), key=lambda node: (starts[node], operations[node].index)):
             self._of[operations[node].type, operations[node].stage].append(node)
         for operation in operations:
-            self._graph.operation(str(operation))
+            self._graph.add_operation(str(operation))
 
-    def build(self) -> Graph:
+    def build(self) -> OperationGraph:
         return self._graph.build(
             final=[node for stage in range(self._meta.pp_size) for node in self._of[OPTIMIZER, stage]]
         )
 
-    def compute(self, stage: int) -> None:
+    def add_computations(self, stage: int) -> None:
         """Forwards and backwards of a stage run one after the other; each chunk's parameters are gathered first."""
         forwards, backwards = self._of[FORWARD, stage], self._of[BACKWARD, stage]
         if not forwards or len(forwards) != len(backwards):
@@ -138,44 +138,44 @@ class _Pipeline:
                 f"stage {stage} has {len(forwards)} {FORWARD} and {len(backwards)} {BACKWARD}; "
                 "it needs as many of each, and at least one"
             )
-        self._graph.chain(self._computes(stage))
+        self._graph.add_chain(self._list_computations(stage))
         last_of_chunk = {self._operations[gather].chunk: gather for gather in self._of[ALL_GATHER, stage]}
         for chunk, gather in last_of_chunk.items():
-            self._graph.wait(self._chunk(forwards, chunk)[0], on=gather)
+            self._graph.add_wait(self._select_chunk(forwards, chunk)[0], on=gather)
 
-    def data_parallel(self, stage: int) -> None:
+    def add_data_parallel(self, stage: int) -> None:
         """All-gathers and reduce-scatters share a stream; overlapped, gradients leave after their chunk's last
         backward."""
         gathers, scatters = self._of[ALL_GATHER, stage], self._of[REDUCE_SCATTER, stage]
-        self._graph.chain(self._by_start([*gathers, *scatters]))
-        if self._overlapped():
+        self._graph.add_chain(self._sort_by_start([*gathers, *scatters]))
+        if self._is_overlapped():
             first_of_chunk = {self._operations[scatter].chunk: scatter for scatter in reversed(scatters)}
             for chunk, scatter in first_of_chunk.items():
-                backwards = self._chunk(self._of[BACKWARD, stage], chunk)
-                self._graph.wait(scatter, on=max(backwards, key=lambda node: float(self._ends[node])))
+                backwards = self._select_chunk(self._of[BACKWARD, stage], chunk)
+                self._graph.add_wait(scatter, on=max(backwards, key=lambda node: float(self._ends[node])))
 
-    def tail(self, stage: int) -> None:
+    def add_tail(self, stage: int) -> None:
         """What follows the last computation, in a fixed order."""
-        last = max(self._computes(stage), key=lambda node: float(self._ends[node]))
+        last = max(self._list_computations(stage), key=lambda node: float(self._ends[node]))
         if not self._of[OPTIMIZER, stage]:
             raise TraceError(f"stage {stage} has no operation {OPTIMIZER}; a step ends with it, record it too")
         scatters = self._of[REDUCE_SCATTER, stage]
-        gradients = self._of[SEPARATE_ALL_REDUCE, stage] if self._overlapped() else scatters
+        gradients = self._of[SEPARATE_ALL_REDUCE, stage] if self._is_overlapped() else scatters
         synchronised = [*self._of[LAYERNORM, stage], *self._of[EMBEDDING, stage], *gradients]
         after = [*synchronised, *self._of[CLIP, stage], *self._of[OPTIMIZER, stage]]
-        self._graph.chain([last, *self._of[GC, stage], *after])
-        if self._overlapped() and scatters:
-            self._graph.wait(after[0], on=scatters[-1])
+        self._graph.add_chain([last, *self._of[GC, stage], *after])
+        if self._is_overlapped() and scatters:
+            self._graph.add_wait(after[0], on=scatters[-1])
 
-    def point_to_point(self) -> None:
+    def add_point_to_point(self) -> None:
         """Sends and receives between neighbouring stages, in both directions."""
         stages = self._meta.pp_size
         for compute, send, receive, step in (
             (FORWARD, FORWARD_SEND, FORWARD_RECV, 1),
             (BACKWARD, BACKWARD_SEND, BACKWARD_RECV, -1),
         ):
-            sends = [self._transfers(compute, send, stage, step) for stage in range(stages)]
-            receives = [self._transfers(compute, receive, stage, step) for stage in range(stages)]
+            sends = [self._order_transfers(compute, send, stage, step) for stage in range(stages)]
+            receives = [self._order_transfers(compute, receive, stage, step) for stage in range(stages)]
             for stage in range(stages):
                 neighbour = (stage + step) % stages
                 if len(sends[stage]) != len(receives[neighbour]):
@@ -186,9 +186,9 @@ class _Pipeline:
                 for pair in zip(sends[stage], receives[neighbour], strict=True):
                     self._graph.start_together(pair)
         for stage in range(stages):
-            self._before_first_backward(stage)
+            self._order_first_backward(stage)
 
-    def _transfers(self, compute: str, transfer: str, stage: int, step: int) -> list[int]:
+    def _order_transfers(self, compute: str, transfer: str, stage: int, step: int) -> list[int]:
         """Orders the transfers of one type and stage among themselves and with computations.
 
         step: where the data goes, to the next stage (1) or to the one before (-1). Returns the transfers that have a
@@ -197,21 +197,21 @@ class _Pipeline:
         receives = transfer in (FORWARD_RECV, BACKWARD_RECV)
         outwards = -step if receives else step
         computes = self._of[compute, stage]
-        self._graph.chain(self._of[transfer, stage])
+        self._graph.add_chain(self._of[transfer, stage])
         connected = []
-        for operation, served in self._served(transfer, computes, stage, outwards, receives=receives):
+        for operation, served in self._match_computations(transfer, computes, stage, outwards, receives=receives):
             at = computes.index(served)
             if not receives:
-                self._graph.wait(operation, on=served)
+                self._graph.add_wait(operation, on=served)
             else:
-                self._graph.wait(served, on=operation)
+                self._graph.add_wait(served, on=operation)
                 if at > 0:
-                    self._graph.wait(operation, on=computes[at - 1])
-            if self._has_neighbour(served, outwards):
+                    self._graph.add_wait(operation, on=computes[at - 1])
+            if self._has_neighbor(served, outwards):
                 connected.append(operation)
         return connected
 
-    def _served(
+    def _match_computations(
         self, transfer: str, computes: list[int], stage: int, outwards: int, *, receives: bool
     ) -> list[tuple[int, int]]:
         """Pairs of a transfer and the computation that it serves.
@@ -221,14 +221,14 @@ class _Pipeline:
         some may be recorded before or after all computations, without ever being launched).
         """
         transfers = self._of[transfer, stage]
-        needing = [node for node in computes if self._has_neighbour(node, outwards)]
+        needing = [node for node in computes if self._has_neighbor(node, outwards)]
         if len(transfers) == len(needing):
             return list(zip(transfers, needing, strict=True))
         if receives:
-            limit = max(self._starts[node] for node in computes) + CLOCK_TOLERANCE_S
+            limit = max(self._starts[node] for node in computes) + MAX_CLOCK_DIFFERENCE_S
             launched = [node for node in transfers if self._starts[node] <= limit]
         else:
-            limit = min(self._ends[node] for node in computes) - CLOCK_TOLERANCE_S
+            limit = min(self._ends[node] for node in computes) - MAX_CLOCK_DIFFERENCE_S
             launched = [node for node in transfers if self._ends[node] >= limit]
         if not launched and not needing:
             return []
@@ -241,22 +241,22 @@ class _Pipeline:
             "rows are missing"
         )
 
-    def _has_neighbour(self, compute: int, outwards: int) -> bool:
+    def _has_neighbor(self, compute: int, outwards: int) -> bool:
         """Whether the model has a chunk next to this computation's, towards its end (1) or its beginning (-1)."""
         operation = self._operations[compute]
         place = operation.chunk * self._meta.pp_size + operation.stage
         return 0 <= place + outwards < self._meta.pp_size * self._meta.vpp_size
 
-    def _before_first_backward(self, stage: int) -> None:
+    def _order_first_backward(self, stage: int) -> None:
         """The first backward transfers are launched after the last computation but one before the first backward."""
-        computes = self._computes(stage)
+        computes = self._list_computations(stage)
         first = next(at for at, node in enumerate(computes) if self._operations[node].type == BACKWARD)
         if first >= 2:
             for name in (BACKWARD_RECV, BACKWARD_SEND):
                 for transfer in self._of[name, stage][:1]:
-                    self._graph.wait(transfer, on=computes[first - 2])
+                    self._graph.add_wait(transfer, on=computes[first - 2])
 
-    def collectives(self) -> None:
+    def add_collectives(self) -> None:
         """Operations that all participants start together."""
         stages = range(self._meta.pp_size)
         for name in (ALL_GATHER, REDUCE_SCATTER, SEPARATE_ALL_REDUCE):
@@ -270,15 +270,15 @@ class _Pipeline:
             for together in zip(*members, strict=True):
                 self._graph.start_together(together, across=across)
 
-    def _computes(self, stage: int) -> list[int]:
-        return self._by_start([*self._of[FORWARD, stage], *self._of[BACKWARD, stage]])
+    def _list_computations(self, stage: int) -> list[int]:
+        return self._sort_by_start([*self._of[FORWARD, stage], *self._of[BACKWARD, stage]])
 
-    def _by_start(self, nodes: list[int]) -> list[int]:
+    def _sort_by_start(self, nodes: list[int]) -> list[int]:
         return sorted(
             nodes, key=lambda node: (self._starts[node], self._operations[node].index, self._operations[node].type)
         )
 
-    def _chunk(self, nodes: list[int], chunk: int) -> list[int]:
+    def _select_chunk(self, nodes: list[int], chunk: int) -> list[int]:
         """The nodes of one model chunk."""
         chosen = [node for node in nodes if self._operations[node].chunk == chunk]
         if not chosen:
@@ -287,6 +287,6 @@ class _Pipeline:
             )
         return chosen
 
-    def _overlapped(self) -> bool:
+    def _is_overlapped(self) -> bool:
         """Whether gradients are reduced while backwards still run: the job then has separate all-reduces."""
         return any(self._of[SEPARATE_ALL_REDUCE, stage] for stage in range(self._meta.pp_size))

@@ -21,7 +21,7 @@ from pacekeeper_analysis.whatif.graph import Operation
 from pacekeeper_analysis.whatif.simulate import Array
 
 
-class Where:
+class OperationSelection:
     """A selection of operations: those that meet every condition given. Without conditions, all.
 
     types: operation types. stages: pipeline stages. replicas: data-parallel ranks (flat index into the replica mesh).
@@ -54,22 +54,22 @@ class Where:
             and (self.workers is None or any(stage == operation.stage for _, stage in self.workers))
         )
 
-    def whole(self) -> bool:
+    def is_unconditional(self) -> bool:
         """Whether the selection goes by operation only: what it includes is meant in every replica and step."""
         return self.replicas is None and self.workers is None and self.steps is None
 
-    def replicas_at(self, stage: int, count: int) -> NDArray[np.bool_]:
+    def select_replicas(self, stage: int, count: int) -> NDArray[np.bool_]:
         """Which of `count` replicas are meant for operations of this stage.
 
         Raises ValueError where one does not exist.
         """
         found = self._at.get((stage, count))
         if found is None:
-            found = self._at[stage, count] = self._replicas_at(stage, count)
+            found = self._at[stage, count] = self._find_replicas(stage, count)
             found.flags.writeable = False  # every operation of the stage is given the same
         return found
 
-    def _replicas_at(self, stage: int, count: int) -> NDArray[np.bool_]:
+    def _find_replicas(self, stage: int, count: int) -> NDArray[np.bool_]:
         if self.replicas is None and self.workers is None:
             return np.ones(count, dtype=bool)
         named = set(range(count)) if self.replicas is None else set(self.replicas)
@@ -81,7 +81,7 @@ class Where:
         chosen[list(named)] = True
         return chosen
 
-    def steps_of(self, numbers: tuple[int, ...]) -> NDArray[np.bool_]:
+    def select_steps(self, numbers: tuple[int, ...]) -> NDArray[np.bool_]:
         """Which of the steps with these numbers are meant."""
         if self.steps is None:
             return np.ones(len(numbers), dtype=bool)
@@ -89,7 +89,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DurationQuery:
     """The operation that a pace is asked for."""
 
     recorded: Array
@@ -102,56 +102,56 @@ class Asked:
     """Seconds in the scenario before this change [replica, step]."""
 
 
-Pace = Callable[[Asked], Array]
+DurationRule = Callable[[DurationQuery], Array]
 """How long an operation takes in a scenario: seconds, broadcastable to [replica, step]."""
 
 
-def _recorded(asked: Asked) -> Array:
+def _take_recorded(asked: DurationQuery) -> Array:
     return asked.recorded
 
 
-def _ideal(asked: Asked) -> Array:
+def _take_ideal(asked: DurationQuery) -> Array:
     return np.full((1, 1), asked.ideal)
 
 
-def _peers(asked: Asked) -> Array:
+def _take_peers_median(asked: DurationQuery) -> Array:
     if asked.chosen.all():
         raise ValueError("there are no peers left to take the pace from: choose fewer replicas, or use IDEAL")
     return np.asarray(np.median(asked.recorded[~asked.chosen], axis=0, keepdims=True))
 
 
-def _uninterrupted(asked: Asked) -> Array:
+def _take_uninterrupted(asked: DurationQuery) -> Array:
     usual = np.median(asked.so_far, axis=1, keepdims=True)
     spread = 1.4826 * np.median(np.abs(asked.so_far - usual), axis=1, keepdims=True)
     return np.where(asked.so_far - usual > np.maximum(6.0 * spread, 0.15 * usual), usual, asked.so_far)
 
 
-RECORDED: Pace = _recorded
+RECORDED: DurationRule = _take_recorded
 """As long as it took, without waiting for others."""
 
-IDEAL: Pace = _ideal
+IDEAL: DurationRule = _take_ideal
 """As long as its type ideally takes (arXiv 2505.05713: the mean of computations, the median of communication)."""
 
-PEERS: Pace = _peers
+PEERS: DurationRule = _take_peers_median
 """As long as the same operation took in the same step on the replicas that are not chosen (their median)."""
 
-UNINTERRUPTED: Pace = _uninterrupted
+UNINTERRUPTED: DurationRule = _take_uninterrupted
 """As long as before, but where a step took far longer than that replica usually does (a pause for garbage
 collection: six standard deviations, 15 % at least), its usual time."""
 
 
 @dataclass(frozen=True)
-class Seconds:
+class FixedSeconds:
     """A pace: a fixed number of seconds."""
 
     value: float
 
-    def __call__(self, asked: Asked) -> Array:
+    def __call__(self, asked: DurationQuery) -> Array:
         return np.full_like(asked.so_far, self.value)
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledSeconds:
     """A pace: `factor` times as long, apart from a fixed cost: fixed + factor · (seconds - fixed).
 
     `factor` is one number, or one for each replica (batch shares).
@@ -160,49 +160,49 @@ class Scaled:
     factor: float | tuple[float, ...]
     fixed: float = 0.0
 
-    def __call__(self, asked: Asked) -> Array:
+    def __call__(self, asked: DurationQuery) -> Array:
         factor = np.asarray(self.factor, dtype=np.float64).reshape(-1, 1)
         fixed = np.minimum(self.fixed, asked.so_far)
         return np.asarray(fixed + factor * (asked.so_far - fixed))
 
 
 @dataclass(frozen=True)
-class Change:
+class ScenarioChange:
     """The chosen operations take this long."""
 
-    where: Where
-    takes: Pace
+    where: OperationSelection
+    takes: DurationRule
 
 
 @dataclass(frozen=True)
-class Scenario:
+class WhatIfScenario:
     """How long each operation takes, and which collectives wait for nobody. Later changes go over earlier ones."""
 
-    base: Pace = RECORDED
-    changes: tuple[Change, ...] = field(default=())
-    alone: tuple[Where, ...] = field(default=())
+    base: DurationRule = RECORDED
+    changes: tuple[ScenarioChange, ...] = field(default=())
+    alone: tuple[OperationSelection, ...] = field(default=())
 
-    def but(self, where: Where, takes: Pace) -> Scenario:
+    def with_change(self, where: OperationSelection, takes: DurationRule) -> WhatIfScenario:
         """The same, but the chosen operations take `takes`."""
-        return replace(self, changes=(*self.changes, Change(where, takes)))
+        return replace(self, changes=(*self.changes, ScenarioChange(where, takes)))
 
-    def apart(self, where: Where) -> Scenario:
+    def with_independent_replicas(self, where: OperationSelection) -> WhatIfScenario:
         """The same, but the chosen collectives do not wait for other replicas (Local-SGD between
         synchronisations)."""
         return replace(self, alone=(*self.alone, where))
 
-    def pace(self, operation: Operation) -> Pace | None:
+    def find_uniform_rule(self, operation: Operation) -> DurationRule | None:
         """The one pace of an operation in all replicas and steps; None where it depends on them, or on earlier
         changes."""
-        pace: Pace | None = self.base
+        pace: DurationRule | None = self.base
         for change in self.changes:
             if change.where.includes(operation):
-                pace = change.takes if change.where.whole() and change.takes in (RECORDED, IDEAL) else None
+                pace = change.takes if change.where.is_unconditional() and change.takes in (RECORDED, IDEAL) else None
         return pace
 
 
-AS_RECORDED = Scenario(RECORDED)
+RECORDED_SCENARIO = WhatIfScenario(RECORDED)
 """Everything took as long as it did, nothing was launched late: T of the paper."""
 
-ALL_IDEAL = Scenario(IDEAL)
+IDEAL_SCENARIO = WhatIfScenario(IDEAL)
 """Everything took its ideal time: T_ideal of the paper."""

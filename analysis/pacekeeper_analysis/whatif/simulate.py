@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.whatif.graph import Graph
+from pacekeeper_analysis.whatif.graph import OperationGraph
 
 Array = NDArray[np.float64]
 
@@ -35,7 +35,7 @@ Each is broadcastable to [scenario, *mesh, step].
 """
 
 
-def simulate(graph: Graph, durations: Durations, timeline: Timeline | None = None) -> Array:
+def simulate_graph(graph: OperationGraph, durations: Durations, timeline: Timeline | None = None) -> Array:
     """When each replica finishes its step: seconds after the step's start, broadcastable to [scenario, *mesh, step].
 
     An operation starts at the latest end of what it waits for (0 if nothing), operations of one unit at the latest
@@ -43,7 +43,7 @@ def simulate(graph: Graph, durations: Durations, timeline: Timeline | None = Non
     """
     ends: dict[int, Array] = {}
     for unit in graph.units:
-        start = _latest(unit.after, ends) if unit.after else _AT_ONCE
+        start = _compute_latest(unit.after, ends) if unit.after else _STEP_START
         if unit.across and unit.after:
             start = start.max(axis=tuple(axis + 1 for axis in unit.across), keepdims=True)
         for member in unit.members:
@@ -53,14 +53,14 @@ def simulate(graph: Graph, durations: Durations, timeline: Timeline | None = Non
                 del ends[operation]
     if timeline is not None:
         for operation, after in enumerate(graph.after):
-            timeline[operation] = (_latest(after, ends) if after else _AT_ONCE, ends[operation])
-    return _latest(graph.final, ends)
+            timeline[operation] = (_compute_latest(after, ends) if after else _STEP_START, ends[operation])
+    return _compute_latest(graph.final, ends)
 
 
-_AT_ONCE: Array = np.zeros(())
+_STEP_START: Array = np.zeros(())
 
 
-def _latest(operations: tuple[int, ...], ends: dict[int, Array]) -> Array:
+def _compute_latest(operations: tuple[int, ...], ends: dict[int, Array]) -> Array:
     latest = ends[operations[0]]
     for operation in operations[1:]:
         latest = np.maximum(latest, ends[operation])

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import brief
+from pacekeeper_analysis.reading import abbreviate_value
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 FORWARD_SEND, FORWARD_RECV = "forward-send", "forward-recv"
@@ -24,7 +24,7 @@ SEPARATE_ALL_REDUCE = "separate-grads-all-reduce"
 LAYERNORM, EMBEDDING = "layernorm-grads-all-reduce", "embedding-grads-all-reduce"
 CLIP, OPTIMIZER, GC = "optimizer-clip-main-grad", "optimizer", "gc"
 
-TYPES = (
+OPERATION_TYPES = (
     FORWARD,
     BACKWARD,
     FORWARD_SEND,
@@ -42,13 +42,13 @@ TYPES = (
 )
 """Every operation type; a trace holds their places in this tuple."""
 
-COLUMNS = ("step", "dp_rank", "stage", "rank", "optype", "seq_id", "mc", "mb_id", "start_ts", "duration")
+TRACE_COLUMNS = ("step", "dp_rank", "stage", "rank", "optype", "seq_id", "mc", "mb_id", "start_ts", "duration")
 """The columns that the analysis reads."""
 
-LONGEST_S = 86_400.0
+MAX_DURATION_S = 86_400.0
 """No operation and no step takes longer than a day; such a value is a broken record."""
 
-MOST_SIZE = 1 << 24
+MAX_METADATA_SIZE = 1 << 24
 """Of ranks, in one dimension or in all."""
 
 
@@ -57,7 +57,7 @@ class TraceError(InputError):
 
 
 @dataclass(frozen=True)
-class Metadata:
+class TraceMetadata:
     """Shape of the job. Raises TraceError where the sizes contradict each other."""
 
     dp_size: int
@@ -91,16 +91,16 @@ class Metadata:
         return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, object]) -> Metadata:
+    def from_mapping(cls, values: Mapping[str, object]) -> TraceMetadata:
         """From the keys of a metadata file; keys that mean nothing here are ignored."""
         sizes: dict[str, int] = {}
         for field in fields(cls):
             if field.name in values and field.name.endswith("_size"):
                 value = values[field.name]
                 if isinstance(value, bool) or not isinstance(value, int):
-                    raise TraceError(f"metadata: {field.name} is {brief(value)}; it has to be a whole number")
-                if value > MOST_SIZE:
-                    raise TraceError(f"metadata: {field.name} is {brief(value)}; no job has more than {MOST_SIZE}")
+                    raise TraceError(f"metadata: {field.name} is {abbreviate_value(value)}; it has to be a whole number")
+                if value > MAX_METADATA_SIZE:
+                    raise TraceError(f"metadata: {field.name} is {abbreviate_value(value)}; no job has more than {MAX_METADATA_SIZE}")
                 sizes[field.name] = value
         if "dp_size" not in sizes:
             raise TraceError("metadata: dp_size is missing; say how many data-parallel ranks the job has")
@@ -111,7 +111,7 @@ Ints = NDArray[np.integer]
 
 
 @dataclass(frozen=True)
-class Trace:
+class JobTrace:
     """The rows of a trace, by column. All columns have the same length."""
 
     step: Ints
@@ -131,16 +131,16 @@ class Trace:
     """Seconds, the wait for others included."""
     rank: Ints
     """Global rank of the recorded process."""
-    metadata: Metadata
+    metadata: TraceMetadata
 
     def __len__(self) -> int:
         return len(self.step)
 
-    def select(self, rows: NDArray[np.bool_]) -> Trace:
+    def select_rows(self, rows: NDArray[np.bool_]) -> JobTrace:
         """The trace of some of the rows."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
+        return replace(self, **{name: getattr(self, name)[rows] for name in TRACE_COLUMNS})
 
-    def worker_ranks(self) -> dict[tuple[int, int], int]:
+    def map_worker_ranks(self) -> dict[tuple[int, int], int]:
         """The global rank of each worker (dp_rank, stage)."""
         workers = self.dp_rank.astype(np.int64) * (int(self.stage.max()) + 1) + self.stage
         _, first = np.unique(workers, return_index=True)
@@ -148,32 +148,32 @@ class Trace:
 
     def to_columns(self) -> dict[str, NDArray[np.generic]]:
         """The columns as they are written to files, operation types by name."""
-        columns: dict[str, NDArray[np.generic]] = {name: getattr(self, name) for name in COLUMNS}
-        return columns | {"optype": np.array(TYPES)[self.optype]}
+        columns: dict[str, NDArray[np.generic]] = {name: getattr(self, name) for name in TRACE_COLUMNS}
+        return columns | {"optype": np.array(OPERATION_TYPES)[self.optype]}
 
-    def where(self, row: int | np.integer) -> str:
+    def describe_row(self, row: int | np.integer) -> str:
         """A row in words, for messages."""
         return (
             f"step {self.step[row]}, dp_rank {self.dp_rank[row]}, stage {self.stage[row]}, "
-            f"{TYPES[self.optype[row]]} {self.seq_id[row]}"
+            f"{OPERATION_TYPES[self.optype[row]]} {self.seq_id[row]}"
         )
 
 
-def trace_from_columns(
-    columns: Mapping[str, NDArray[np.generic]], metadata: Metadata, type_names: Sequence[str] = TYPES
-) -> Trace:
+def build_trace_from_columns(
+    columns: Mapping[str, NDArray[np.generic]], metadata: TraceMetadata, type_names: Sequence[str] = OPERATION_TYPES
+) -> JobTrace:
     """Takes the columns of the published schema; `optype` holds names, or places in `type_names`.
 
     Raises TraceError where a column is missing, empty or of the wrong kind, or an operation type is unknown.
     """
-    missing = [name for name in COLUMNS if name not in columns]
+    missing = [name for name in TRACE_COLUMNS if name not in columns]
     if missing:
-        raise TraceError(f"the trace has no column {', '.join(missing)}; it needs {', '.join(COLUMNS)}")
-    if len({len(columns[name]) for name in COLUMNS}) > 1:
+        raise TraceError(f"the trace has no column {', '.join(missing)}; it needs {', '.join(TRACE_COLUMNS)}")
+    if len({len(columns[name]) for name in TRACE_COLUMNS}) > 1:
         raise TraceError("the trace's columns differ in length; the file is damaged, write it again")
     if len(columns["step"]) == 0:
         raise TraceError("the trace has no rows; was the profiler on?")
-    checked = {name: np.asarray(columns[name]) for name in COLUMNS}
+    checked = {name: np.asarray(columns[name]) for name in TRACE_COLUMNS}
     if not np.issubdtype(checked["optype"].dtype, np.integer):
         names, checked["optype"] = np.unique(checked["optype"].astype(str), return_inverse=True)
         type_names = names.tolist()
@@ -182,7 +182,7 @@ def trace_from_columns(
         if not np.issubdtype(column.dtype, wanted):
             kind = "floating-point seconds" if wanted is np.floating else "whole numbers"
             raise TraceError(f"column {name} holds {column.dtype}; it has to hold {kind}, without missing values")
-    codes = np.array([TYPES.index(name) if name in TYPES else -1 for name in type_names], dtype=np.int8)
+    codes = np.array([OPERATION_TYPES.index(name) if name in OPERATION_TYPES else -1 for name in type_names], dtype=np.int8)
     named = checked["optype"]
     checked["optype"] = codes[named]
     unknown = np.flatnonzero(checked["optype"] < 0)
@@ -191,6 +191,6 @@ def trace_from_columns(
         step, dp_rank, stage, seq = (checked[name][row] for name in ("step", "dp_rank", "stage", "seq_id"))
         raise TraceError(
             f"step {step}, dp_rank {dp_rank}, stage {stage}, seq_id {seq}: unknown operation type "
-            f"{type_names[named[row]]!r} ({unknown.size} such rows); rename it to one of {', '.join(TYPES)}"
+            f"{type_names[named[row]]!r} ({unknown.size} such rows); rename it to one of {', '.join(OPERATION_TYPES)}"
         )
-    return Trace(**checked, metadata=metadata)
+    return JobTrace(**checked, metadata=metadata)

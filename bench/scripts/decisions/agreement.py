@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from . import simulated
-from .course import play
+from .course import run_policy
 from .draw import Scenario
 from .ours import Ours
 from .policies import Never
-from .simulated import COMPARED, FOR_EVER, REPLICAS, SLOW_RANK, Result
-from .world import CALM, Job, Segment, Spare, Strain, Timeline, World
+from .simulated import COMPARED, UNBOUNDED_SECONDS, REPLICAS, SLOW_RANK, Result
+from .world import CALM, JobCosts, Segment, Spare, Strain, Timeline, CostModel
 
 NEAR = 0.15
 SEEDS = 3
@@ -37,7 +37,7 @@ class Compared:
         return abs(self.there - self.coarse) <= NEAR
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return (
             f"{self.factor:g} × for {self.seconds:g} s, spares: {self.spares}: removed {self.there:.1%} and "
             f"{self.coarse:.1%}"
@@ -58,14 +58,14 @@ def compare(found: Sequence[Result]) -> list[Compared]:
 
 def removed(of: Scenario) -> float:
     """By ours, of what is lost where nothing is done."""
-    world = World(of.job)
-    ours, never = (play(of, world, policy).cost() for policy in (Ours(of, world), Never()))
+    world = CostModel(of.job)
+    ours, never = (run_policy(of, world, policy).cost() for policy in (Ours(of, world), Never()))
     return 1 - ours / never
 
 
 def scenario(seed: int, spares: int, factor: float, seconds: float) -> Scenario:
     """With the means of what the simulator draws for a job (`simulation.workers.training`)."""
-    job = Job(
+    job = JobCosts(
         workers=REPLICAS,
         ranks_each=1,
         samples=8,
@@ -77,10 +77,10 @@ def scenario(seed: int, spares: int, factor: float, seconds: float) -> Scenario:
         spare=Spare.WARM if spares else Spare.NONE,
         restart_seconds=RESTART_SECONDS,
     )
-    return slowed(seed, factor, int(seconds), job, tail=0 if seconds == FOR_EVER else int(simulated.TAIL_SECONDS))
+    return slowed(seed, factor, int(seconds), job, tail=0 if seconds == UNBOUNDED_SECONDS else int(simulated.TAIL_SECONDS))
 
 
-def slowed(seed: int, factor: float, seconds: int, job: Job, tail: int, *, restart_known: bool = True) -> Scenario:
+def slowed(seed: int, factor: float, seconds: int, job: JobCosts, tail: int, *, restart_known: bool = True) -> Scenario:
     """The job with one worker that is slow for so many seconds. tail: seconds that are watched behind them; 0: none."""
     strain = Strain(slow=((SLOW_RANK, factor),), movable=True)
     over = LEAD_SECONDS + seconds

@@ -20,7 +20,7 @@ from pacekeeper_analysis.plan import SyncMode
 
 from .course import first_sign, seen
 from .draw import Scenario
-from .world import Spare, Strain, World, met
+from .world import Spare, Strain, CostModel, met
 
 DECISION_SECONDS = 8
 """Of training, from the first sign until something is done: a question to the ranks, their answers, and where one
@@ -30,9 +30,9 @@ Rates = Sequence[tuple[float, float]]
 """Of each second: the loss with the workers as they are, and with the spare in the place of the slow one."""
 
 
-def least_cost(scenario: Scenario, world: World, begin: int = 0) -> float:
+def least_cost(scenario: Scenario, world: CostModel, begin: int = 0) -> float:
     """Seconds of training that are lost from `begin` on until the end, at least."""
-    strains = scenario.timeline.by_second[begin:]
+    strains = scenario.timeline.strains_by_second[begin:]
     rates = {strain: _both(strain, world) for strain in set(strains)}
     seconds = [
         rates[strain] if world.job.trains(second) else (0.0, 0.0) for second, strain in enumerate(strains, begin)
@@ -40,11 +40,11 @@ def least_cost(scenario: Scenario, world: World, begin: int = 0) -> float:
     return plan(seconds, world.job.restart_seconds, able=_able(world))
 
 
-def informed_cost(scenario: Scenario, world: World) -> float:
+def informed_cost(scenario: Scenario, world: CostModel) -> float:
     """From the first sign on. A change of the strain is met by another way to train once it has shown and been decided
     upon, and until then by the way that was best before; or an exact way for one strain is kept from then on, since
     what comes and goes is back before it shows. A mode that is not exact does not outlast its reason, for nobody."""
-    job, strains, sign = scenario.job, scenario.timeline.by_second, first_sign(scenario)
+    job, strains, sign = scenario.job, scenario.timeline.strains_by_second, first_sign(scenario)
     seconds = range(sign, scenario.timeline.end)
     shown = [seen(scenario, second, ago=DECISION_SECONDS) for second in seconds]
     earliest = math.ceil(job.when(job.trained(sign) + DECISION_SECONDS)) - sign
@@ -63,10 +63,10 @@ def informed_cost(scenario: Scenario, world: World) -> float:
         return plan(of_each, job.restart_seconds, able=_able(world), earliest=earliest)
 
     exact = [strain for strain in dict.fromkeys(shown) if world.best(strain).mode is SyncMode.SYNC]
-    return min(map(cost, (shown, *(_kept(shown, strain) for strain in exact))))
+    return min(map(cost, (shown, *(_select_strains(shown, strain) for strain in exact))))
 
 
-def _kept(shown: Sequence[Strain], strain: Strain) -> list[Strain]:
+def _select_strains(shown: Sequence[Strain], strain: Strain) -> list[Strain]:
     first = shown.index(strain)
     return [*shown[:first], *[strain] * (len(shown) - first)]
 
@@ -83,14 +83,14 @@ def plan(rates: Rates, restart: int, *, able: bool, earliest: int = 0) -> float:
     return float(least)
 
 
-def _able(world: World) -> bool:
+def _able(world: CostModel) -> bool:
     return world.job.spare is Spare.WARM
 
 
-def _both(strain: Strain, world: World) -> tuple[float, float]:
+def _both(strain: Strain, world: CostModel) -> tuple[float, float]:
     return world.least_loss(strain), world.least_loss(met(strain, moved=True))
 
 
-def _unprepared(now: Strain, before: Strain, world: World) -> tuple[float, float]:
+def _unprepared(now: Strain, before: Strain, world: CostModel) -> tuple[float, float]:
     stays, moved = (world.loss(world.best(met(before, moved=moved)), met(now, moved=moved)) for moved in (False, True))
     return stays, moved

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .kinds import KINDS
-from .world import CALM, Job, Segment, Spare, Timeline
+from .world import CALM, JobCosts, Segment, Spare, Timeline
 
 LEADS, TAIL_SECONDS = (60, 600), 180
 """Seconds that nothing is wrong before and behind."""
@@ -18,7 +18,7 @@ DEPTHS = (1.05, 5.0)
 PAUSES = (20, 180)
 """Seconds of each part of a slowdown that flaps, and between two."""
 
-OF_PHASES = 0.3
+PHASES_SHARE = 0.3
 """Of the jobs have phases other than training."""
 PHASES_EVERY, PHASES = (60, 900), (0.02, 0.2)
 """Seconds from one to the next, and which part of them it takes."""
@@ -33,19 +33,19 @@ class Scenario:
     kind: str
     depth: float
     end: str  # never, once, flapping
-    job: Job
+    job: JobCosts
     timeline: Timeline
-    stale_seconds: int = 0
+    evidence_delay_seconds: int = 0
     restart_known: bool = True
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         job = self.job
         return (
-            f"seed {self.seed}: {self.kind} {self.depth:.2f} × for {self.timeline.over - self.timeline.onset} s "
+            f"seed {self.seed}: {self.kind} {self.depth:.2f} × for {self.timeline.end_second - self.timeline.onset} s "
             f"({self.end}), {job.ranks} ranks, spare: {job.spare}, restart {job.restart_seconds} s"
             f"{'' if self.restart_known else ' (not known)'}, noise {job.noise:g}"
-            f"{f', metrics {self.stale_seconds} s old' if self.stale_seconds else ''}"
+            f"{f', metrics {self.evidence_delay_seconds} s old' if self.evidence_delay_seconds else ''}"
             f"{f', a phase of {job.phase_seconds} s every {job.phase_every} s' if job.phase_seconds else ''}"
         )
 
@@ -57,7 +57,7 @@ def scenario(seed: int, kind: str | None = None, ranks: int | None = None) -> Sc
     weights = np.array([KINDS[name].weight for name in names])
     drawn = str(random.choice(names, p=weights / weights.sum()))
     kind = kind or drawn
-    job = _with_phases(draw_job(random, ranks), seed)
+    job = _add_phases(draw_job(random, ranks), seed)
     lowest, highest = DEPTHS[0], min(DEPTHS[1], KINDS[kind].deepest)
     # What is above 1 is log-uniform: shallow ones are the most frequent, as published, and deep ones are tried, too.
     depth = 1.0 + float(np.exp(random.uniform(np.log(lowest - 1), np.log(highest - 1))))
@@ -84,7 +84,7 @@ def scenario(seed: int, kind: str | None = None, ranks: int | None = None) -> Sc
         end=end,
         job=job,
         timeline=Timeline(tuple(segments)),
-        stale_seconds=int(random.choice([0, 15], p=[0.8, 0.2])),
+        evidence_delay_seconds=int(random.choice([0, 15], p=[0.8, 0.2])),
         restart_known=bool(random.random() < 0.85),
     )
 
@@ -93,29 +93,29 @@ def healthy(seed: int, hours: float, ranks: int | None = None) -> Scenario:
     """Nothing goes wrong."""
     random = np.random.default_rng((18, seed))
     timeline = Timeline((Segment(0, round(3600 * hours), CALM),))
-    return Scenario(seed, "healthy", 1.0, "never", _with_phases(draw_job(random, ranks), seed), timeline)
+    return Scenario(seed, "healthy", 1.0, "never", _add_phases(draw_job(random, ranks), seed), timeline)
 
 
 SIZES: Sequence[tuple[int, int]] = ((4, 1), (8, 8), (128, 8))
 """Workers, and ranks of each."""
 
 
-def _with_phases(job: Job, seed: int) -> Job:
+def _add_phases(job: JobCosts, seed: int) -> JobCosts:
     """Some evaluate, or write checkpoints that take a while."""
     random = np.random.default_rng((20, seed))
-    if random.random() >= OF_PHASES:
+    if random.random() >= PHASES_SHARE:
         return job
     every, part = int(random.integers(*PHASES_EVERY)), float(random.uniform(*PHASES))
     return replace(job, phase_every=every, phase_seconds=max(1, round(part * every)))
 
 
-def draw_job(random: np.random.Generator, ranks: int | None = None) -> Job:
+def draw_job(random: np.random.Generator, ranks: int | None = None) -> JobCosts:
     sizes = [size for size in SIZES if ranks in (None, size[0] * size[1])]
     shares = np.array([{4: 0.5, 64: 0.4, 1024: 0.1}[workers * each] for workers, each in sizes])
     workers, each = sizes[int(random.choice(len(sizes), p=shares / shares.sum()))]
     step, computed = float(random.uniform(0.3, 1.5)), float(random.uniform(0.75, 0.95))
     fixed, samples = float(random.uniform(0.02, 0.1)), int(random.choice([8, 16, 32]))
-    return Job(
+    return JobCosts(
         workers=workers,
         ranks_each=each,
         samples=samples,

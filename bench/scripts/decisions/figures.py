@@ -22,7 +22,7 @@ DEPTHS = (1.1, 1.3, 1.6, 2.2, 3.1, 5.01)
 
 
 @dataclass(frozen=True)
-class Figures:
+class OutcomeStatistics:
     """Of some outcomes. Shares are of 1; `removed` of all that was lost under no policy at all."""
 
     scenarios: int
@@ -38,12 +38,12 @@ class Figures:
         return self.removed[OURS] / self.removable if self.removable else 1.0
 
 
-def figures(outcomes: Sequence[Outcome]) -> Figures:
+def compute_statistics(outcomes: Sequence[Outcome]) -> OutcomeStatistics:
     injected = sum(each.injected for each in outcomes)
     seconds = sum(each.scenario.timeline.end for each in outcomes)
     lost = {name: sum(each.lost[name] for each in outcomes) for name in POLICIES}
     times = sorted(each.times for each in outcomes)
-    return Figures(
+    return OutcomeStatistics(
         scenarios=len(outcomes),
         removed={name: 1 - cost / injected for name, cost in lost.items()},
         removable=1 - sum(each.least for each in outcomes) / injected,
@@ -63,7 +63,7 @@ GROUPS: Mapping[str, Callable[[Outcome], object]] = {
     "restart": lambda each: each.scenario.job.restart_seconds,
     "restart known": lambda each: each.scenario.restart_known,
     "noise": lambda each: each.scenario.job.noise,
-    "metrics late by": lambda each: each.scenario.stale_seconds,
+    "metrics late by": lambda each: each.scenario.evidence_delay_seconds,
     "phases": lambda each: "some" if each.scenario.job.phase_seconds else "none",
 }
 
@@ -76,7 +76,7 @@ def table(outcomes: Sequence[Outcome]) -> Iterable[str]:
         for value in sorted({of(each) for each in outcomes}, key=str):
             groups[name, str(value)] = [each for each in outcomes if of(each) == value]
     for (name, value), some in groups.items():
-        found = figures(some)
+        found = compute_statistics(some)
         yield (
             f"{name + ' ' + value:28} {found.scenarios:4} {found.removed[OURS]:8.1%} {found.removable:8.1%} "
             f"{found.times_on_average:11.2f} {found.times_in_most:6.2f} {found.times_at_most:7.2f}"
@@ -88,7 +88,7 @@ def worst(outcomes: Sequence[Outcome]) -> Iterable[str]:
     for each in sorted(outcomes, key=lambda each: -each.times)[:WORST]:
         yield (
             f"{each.times:6.2f} ×  ours {each.since[OURS]:.0f} s, clairvoyant {each.informed:.0f} s, never act "
-            f"{each.since['never act']:.0f} s | {each.scenario.words} | {'; '.join(each.remedies[:6]) or 'nothing'}"
+            f"{each.since['never act']:.0f} s | {each.scenario.description} | {'; '.join(each.remedies[:6]) or 'nothing'}"
         )
 
 
@@ -111,7 +111,7 @@ def best_online(outcomes: Sequence[Outcome]) -> str:
 
 def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, object]:
     """The figures, and `holds`: which of the goals are reached."""
-    found, slow = figures(outcomes), [each for each in outcomes if each.is_slow]
+    found, slow = compute_statistics(outcomes), [each for each in outcomes if each.is_slow]
     gains = predicted(outcomes)
     right, told = gains["all"]
     every = [*outcomes, *calm]
@@ -122,7 +122,7 @@ def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, o
         return sum(counts) / calm_days if calm_days else None
 
     beaten = [
-        f"{name}: {each.scenario.words}"
+        f"{name}: {each.scenario.description}"
         for each in outcomes
         for name, lost in each.lost.items()
         if lost < each.least - 1e-6
@@ -148,7 +148,7 @@ def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, o
         "goodput": dict(found.goodput),
         "best_online": best_online(outcomes),
         "times_the_clairvoyant": _times(found),
-        "times_where_slow_by_its_spec": _times(figures(slow)) if slow else None,
+        "times_where_slow_by_its_spec": _times(compute_statistics(slow)) if slow else None,
         "gains_predicted": gains,
         "exchanges": sum(each.exchanges for each in outcomes),
         "wrong_exchanges": sum(each.wrong_exchanges for each in every),
@@ -165,5 +165,5 @@ def summary(outcomes: Sequence[Outcome], calm: Sequence[Outcome]) -> dict[str, o
     }
 
 
-def _times(found: Figures) -> dict[str, float]:
+def _times(found: OutcomeStatistics) -> dict[str, float]:
     return {"mean": found.times_on_average, "95 %": found.times_in_most, "most": found.times_at_most}

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .world import GARBAGE_EVERY, Job, Strain
+from .world import GC_INTERVAL_STEPS, JobCosts, Strain
 
-Make = Callable[[Job, float, np.random.Generator], Strain]
+Make = Callable[[JobCosts, float, np.random.Generator], Strain]
 
 
 @dataclass(frozen=True)
@@ -25,34 +25,34 @@ class Kind:
     deepest: float = 5.0
 
 
-def rank(job: Job, depth: float, random: np.random.Generator) -> Strain:
+def rank(job: JobCosts, depth: float, random: np.random.Generator) -> Strain:
     """One GPU."""
     return Strain(slow=((int(random.integers(job.ranks)), _factor(job, depth)),), movable=True)
 
 
-def node(job: Job, depth: float, random: np.random.Generator) -> Strain:
+def node(job: JobCosts, depth: float, random: np.random.Generator) -> Strain:
     """All ranks of one worker."""
     first = int(random.integers(job.workers)) * job.ranks_each
     return Strain(slow=tuple((first + n, _factor(job, depth)) for n in range(job.ranks_each)), movable=True)
 
 
-def link(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def link(job: JobCosts, depth: float, _random: np.random.Generator) -> Strain:
     """A way through the fabric, whose connections nobody sees: all transfers wait for it, whoever holds the ranks."""
     return Strain(transfer_seconds=(depth - 1.0) * job.step_seconds)
 
 
-def turns(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def turns(job: JobCosts, depth: float, _random: np.random.Generator) -> Strain:
     """Another rank in each step."""
     return Strain(turns=_factor(job, depth))
 
 
-def garbage(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def garbage(job: JobCosts, depth: float, _random: np.random.Generator) -> Strain:
     """Python's garbage collections, of each rank in steps of its own."""
-    some = 1.0 - (1.0 - 1.0 / GARBAGE_EVERY) ** job.ranks
-    return Strain(garbage_seconds=(depth - 1.0) * job.step_seconds / some)
+    some = 1.0 - (1.0 - 1.0 / GC_INTERVAL_STEPS) ** job.ranks
+    return Strain(gc_seconds=(depth - 1.0) * job.step_seconds / some)
 
 
-def lengths(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def lengths(job: JobCosts, depth: float, _random: np.random.Generator) -> Strain:
     """Sequences of many lengths, dealt by their number."""
     wanted = _factor(job, depth)
     draws = min(8192, 65_536 // job.ranks)
@@ -65,7 +65,7 @@ def lengths(job: Job, depth: float, _random: np.random.Generator) -> Strain:
     return Strain(lengths=low)
 
 
-def all_alike(job: Job, depth: float, _random: np.random.Generator) -> Strain:
+def all_alike(job: JobCosts, depth: float, _random: np.random.Generator) -> Strain:
     """Whatever slows all ranks at once. There is no remedy."""
     return Strain(all_slow=_factor(job, depth))
 
@@ -84,6 +84,6 @@ KINDS: Mapping[str, Kind] = {
 Durations: computing ten minutes on average, communication 24 (Greyhound)."""
 
 
-def _factor(job: Job, depth: float) -> float:
+def _factor(job: JobCosts, depth: float) -> float:
     """Of own work that lets a step take `depth` times as long."""
     return 1.0 + (depth - 1.0) * job.step_seconds / job.own_seconds

@@ -10,36 +10,36 @@ from dataclasses import dataclass, field, replace
 
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_analysis.reports import Evidence, Heartbeat
-from pacekeeper_operator.api import Cause
+from pacekeeper_operator.api import IncidentCause
 from pacekeeper_operator.decide import straggler
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.observation import Metrics, Observation, WorkerView
+from pacekeeper_operator.decide.think import evaluate_job
+from pacekeeper_operator.observation import JobMetrics, Observation, WorkerView
 from pacekeeper_operator.observation import Policy as Rules
 from pacekeeper_operator.observe import figures, lasting
-from pacekeeper_operator.state import Draft
-from tests.support.worlds import NOW, policy, training
+from pacekeeper_operator.state import DesiredState
+from tests.support.worlds import NOW, build_policy, build_training
 
 from .course import THRESHOLD, Now
 from .draw import Scenario
-from .sight import FIRST_STEP, Sight
-from .world import Setup, Spare, Way, World
+from .sight import FIRST_STEP, SampledMetrics
+from .world import Setup, Spare, TrainingStrategy, CostModel
 
 TRAINED_SECONDS = 300.0
 """Before a scenario begins."""
-LOOK_SECONDS, SUSPECT_SECONDS = 2, 1
+PASS_INTERVAL_SECONDS, SUSPECT_SECONDS = 2, 1
 """Between two passes (`Settings.sample_seconds`); and while something is looked into, as often as the clock allows."""
 OF_THE_TIME, LONGEST_PAUSE = 0.05, 10
 """Of what is looked into for long, so much may pass between two passes; seconds at most."""
 SLOWNESS = frozenset(
-    {Cause.STRAGGLER, Cause.SLOW_COMMUNICATION, Cause.VOLATILE, Cause.GARBAGE, Cause.UNEVEN_LENGTHS, Cause.SLOW_STEPS}
+    {IncidentCause.STRAGGLER, IncidentCause.SLOW_COMMUNICATION, IncidentCause.VOLATILE, IncidentCause.GARBAGE, IncidentCause.UNEVEN_LENGTHS, IncidentCause.SLOW_STEPS}
 )
 
 
 @dataclass(frozen=True)
-class Looks:
+class PassIntervals:
     """At a job in which nothing happens: seconds between two, and behind `row` of them; row 0: that never comes."""
 
-    every: int = LOOK_SECONDS
+    every: int = PASS_INTERVAL_SECONDS
     row: int = 0
     rest: int = 0
 
@@ -49,7 +49,7 @@ class Act:
     """A remedy that was applied: what it was to win, for `figures`. Losses are seconds a second."""
 
     second: int
-    cause: Cause
+    cause: IncidentCause
     remedy: str
     rank: int | None
     before: float  # slowdown, as it was judged
@@ -61,69 +61,69 @@ class Ours:
     """A policy."""
 
     scenario: Scenario
-    world: World
+    world: CostModel
     acts: list[Act] = field(default_factory=list)
-    alarms: list[tuple[int, Cause]] = field(default_factory=list)
+    alarms: list[tuple[int, IncidentCause]] = field(default_factory=list)
     quarantines: int = 0
     failures: list[str] = field(default_factory=list)
     passes: int = 0
     questions: int = 0  # that all ranks were asked
-    looks: Looks = Looks()
+    pass_intervals: PassIntervals = PassIntervals()
     due: int = 0
-    _in_a_row: int = 0
+    _consecutive: int = 0
     _answered: int = 0  # checkpoint requests, by the members: those that a pass before this one has made
 
     def __post_init__(self) -> None:
         job = self.world.job
-        base = training(job.workers, spares=int(job.spare is not Spare.NONE), step=FIRST_STEP)
+        base = build_training(job.workers, spares=int(job.spare is not Spare.NONE), step=FIRST_STEP)
         members = tuple(
             replace(member, ranks=tuple(range(n * job.ranks_each, (n + 1) * job.ranks_each)))
             for n, member in enumerate(base.plan.members)
         )
-        draft = base.draft.with_plan(members=members)
+        draft = base.desired.with_plan(members=members)
         if self.scenario.restart_known:
             draft = draft.with_budget(restart_seconds=float(job.restart_seconds))
         spec = replace(base.job.spec, nproc_per_node=job.ranks_each)
-        self._base = replace(base.with_draft(draft), job=replace(base.job, spec=spec))
-        self._beat = self._base.members[0].heartbeat or Heartbeat()
-        self.draft: Draft = self._base.draft
-        self.rules = policy(max_restarts=100)
-        self._sight = Sight(self.world, self.scenario.seed, FIRST_STEP)
-        self._membership, self._round_from = self.draft.plan.membership, -TRAINED_SECONDS
+        self._base = replace(base.with_desired(draft), job=replace(base.job, spec=spec))
+        self._heartbeat = self._base.members[0].heartbeat or Heartbeat()
+        self.desired: DesiredState = self._base.desired
+        self.rules = build_policy(max_restarts=100)
+        self._sight = SampledMetrics(self.world, self.scenario.seed, FIRST_STEP)
+        self._membership, self._round_from = self.desired.plan.membership, -TRAINED_SECONDS
         self._seen_acts: set[tuple[str, str]] = set()
-        self._told: tuple[Evidence, ...] = ()
-        self._paces = lasting.Paces()
+        self._reported: tuple[Evidence, ...] = ()
+        self._relative_times = lasting.RelativeTimeHistory()
 
-    def wish(self, now: Now) -> Setup:
+    def choose_setup(self, now: Now) -> Setup:
         end = now.second + 1
         if now.stands:
             if self._sight.pieces:  # the next round goes on from the step that this one has come to
-                self._sight = Sight(self.world, self.scenario.seed, self._sight.first + self._sight.done(now.second))
+                self._sight = SampledMetrics(self.world, self.scenario.seed, self._sight.first + self._sight.done(now.second))
             return now.setup
         if not self._sight.pieces and now.second:
             self._round_from = float(now.second)
-        self._sight.goes_on(float(now.second) if now.second else self._round_from, now.setup.way, now.strain)
+        self._sight.goes_on(float(now.second) if now.second else self._round_from, now.setup.strategy, now.strain)
         if now.second < self.due:
             return now.setup
         observation = self._observe(now, end)
         if not self._is_calm(observation):
-            self._think(observation, now.second)
-        busy = self.draft.state.adaptation.suspicion is not None or self.draft.plan.checkpoint_request > self._answered
-        calm = nothing_to_do(observation.with_draft(self.draft), self.rules)
-        pause = self._suspect_pause(end) if busy else self._calm_pause() if calm else LOOK_SECONDS
+            self._evaluate(observation, now.second)
+        busy = self.desired.state.adaptation.suspicion is not None or self.desired.plan.checkpoint_request > self._answered
+        calm = nothing_to_do(observation.with_desired(self.desired), self.rules)
+        pause = self._suspect_pause(end) if busy else self._calm_pause() if calm else PASS_INTERVAL_SECONDS
         self.due = now.second + pause
         return self._wished(now.setup)
 
     def _observe(self, now: Now, end: int) -> Observation:
         metrics = self._metrics(end)
         world = replace(self._base, now=NOW + end, workers=self._views(now, end), metrics=metrics)
-        return replace(world.with_draft(self.draft), evidence=() if metrics.untold else self._answers(end))
+        return replace(world.with_desired(self.desired), evidence=() if metrics.untold else self._answers(end))
 
     def _views(self, now: Now, end: int) -> tuple[WorkerView, ...]:
-        plan, sight = self.draft.plan, self._sight
+        plan, sight = self.desired.plan, self._sight
         step = sight.first + sight.done(end)
         beat = replace(
-            self._beat,
+            self._heartbeat,
             membership=plan.membership,
             round=plan.round,
             step=step,
@@ -133,7 +133,7 @@ class Ours:
             global_batch=self.world.job.batch,
             first_step_at=NOW + self._round_from + 1.0,
             round_started_at=NOW + self._round_from + 1.0 - self.world.job.restart_seconds,
-            sync_mode=now.setup.way.mode.value,
+            sync_mode=now.setup.strategy.mode.value,
         )
         self._answered = plan.checkpoint_request
         seated = {member.worker for member in plan.members}
@@ -148,56 +148,56 @@ class Ours:
 
         return tuple(map(seen, self._base.workers))
 
-    def _metrics(self, end: int) -> Metrics:
-        members, each = self.draft.plan.members, self.world.job.ranks_each
-        rows = self._sight.rows(max(self._sight.pieces[0].begin, end - self.scenario.stale_seconds))
+    def _metrics(self, end: int) -> JobMetrics:
+        members, each = self.desired.plan.members, self.world.job.ranks_each
+        rows = self._sight.rows(max(self._sight.pieces[0].begin, end - self.scenario.evidence_delay_seconds))
         if rows is None:
-            return Metrics(untold=tuple(member.worker for member in members))
+            return JobMetrics(untold=tuple(member.worker for member in members))
         heard = {member.worker: rows[n * each : (n + 1) * each] for n, member in enumerate(members)}
-        told = figures.of_plan(heard, self.draft.plan)
-        self._paces = lasting.seen(self._paces, told.rows, self.draft.plan.membership, THRESHOLD, NOW + end)
-        return self._paces.beside(figures.metrics(told, self.draft.plan, Metrics()))
+        told = figures.select_plan_rows(heard, self.desired.plan)
+        self._relative_times = lasting.add_window(self._relative_times, told.rows, self.desired.plan.membership, THRESHOLD, NOW + end)
+        return self._relative_times.add_to_metrics(figures.summarize_ranks(told, self.desired.plan, JobMetrics()))
 
     def _answers(self, end: int) -> tuple[Evidence, ...]:
         """To the request that is out: once given, they stay."""
-        plan = self.draft.plan
+        plan = self.desired.plan
         if not plan.evidence_request:
             return ()
-        if self._told == () or self._told[0].request != plan.evidence_request:
+        if self._reported == () or self._reported[0].request != plan.evidence_request:
             windows = self._sight.windows(end)
-            self._told = tuple(
+            self._reported = tuple(
                 Evidence(plan.evidence_request, m.worker, plan.round, tuple(windows[r] for r in m.ranks))
                 for m in plan.members
             )
-        return self._told
+        return self._reported
 
     def _suspect_pause(self, end: int) -> int:
         """In the long run questions become rare, and passes between them weigh the same answers again."""
-        suspicion = self.draft.state.adaptation.suspicion
+        suspicion = self.desired.state.adaptation.suspicion
         lasts = 0.0 if suspicion is None else NOW + end - suspicion.since
         return int(min(max(SUSPECT_SECONDS, OF_THE_TIME * lasts), LONGEST_PAUSE))
 
     def _calm_pause(self) -> int:
-        self._in_a_row += 1
-        if self._in_a_row != self.looks.row:
-            return self.looks.every
-        self._in_a_row = 0
-        return self.looks.rest
+        self._consecutive += 1
+        if self._consecutive != self.pass_intervals.row:
+            return self.pass_intervals.every
+        self._consecutive = 0
+        return self.pass_intervals.rest
 
     def _is_calm(self, observation: Observation) -> bool:
         """Nothing shows, nothing goes on: a pass would leave all as it is (the tests say so)."""
         return self.passes > 2 and nothing_to_do(observation, self.rules)
 
-    def _think(self, observation: Observation, second: int) -> None:
-        thought = think(observation, self.rules)
+    def _evaluate(self, observation: Observation, second: int) -> None:
+        thought = evaluate_job(observation, self.rules)
         self.passes += 1
-        self.failures += thought.failures
-        self._note(thought.draft, second)
-        self.draft = swept(thought.draft)
+        self.failures += thought.failed_steps
+        self._note(thought.desired, second)
+        self.desired = swept(thought.desired)
 
-    def _note(self, draft: Draft, second: int) -> None:
-        self.questions += draft.plan.evidence_request not in {"", self.draft.plan.evidence_request}
-        self.quarantines += len(draft.state.incidents.quarantines) - len(self.draft.state.incidents.quarantines)
+    def _note(self, draft: DesiredState, second: int) -> None:
+        self.questions += draft.plan.evidence_request not in {"", self.desired.plan.evidence_request}
+        self.quarantines += len(draft.state.incidents.quarantines) - len(self.desired.state.incidents.quarantines)
         for incident in draft.state.incidents.current:
             if incident.cause not in SLOWNESS:
                 continue
@@ -213,11 +213,11 @@ class Ours:
                 )
 
     def _wished(self, setup: Setup) -> Setup:
-        plan = self.draft.plan
-        way = Way(
+        plan = self.desired.plan
+        way = TrainingStrategy(
             shares=None if plan.shares is None or plan.sync_mode is not SyncMode.SYNC else tuple(plan.shares),
             mode=plan.sync_mode,
-            garbage_every=plan.garbage_every,
+            gc_interval=plan.garbage_every,
             balanced=plan.sequence_cost is not None,
         )
         if way.mode is SyncMode.ASYNC_EDIT:
@@ -233,11 +233,11 @@ class Ours:
 
     def _gave_up_the_slow_one(self, setup: Setup) -> bool:
         """Whether the worker that the strain is bound to holds no ranks any more."""
-        strain = next((each for each in self.scenario.timeline.by_second if each.movable), None)
+        strain = next((each for each in self.scenario.timeline.strains_by_second if each.movable), None)
         if strain is None or setup.moved:
             return setup.moved
         before = [member.worker for member in self._base.plan.members]
-        now = {member.worker for member in self.draft.plan.members}
+        now = {member.worker for member in self.desired.plan.members}
         return not {before[rank // self.world.job.ranks_each] for rank, _ in strain.slow} & now
 
 
@@ -255,10 +255,10 @@ def nothing_to_do(observation: Observation, rules: Rules) -> bool:
     )
     if goes_on or metrics.pace is None or metrics.uniform is None or metrics.uniform >= THRESHOLD:
         return False
-    return straggler.suspect(observation, rules) == observation.draft
+    return straggler.update_investigation(observation, rules) == observation.desired
 
 
-def swept(draft: Draft) -> Draft:
+def swept(draft: DesiredState) -> DesiredState:
     """Incidents that are over are written into the cluster, and need no bookkeeping (`services.reconcile`)."""
     over = frozenset(i.name for i in draft.state.incidents.current if i.outcome is not None)
     over -= {draft.state.profiling.incident}

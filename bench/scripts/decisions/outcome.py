@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pacekeeper_analysis.price import loss_rate
+from pacekeeper_analysis.price import compute_loss_rate
 from pacekeeper_operator.api import Remedy
 
 from . import clairvoyant
-from .course import Course, first_sign, play
+from .course import PolicyRun, first_sign, run_policy
 from .draw import Scenario
-from .ours import Act, Looks, Ours
+from .ours import Act, PassIntervals, Ours
 from .policies import OURS, POLICIES
-from .world import CALM, Spare, Strain, World, met
+from .world import CALM, Spare, Strain, CostModel, met
 
 GRACE_SECONDS = 120
 """So long after a slowdown's end what is done still concerns it."""
@@ -69,12 +69,12 @@ class Outcome:
 
 
 def outcome(scenario: Scenario) -> Outcome:
-    world, sign = World(scenario.job), first_sign(scenario)
-    courses = dict[str, Course]()
+    world, sign = CostModel(scenario.job), first_sign(scenario)
+    courses = dict[str, PolicyRun]()
     ours: Ours | None = None
     for name, begin in POLICIES.items():
         policy = begin(scenario, world)
-        courses[name] = play(scenario, world, policy)
+        courses[name] = run_policy(scenario, world, policy)
         ours = policy if isinstance(policy, Ours) else ours
     assert ours is not None
     return Outcome(
@@ -89,31 +89,31 @@ def outcome(scenario: Scenario) -> Outcome:
     )
 
 
-def quiet(scenario: Scenario, looks: Looks) -> Outcome:
+def quiet(scenario: Scenario, looks: PassIntervals) -> Outcome:
     """Ours alone, where nothing goes wrong."""
-    world = World(scenario.job)
-    ours = Ours(scenario, world, looks=looks)
-    course = play(scenario, world, ours)
+    world = CostModel(scenario.job)
+    ours = Ours(scenario, world, pass_intervals=looks)
+    course = run_policy(scenario, world, ours)
     lost = {OURS: course.cost(), "never act": 0.0}
     return Outcome(scenario, lost, course.slowed, lost, 0.0, 0.0, **_judged(scenario, ours))
 
 
-def gains(scenario: Scenario, world: World, course: Course, acts: list[Act]) -> list[Gain]:
+def gains(scenario: Scenario, world: CostModel, course: PolicyRun, acts: list[Act]) -> list[Gain]:
     """Of each remedy: what it was to win, and what it won of the strain that it was for."""
     found = []
     for act in acts:
-        came = scenario.timeline.by_second[act.second]
+        came = scenario.timeline.strains_by_second[act.second]
         before = course.setups[act.second]
         after = next((setup for setup in course.setups[act.second :] if setup != before), None)
         if came == CALM or after is None:
             continue
-        left, mended = (world.slowed(setup.way, met(came, moved=setup.moved)) for setup in (before, after))
-        found.append(Gain(act.remedy, loss_rate(act.before) - loss_rate(act.after), left - mended))
+        left, mended = (world.slowed(setup.strategy, met(came, moved=setup.moved)) for setup in (before, after))
+        found.append(Gain(act.remedy, compute_loss_rate(act.before) - compute_loss_rate(act.after), left - mended))
     return found
 
 
 def _judged(scenario: Scenario, ours: Ours) -> dict[str, Any]:
-    strains = scenario.timeline.by_second
+    strains = scenario.timeline.strains_by_second
     exchanges = [act for act in ours.acts if act.remedy == Remedy.REPLACE_WORKER]
     return {
         "false_alarms": sum(not _concerns(strains, second) for second, _ in ours.alarms),
@@ -132,7 +132,7 @@ def _concerns(strains: Sequence[Strain], second: int) -> bool:
 
 def _is_right(act: Act, scenario: Scenario) -> bool:
     """It exchanged a worker that was slow, as long as it was, for one that is not."""
-    strain: Strain = scenario.timeline.by_second[act.second]
+    strain: Strain = scenario.timeline.strains_by_second[act.second]
     of = {rank // scenario.job.ranks_each for rank, _ in strain.slow}
     named = act.rank is None or act.rank // scenario.job.ranks_each in of
     return strain.movable and named and scenario.job.spare is Spare.WARM

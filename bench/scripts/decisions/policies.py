@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from .course import Begin, Now, first_sign, seen
 from .draw import Scenario
 from .ours import Ours
-from .world import CALM, EQUAL, Setup, Spare, Strain, Way, World, met
+from .world import CALM, EQUAL, Setup, Spare, Strain, TrainingStrategy, CostModel, met
 
 SHARES_SECONDS = 5.0
 """What Greyhound's second level is taken to cost: the micro-batches are dealt anew."""
@@ -24,7 +24,7 @@ class Never:
 
     due: int = 0
 
-    def wish(self, now: Now) -> Setup:
+    def choose_setup(self, now: Now) -> Setup:
         return now.setup
 
 
@@ -36,7 +36,7 @@ class AlwaysRestart:
     due: int = 0
     _saw: bool = False
 
-    def wish(self, now: Now) -> Setup:
+    def choose_setup(self, now: Now) -> Setup:
         shows = met(seen(self.scenario, now.second), moved=now.setup.moved) != CALM
         news, self._saw = shows and not self._saw, shows
         return _next_round(now.setup, self.scenario) if news and not now.stands else now.setup
@@ -47,10 +47,10 @@ class SharesOnly:
     """The best shares as long as a slow rank shows, and equal ones else."""
 
     scenario: Scenario
-    world: World
+    world: CostModel
     due: int = 0
 
-    def wish(self, now: Now) -> Setup:
+    def choose_setup(self, now: Now) -> Setup:
         return replace(now.setup, way=_shares(self.world, seen(self.scenario, now.second)))
 
 
@@ -64,16 +64,16 @@ class Greyhound:
     """
 
     scenario: Scenario
-    world: World
+    world: CostModel
     due: int = 0
     _lost: float = 0.0
 
-    def wish(self, now: Now) -> Setup:
+    def choose_setup(self, now: Now) -> Setup:
         shows = met(seen(self.scenario, now.second), moved=now.setup.moved)
         if shows == CALM:
             self._lost = 0.0
             return replace(now.setup, way=EQUAL)
-        self._lost += self.world.loss(now.setup.way, shows)
+        self._lost += self.world.loss(now.setup.strategy, shows)
         if now.stands:
             return now.setup
         if self._lost >= self.scenario.job.restart_seconds and _can_move(now.setup, self.scenario):
@@ -89,18 +89,18 @@ class SkiRental:
     taken when the loss so far is `times` what it costs."""
 
     scenario: Scenario
-    world: World
+    world: CostModel
     times: float = 1.0
     due: int = 0
     _lost: float = 0.0
 
-    def wish(self, now: Now) -> Setup:
+    def choose_setup(self, now: Now) -> Setup:
         shows = met(seen(self.scenario, now.second), moved=now.setup.moved)
         best = replace(now.setup, way=self.world.best(shows))
         if now.second >= first_sign(self.scenario):
-            self._lost += self.world.loss(now.setup.way, now.strain)
+            self._lost += self.world.loss(now.setup.strategy, now.strain)
         due = self._lost >= self.times * self.scenario.job.restart_seconds and shows.movable
-        if due and not now.stands and _can_move(now.setup, self.scenario) and self.world.loss(best.way, shows) > 0:
+        if due and not now.stands and _can_move(now.setup, self.scenario) and self.world.loss(best.strategy, shows) > 0:
             return replace(_next_round(now.setup, self.scenario), way=EQUAL)
         return best
 
@@ -120,9 +120,9 @@ POLICIES: Mapping[str, Begin] = {
 }
 
 
-def _shares(world: World, strain: Strain) -> Way:
+def _shares(world: CostModel, strain: Strain) -> TrainingStrategy:
     way = world.best_exact(strain)
-    return Way(shares=way.shares)
+    return TrainingStrategy(shares=way.shares)
 
 
 def _can_move(setup: Setup, scenario: Scenario) -> bool:

@@ -29,27 +29,27 @@ from statistics import fmean, median
 import numpy as np
 
 from pacekeeper_analysis import shares
-from pacekeeper_analysis.price import loss_rate
-from pacekeeper_operator.api import Cause
-from simulation.faults.fault import Role
+from pacekeeper_analysis.price import compute_loss_rate
+from pacekeeper_operator.api import IncidentCause
+from simulation.faults.fault import TargetRole
 from simulation.faults.ranks import NodeIsSlow, RankCrashes
-from simulation.faults.scene import Scene
-from simulation.generator import OPERATOR
-from simulation.operators.endpoint import forget_applications
-from simulation.schedule import JobSettings, Schedule
-from simulation.workers.run import Run
-from simulation.workers.training import Training
+from simulation.faults.scene import FaultContext
+from simulation.generator import OPERATOR_SETTINGS
+from simulation.operators.endpoint import clear_application_cache
+from simulation.schedule import SimulatedJob, Schedule
+from simulation.workers.run import TrainingRound
+from simulation.workers.training import SimulatedTraining
 from simulation.world import World, WorldSettings
 
 SEEDS = 3
 REPLICAS, SLOW_RANK = 4, 1
 FACTORS = (1.15, 1.3, 1.6, 2.2, 3.1, 5.0)
-FOR_EVER = 1200.0
+UNBOUNDED_SECONDS = 1200.0
 """So long is measured of a fault that does not end."""
-SECONDS = (30.0, 120.0, 600.0, FOR_EVER)
-CRASHES, STRIKES = 50.0, 120.0
+SECONDS = (30.0, 120.0, 600.0, UNBOUNDED_SECONDS)
+CRASH_AT_SECONDS, SLOWDOWN_AT_SECONDS = 50.0, 120.0
 TAIL_SECONDS = 120.0
-LOOK_SECONDS = 0.5
+STATE_POLL_SECONDS = 0.5
 TIMES_THE_CLAIRVOYANT = 2.0
 POINTS = 10.0
 """Of the slowdown that a clairvoyant removes at JUDGED_SECONDS, the operator removes as much but for so many."""
@@ -60,13 +60,13 @@ NOISE = (0.98, 1.02)
 
 
 @dataclass(frozen=True)
-class Case:
+class SimulatedCase:
     """factor: 1: nothing happens."""
 
     seed: int
     spares: int
     factor: float = 1.0
-    seconds: float = FOR_EVER
+    seconds: float = UNBOUNDED_SECONDS
 
     @property
     def kind(self) -> tuple[int, float, float]:
@@ -76,14 +76,14 @@ class Case:
     @property
     def ends(self) -> float:
         """When it has been watched for long enough, in virtual seconds."""
-        return STRIKES + self.seconds + (0.0 if self.seconds == FOR_EVER else TAIL_SECONDS)
+        return SLOWDOWN_AT_SECONDS + self.seconds + (0.0 if self.seconds == UNBOUNDED_SECONDS else TAIL_SECONDS)
 
 
 @dataclass(frozen=True)
 class Played:
     """What a world has shown. Times are virtual seconds."""
 
-    case: Case
+    case: SimulatedCase
     at: tuple[float, ...]  # of the job's steps
     samples: tuple[float, ...]  # of the job, at these times
     slowdowns: tuple[float, float]  # of its steps by this fault: with equal shares, with the best ones
@@ -93,7 +93,7 @@ class Played:
 
     def trained(self, until: float) -> float:
         """Samples since the fault has begun."""
-        begin, end = (float(np.interp(moment, self.at, self.samples)) for moment in (STRIKES, until))
+        begin, end = (float(np.interp(moment, self.at, self.samples)) for moment in (SLOWDOWN_AT_SECONDS, until))
         return end - begin
 
 
@@ -101,7 +101,7 @@ class Played:
 class Result:
     """Seconds of training, but for `removed`: shares of the slowdown."""
 
-    case: Case
+    case: SimulatedCase
     cost: float
     clairvoyant: float
     noticing: float
@@ -113,55 +113,55 @@ class Result:
 MEANS = ("cost", "clairvoyant", "noticing", "removed", "removed_by_clairvoyant")
 
 
-def play(case: Case) -> Played:
+def play(case: SimulatedCase) -> Played:
     gc.disable()
     logging.getLogger("pacekeeper_operator").setLevel(logging.CRITICAL)
-    job = JobSettings(replicas=REPLICAS, spares=case.spares, spec={"remediation": {"maxRestarts": 100}})
-    settings = WorldSettings(nodes=2 * REPLICAS, slots=1, operator=OPERATOR)
+    job = SimulatedJob(replicas=REPLICAS, spares=case.spares, spec={"remediation": {"maxRestarts": 100}})
+    settings = WorldSettings(nodes=2 * REPLICAS, slots=1, operator=OPERATOR_SETTINGS)
     world = World(case.seed, settings)
     try:
-        watch = _Watch(world, Scene(world, Schedule(case.seed, world=settings, jobs=(job,))), case)
+        watch = _Watch(world, FaultContext(world, Schedule(case.seed, world=settings, jobs=(job,))), case)
         world.run(watch.play())
         return watch.played()
     finally:
         world.loop.close()
-        forget_applications()
+        clear_application_cache()
         gc.enable()
 
 
 class _Watch:
-    def __init__(self, world: World, scene: Scene, case: Case) -> None:
-        self._world, self._scene, self._case = world, scene, case
+    def __init__(self, world: World, scene: FaultContext, case: SimulatedCase) -> None:
+        self._world, self._context, self._case = world, scene, case
         self._at, self._samples, self._rounds = list[float](), list[float](), list[tuple[int, int]]()
         self._decided = math.inf
         self._uneven = 0.0
-        self._training: Training | None = None
+        self._training: SimulatedTraining | None = None
         world.trainings.on_step.append(self._stepped)
 
     async def play(self) -> None:
-        self._scene.make_job(0)
-        await asyncio.sleep(CRASHES)
-        RankCrashes().strike(self._scene)
-        await asyncio.sleep(STRIKES - self._world.now())
-        self._training = self._scene.training(0)
+        self._context.create_job(0)
+        await asyncio.sleep(CRASH_AT_SECONDS)
+        RankCrashes().inject(self._context)
+        await asyncio.sleep(SLOWDOWN_AT_SECONDS - self._world.now())
+        self._training = self._context.find_training(0)
         heal = None
         if self._case.factor > 1:
-            heal = NodeIsSlow(Role.MEMBER, SLOW_RANK, factor=self._case.factor).strike(self._scene)
+            heal = NodeIsSlow(TargetRole.MEMBER, SLOW_RANK, factor=self._case.factor).inject(self._context)
         while (now := self._world.now()) < self._case.ends:
-            if heal is not None and now >= STRIKES + self._case.seconds:
+            if heal is not None and now >= SLOWDOWN_AT_SECONDS + self._case.seconds:
                 heal = heal()
-            self._look(now)
-            await asyncio.sleep(LOOK_SECONDS)
+            self._record_state(now)
+            await asyncio.sleep(STATE_POLL_SECONDS)
 
-    def _look(self, now: float) -> None:
-        draft = self._scene.draft(0)
+    def _record_state(self, now: float) -> None:
+        draft = self._context.read_desired(0)
         for incident in draft.state.incidents.current:
-            if incident.cause is Cause.STRAGGLER:
+            if incident.cause is IncidentCause.STRAGGLER:
                 self._decided = min(self._decided, now)
-        if now >= STRIKES + self._case.seconds and len(set(draft.plan.shares or (0,))) > 1:
-            self._uneven += LOOK_SECONDS
+        if now >= SLOWDOWN_AT_SECONDS + self._case.seconds and len(set(draft.plan.shares or (0,))) > 1:
+            self._uneven += STATE_POLL_SECONDS
 
-    def _stepped(self, run: Run) -> None:
+    def _stepped(self, run: TrainingRound) -> None:
         self._at.append(self._world.now())
         self._samples.append(run.progress.samples)
         self._rounds.append((run.membership, run.round))
@@ -180,7 +180,7 @@ class _Watch:
 
     def _exchanges(self) -> Iterable[float]:
         """From the last step of a membership to the first one of the next, without what a step usually takes."""
-        begun = bisect_right(self._at, STRIKES)
+        begun = bisect_right(self._at, SLOWDOWN_AT_SECONDS)
         usual = (self._at[begun - 1] - self._at[begun - 11]) / (self._samples[begun - 1] - self._samples[begun - 11])
         for place in range(begun, len(self._at) - 1):
             if self._rounds[place][0] != self._rounds[place - 1][0]:  # its ranks have restored their state
@@ -188,7 +188,7 @@ class _Watch:
                 yield seconds - usual * (self._samples[place + 1] - self._samples[place - 1])
 
 
-def _slowdowns(training: Training, factor: float) -> tuple[float, float]:
+def _slowdowns(training: SimulatedTraining, factor: float) -> tuple[float, float]:
     noise = np.random.default_rng(0).uniform(*NOISE, size=(DRAWS, REPLICAS))
     slow = np.ones(REPLICAS)
     slow[SLOW_RANK] = factor
@@ -200,7 +200,7 @@ def _slowdowns(training: Training, factor: float) -> tuple[float, float]:
     batch = REPLICAS * training.samples
     equal = (training.samples,) * REPLICAS
     usual = seconds(np.ones(REPLICAS), equal)
-    others = ((mine, shares.equal(batch - mine, REPLICAS - 1, 1)) for mine in range(1, training.samples + 1))
+    others = ((mine, shares.divide_equally(batch - mine, REPLICAS - 1, 1)) for mine in range(1, training.samples + 1))
     best = min(seconds(slow, (*rest[:SLOW_RANK], mine, *rest[SLOW_RANK:])) for mine, rest in others)
     return seconds(slow, equal) / usual, best / usual
 
@@ -222,10 +222,10 @@ def results(played: Sequence[Played]) -> list[Result]:
 def _result(played: Played, healthy: Played, exchange: float) -> Result:
     case = played.case
     usual = healthy.trained(case.ends)
-    cost = (usual - played.trained(case.ends)) / usual * (case.ends - STRIKES)
-    unmended, shared = (loss_rate(slowdown) for slowdown in played.slowdowns)
+    cost = (usual - played.trained(case.ends)) / usual * (case.ends - SLOWDOWN_AT_SECONDS)
+    unmended, shared = (compute_loss_rate(slowdown) for slowdown in played.slowdowns)
     options = [unmended * case.seconds, shared * case.seconds, *([exchange] if case.spares else [])]
-    decided = min(case.seconds, played.decided - STRIKES)
+    decided = min(case.seconds, played.decided - SLOWDOWN_AT_SECONDS)
     return Result(
         case,
         cost,
@@ -237,15 +237,15 @@ def _result(played: Played, healthy: Played, exchange: float) -> Result:
     )
 
 
-COMPARED = ((0, 1.6, 600.0), (0, 3.1, 600.0), (1, 1.6, FOR_EVER), (1, 3.1, 600.0))
+COMPARED = ((0, 1.6, 600.0), (0, 3.1, 600.0), (1, 1.6, UNBOUNDED_SECONDS), (1, 3.1, 600.0))
 """Kinds that are played on the coarse clock, too: spares, factor, seconds."""
 
 
-def cases(worlds: int) -> list[Case]:
+def cases(worlds: int) -> list[SimulatedCase]:
     """Longest first. worlds: seeds of each kind; 0: the COMPARED kinds alone, in one world."""
     kinds = list(product((0, 1), FACTORS, SECONDS)) if worlds else COMPARED
-    found = [Case(seed, spares) for seed, spares in product(range(max(1, worlds)), (0, 1))]
-    found += [Case(seed, *kind) for seed, kind in product(range(max(1, worlds)), kinds)]
+    found = [SimulatedCase(seed, spares) for seed, spares in product(range(max(1, worlds)), (0, 1))]
+    found += [SimulatedCase(seed, *kind) for seed, kind in product(range(max(1, worlds)), kinds)]
     return sorted(found, key=lambda case: -case.ends)
 
 

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pacekeeper_analysis import shares
-from pacekeeper_analysis.adapt import ENOUGH
+from pacekeeper_analysis.adapt import MAX_REMAINING_COST_WITH_SHARES
 from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_analysis.price import NEARLY, loss_rate
+from pacekeeper_analysis.price import MAX_EXACT_STEP_TIME_RATIO, compute_loss_rate
 
-GARBAGE_EVERY = 20
+GC_INTERVAL_STEPS = 20
 """A rank that collects garbage by itself does so once in so many of its steps."""
 HICCUP = 3.0
 """So many times as long as usual takes a rank that is held up once."""
@@ -48,7 +48,7 @@ class Spare(StrEnum):
 
 
 @dataclass(frozen=True)
-class Job:
+class JobCosts:
     """Times are seconds."""
 
     workers: int
@@ -108,7 +108,7 @@ class Strain:
     all_slow: float = 1.0  # the same of all ranks
     turns: float = 1.0  # of one rank in each step, drawn anew
     transfer_seconds: float = 0.0  # that each transfer takes longer
-    garbage_seconds: float = 0.0  # of a pause, of each rank once in GARBAGE_EVERY steps
+    gc_seconds: float = 0.0  # of a pause, of each rank once in GARBAGE_EVERY steps
     lengths: float = 0.0  # standard deviation of the logarithm of a rank's work in a step: sequences, dealt unevenly
     movable: bool = False  # it stays behind with a worker that is exchanged
 
@@ -117,19 +117,19 @@ CALM = Strain()
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingStrategy:
     """How the job trains. What changes it costs nothing, and is done live."""
 
     shares: tuple[int, ...] | None = None  # None: equal ones
     mode: SyncMode = SyncMode.SYNC
     sync_seconds: float = 30.0  # between two synchronisations, in mode AsyncEDiT
     sync_every: int = 16  # steps, in mode EDiT
-    garbage_every: int = 0  # steps between collections of all ranks at once; 0: each by itself
+    gc_interval: int = 0  # steps between collections of all ranks at once; 0: each by itself
     balanced: bool = False  # samples are dealt by what they cost
 
 
-EQUAL = Way()
-LOCAL = Way(mode=SyncMode.ASYNC_EDIT)
+EQUAL = TrainingStrategy()
+LOCAL = TrainingStrategy(mode=SyncMode.ASYNC_EDIT)
 """As seldom synchronised as adaptation has it."""
 
 
@@ -137,7 +137,7 @@ LOCAL = Way(mode=SyncMode.ASYNC_EDIT)
 class Setup:
     """How the job trains, and on what. Another round costs the job's restart."""
 
-    way: Way = EQUAL
+    strategy: TrainingStrategy = EQUAL
     moved: bool = False  # the worker that is slow has been exchanged for the spare
     round: int = 1
 
@@ -147,27 +147,27 @@ class Setup:
 
 
 @dataclass
-class World:
+class CostModel:
     """What ways to train cost a job. Loss is in seconds of training a second, against the job without any strain."""
 
-    job: Job
-    _known: dict[tuple[Way, Strain], float] = field(default_factory=dict)
-    _best: dict[Strain, Way] = field(default_factory=dict)
-    tried: dict[Way, None] = field(default_factory=dict)
+    job: JobCosts
+    _known: dict[tuple[TrainingStrategy, Strain], float] = field(default_factory=dict)
+    _best: dict[Strain, TrainingStrategy] = field(default_factory=dict)
+    tried: dict[TrainingStrategy, None] = field(default_factory=dict)
     """Ways that some course has taken."""
 
-    def loss(self, way: Way, strain: Strain) -> float:
+    def loss(self, way: TrainingStrategy, strain: Strain) -> float:
         """0 to 1. Nobody has published what it is worth to stay exact, so that it is a rule here, the product's own,
         and binds all: what Local-SGD wins over exact training counts only where it `may_leave_exact`."""
         self.tried.setdefault(way)
         seconds = self.step_seconds(way, strain)
         if way.mode is not SyncMode.SYNC and not self.may_leave_exact(strain):
             seconds = max(seconds, self.step_seconds(self.best_exact(strain), strain))
-        return loss_rate(seconds / self.usual_seconds)
+        return compute_loss_rate(seconds / self.usual_seconds)
 
-    def slowed(self, way: Way, strain: Strain) -> float:
+    def slowed(self, way: TrainingStrategy, strain: Strain) -> float:
         """The same of its steps alone, whether they are exact or not."""
-        return loss_rate(self.step_seconds(way, strain) / self.usual_seconds)
+        return compute_loss_rate(self.step_seconds(way, strain) / self.usual_seconds)
 
     def may_leave_exact(self, strain: Strain) -> bool:
         """The best exact way takes clearly more than NEARLY times as long, and does not mend slow ranks by half. That
@@ -176,26 +176,26 @@ class World:
             self.step_seconds(each, strain) / self.usual_seconds for each in (self.best_exact(strain), EQUAL, LOCAL)
         )
         mended = self.step_seconds(LOCAL, strain) / self.step_seconds(LOCAL, CALM)
-        halved = bool(strain.slow) and exact - 1.0 <= ENOUGH * (equal - 1.0)
-        return exact >= CLEARLY * NEARLY * max(1.0, local, mended) and not halved
+        halved = bool(strain.slow) and exact - 1.0 <= MAX_REMAINING_COST_WITH_SHARES * (equal - 1.0)
+        return exact >= CLEARLY * MAX_EXACT_STEP_TIME_RATIO * max(1.0, local, mended) and not halved
 
     def least_loss(self, strain: Strain) -> float:
         """Under the best way that there is, or that anybody has tried."""
         ways = [self.best_exact(strain), LOCAL, *self.tried]
         return min(self.loss(way, strain) for way in ways)
 
-    def best(self, strain: Strain) -> Way:
+    def best(self, strain: Strain) -> TrainingStrategy:
         exact, local = self.best_exact(strain), LOCAL
         return local if self.loss(local, strain) < self.loss(exact, strain) else exact
 
-    def best_exact(self, strain: Strain) -> Way:
+    def best_exact(self, strain: Strain) -> TrainingStrategy:
         """In mode Sync."""
         if strain not in self._best:
             others = {
-                "garbage_every": GARBAGE_EVERY if strain.garbage_seconds else 0,
+                "garbage_every": GC_INTERVAL_STEPS if strain.gc_seconds else 0,
                 "balanced": strain.lengths > 0,
             }
-            ways = [Way(of_each, **others) for of_each in (None, *self._fitting(strain))]  # type: ignore[arg-type]
+            ways = [TrainingStrategy(of_each, **others) for of_each in (None, *self._fitting(strain))]  # type: ignore[arg-type]
             self._best[strain] = min(ways, key=lambda way: self.step_seconds(way, strain))
         return self._best[strain]
 
@@ -203,14 +203,14 @@ class World:
         """Shares for its slow ranks: where own work does not vary, the best in whole samples; and where it does."""
         if not strain.slow:
             return []
-        job, pace = self.job, self._pace(strain)
+        job, pace = self.job, self._compute_step_times(strain)
         equal = (job.samples,) * job.ranks
         _, alike = np.unique(pace, return_inverse=True)
         found = []
         for draws in (np.ones((1, job.ranks)), self._noise_of(FITTED_DRAWS, seed=7)):
             cost = draws * pace * job.sample_seconds
             fixed = pace * job.fixed_seconds
-            found.append(shares.balance(cost, equal, fixed=fixed, alike=alike, draws=len(draws)).shares)
+            found.append(shares.optimize_shares(cost, equal, fixed=fixed, alike=alike, draws=len(draws)).shares)
         return found
 
     @cached_property
@@ -224,7 +224,7 @@ class World:
         own = self.own_seconds(EQUAL, CALM)
         return float(np.median(own.max(axis=1))) + self.job.transfer_seconds, float(np.median(own))
 
-    def step_seconds(self, way: Way, strain: Strain) -> float:
+    def step_seconds(self, way: TrainingStrategy, strain: Strain) -> float:
         """Expected for one step's worth of samples of the whole job."""
         key = way, strain
         if key not in self._known:
@@ -232,9 +232,9 @@ class World:
             self._known[key] = self._together(way, strain, own)
         return self._known[key]
 
-    def _together(self, way: Way, strain: Strain, own: Seconds) -> float:
+    def _together(self, way: TrainingStrategy, strain: Strain, own: Seconds) -> float:
         if way.mode is SyncMode.SYNC:
-            planned = strain.garbage_seconds / way.garbage_every if way.garbage_every else 0.0
+            planned = strain.gc_seconds / way.gc_interval if way.gc_interval else 0.0
             return float(own.max(axis=1).mean()) + self.job.transfer_seconds + strain.transfer_seconds + planned
         transfer = self.synchronisation_seconds(strain)
         mean = own.mean(axis=0)
@@ -251,21 +251,21 @@ class World:
         all_of_it = BACKWARD * own + self.job.transfer_seconds + strain.transfer_seconds
         return SYNCHRONISES * all_of_it - FORWARD * own
 
-    def own_seconds(self, way: Way, strain: Strain) -> Seconds:
+    def own_seconds(self, way: TrainingStrategy, strain: Strain) -> Seconds:
         """Of the ranks' own work in drawn steps: shape (draws, ranks)."""
         job, z = self.job, self._normals
         of_each = np.array(way.shares or (job.samples,) * job.ranks)
-        own = (job.fixed_seconds + of_each * job.sample_seconds) * self._pace(strain) * self._noise
+        own = (job.fixed_seconds + of_each * job.sample_seconds) * self._compute_step_times(strain) * self._noise
         if strain.lengths and not way.balanced:
             own = own * np.exp(strain.lengths * z - strain.lengths**2 / 2)
         if strain.turns > 1:
             own = own.copy()
             own[np.arange(len(own)), self._turn] *= strain.turns
-        if strain.garbage_seconds and not way.garbage_every:
-            own = own + strain.garbage_seconds * self._collects
+        if strain.gc_seconds and not way.gc_interval:
+            own = own + strain.gc_seconds * self._collects
         return np.asarray(own)
 
-    def _pace(self, strain: Strain) -> Seconds:
+    def _compute_step_times(self, strain: Strain) -> Seconds:
         pace = np.full(self.job.ranks, strain.all_slow)
         for rank, factor in strain.slow:
             pace[rank] *= factor
@@ -295,7 +295,7 @@ class World:
 
     @cached_property
     def _collects(self) -> npt.NDArray[np.bool_]:
-        return np.random.default_rng(5).random((self._draws, self.job.ranks)) < 1.0 / GARBAGE_EVERY
+        return np.random.default_rng(5).random((self._draws, self.job.ranks)) < 1.0 / GC_INTERVAL_STEPS
 
     @cached_property
     def _uniform(self) -> Seconds:
@@ -322,7 +322,7 @@ class Timeline:
         return self.segments[-1].end
 
     @cached_property
-    def by_second(self) -> Sequence[Strain]:
+    def strains_by_second(self) -> Sequence[Strain]:
         return [segment.strain for segment in self.segments for _ in range(segment.begin, segment.end)]
 
     @property
@@ -331,7 +331,7 @@ class Timeline:
         return next((segment.begin for segment in self.segments if segment.strain != CALM), self.end)
 
     @property
-    def over(self) -> int:
+    def end_second(self) -> int:
         """From when on nothing goes wrong any more."""
         return max((segment.end for segment in self.segments if segment.strain != CALM), default=0)
 

@@ -23,7 +23,7 @@ from pacekeeper_operator.api import DetectionSpec
 from . import rules
 from .agent import WINDOW_STEPS
 from .hosts import HOSTS, RANKS, RANKS_A_HOST
-from .judge import judge
+from .judge import replay_operator
 from .record import Recording
 
 DAYS = 15
@@ -32,7 +32,7 @@ BLOCK = 40
 BEFORE_SECONDS, AFTER_SECONDS = 10, 45
 """Of a conspicuous second, in which the operator is run."""
 CHECKPOINT_SECONDS = 1800.0
-COMPILATIONS, EVALUATIONS, NEIGHBOURS, CONGESTIONS = 4, 12, 24, 24
+COMPILATIONS, EVALUATIONS, NOISY_NEIGHBORS, CONGESTIONS = 4, 12, 24, 24
 """A day, in the mean."""
 
 Floats = NDArray[np.float32]
@@ -46,7 +46,7 @@ class Steps:
     own: Floats
 
     @property
-    def moments(self) -> NDArray[np.float64]:
+    def end_times(self) -> NDArray[np.float64]:
         """When each step ends."""
         return np.cumsum(self.step.max(axis=1), dtype=np.float64)
 
@@ -56,7 +56,7 @@ class Found:
     """On some days."""
 
     seconds: float
-    looks: int  # stretches that the operator was run on
+    passes: int  # stretches that the operator was run on
     alarms: tuple[str, ...]  # incidents that it opened
     naive: Mapping[str, int]
 
@@ -66,7 +66,7 @@ def healthy_days(recordings: Sequence[Recording], days: int) -> Found:
         found = list(pool.map(_day, range(days), repeat(recordings)))
     return Found(
         seconds=sum(each.seconds for each in found),
-        looks=sum(each.looks for each in found),
+        passes=sum(each.passes for each in found),
         alarms=tuple(alarm for each in found for alarm in each.alarms),
         naive={name: sum(each.naive[name] for each in found) for name in rules.RULES},
     )
@@ -77,7 +77,7 @@ def _day(seed: int, recordings: Sequence[Recording]) -> Found:
     draw = np.random.default_rng(seed)
     template = _Template(recordings[seed % len(recordings)])
     usual = template.early_step
-    blocks = [block for recording in recordings for block in at_pace(list(_blocks(recording)), usual)]
+    blocks = [block for recording in recordings for block in scale_to_step_time(list(_blocks(recording)), usual)]
     count = int(DAY_SECONDS / usual / BLOCK)
     chosen = draw.integers(len(blocks), size=count)
     day = Steps(*(np.concatenate([getattr(blocks[at], name) for at in chosen]) for name in ("step", "own")))
@@ -86,8 +86,8 @@ def _day(seed: int, recordings: Sequence[Recording]) -> Found:
     looks = 0
     for first, last in _conspicuous(day, usual):
         looks += 1
-        alarms += sorted({told.incident for told in judge(template.stretch(day, first, last), knows_the_job=False)})
-    return Found(float(day.moments[-1]), looks, tuple(alarms), _naive(day, template))
+        alarms += sorted({told.incident for told in replay_operator(template.stretch(day, first, last), knows_the_job=False)})
+    return Found(float(day.end_times[-1]), looks, tuple(alarms), _naive(day, template))
 
 
 def _blocks(recording: Recording) -> Iterator[Steps]:
@@ -102,7 +102,7 @@ def _blocks(recording: Recording) -> Iterator[Steps]:
         yield Steps(table[first : first + BLOCK, :, 0], table[first : first + BLOCK, :, 1])
 
 
-def at_pace(blocks: Sequence[Steps], usual: float) -> Iterator[Steps]:
+def scale_to_step_time(blocks: Sequence[Steps], usual: float) -> Iterator[Steps]:
     """As on a machine on which a step takes `usual` seconds: how much else its processors had to do while this was
     recorded is the bench's trouble, and a day that changes between such paces every few seconds is nobody's."""
     factor = np.float32(usual / np.median([block.step.mean() for block in blocks]))
@@ -124,7 +124,7 @@ def _happen(day: Steps, draw: np.random.Generator, usual: float) -> None:
         hold_up(first, int(draw.integers(1, 5)), draw.uniform(2.0, 15.0))
     for first in draw.integers(count, size=draw.poisson(EVALUATIONS)):
         hold_up(first, 5, usual * draw.uniform(0.1, 0.5))
-    for first in draw.integers(count, size=draw.poisson(NEIGHBOURS)):
+    for first in draw.integers(count, size=draw.poisson(NOISY_NEIGHBORS)):
         steps = int(min(10.0, draw.exponential(4.0)) / usual)
         host = int(draw.integers(HOSTS))
         its = slice(RANKS_A_HOST * host, RANKS_A_HOST * (host + 1))
@@ -142,7 +142,7 @@ def _conspicuous(day: Steps, early_step: float) -> Iterator[tuple[float, float]]
     step, own = _means(day.step), _means(day.own)
     pace = own.max(axis=1) / np.median(own, axis=1)
     slow = np.maximum(pace, step.min(axis=1) / early_step) >= DetectionSpec().straggler_slowdown
-    moments = day.moments[WINDOW_STEPS - 1 :][slow]
+    moments = day.end_times[WINDOW_STEPS - 1 :][slow]
     while len(moments):
         gaps = np.flatnonzero(np.diff(moments) > BEFORE_SECONDS + AFTER_SECONDS)
         last = int(gaps[0]) if len(gaps) else len(moments) - 1
@@ -168,7 +168,7 @@ class _Template:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         told = list(recording.told)
-        self._beats = {words["worker"]: words["heartbeat"] for words in told if "heartbeat" in words}
+        self._heartbeats = {words["worker"]: words["heartbeat"] for words in told if "heartbeat" in words}
         self._evidence = {words["worker"]: words["evidence"] for words in told if "evidence" in words}
         windows = {window["rank"]: window for e in self._evidence.values() for window in e["windows"]}
         self.early_own = np.array([windows[rank]["baseline_own_seconds"] for rank in range(RANKS)])
@@ -176,17 +176,17 @@ class _Template:
 
     def stretch(self, day: Steps, first: float, last: float) -> Recording:
         """A second at a time, from one moment of the day to another."""
-        moments = day.moments
+        moments = day.end_times
         told = []
         for second in np.arange(max(first, moments[WINDOW_STEPS]), min(last, moments[-1])):
             at = int(np.searchsorted(moments, second))
-            for worker in sorted(self._beats):
+            for worker in sorted(self._heartbeats):
                 told.append({"at": float(second), "worker": worker, "heartbeat": self._heartbeat(worker, day, at)})
                 told.append({"at": float(second), "worker": worker, "evidence": self._answer(worker, day, at)})
         return Recording("healthy", 0, 0.0, last, told, {}, 0.0, 0.0)
 
     def _heartbeat(self, worker: str, day: Steps, at: int) -> dict[str, Any]:
-        beat, rows = self._beats[worker], slice(at - WINDOW_STEPS, at)
+        beat, rows = self._heartbeats[worker], slice(at - WINDOW_STEPS, at)
         figures = []
         for known in beat["figures"]:
             step, own = float(day.step[rows, known["rank"]].mean()), float(day.own[rows, known["rank"]].mean())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
 
-from .hosts import HOSTS, RANKS, RANKS_A_HOST, Job, beside, drop, heal, quota, slow
+from .hosts import HOSTS, RANKS, RANKS_A_HOST, HostedJob, add_noisy_neighbors, drop, heal, quota, slow
 
 PLACES = 3
 VICTIMS = (3, 4, 6)
@@ -83,49 +83,49 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """`strike`, `heal`: of a job, by place."""
 
     name: str
-    strike: Callable[[Job, int], None]
-    heal: Callable[[Job, int], None]
+    strike: Callable[[HostedJob, int], None]
+    heal: Callable[[HostedJob, int], None]
     truths: Callable[[int], tuple[Truth, ...]]
     hangs: bool = False
 
     @property
-    def of_links(self) -> bool:
+    def is_of_links(self) -> bool:
         return any(truth.is_of_links for truth in self.truths(0))
 
 
-def catalogue() -> tuple[Fault, ...]:
-    return (*_hangs(), *_of_hosts(), *_of_scripts(), *_of_links())
+def catalogue() -> tuple[InjectedFault, ...]:
+    return (*_hangs(), *_iterate_host_faults(), *_iterate_script_faults(), *_iterate_link_faults())
 
 
-def _hangs() -> Iterator[Fault]:
+def _hangs() -> Iterator[InjectedFault]:
     of_script = frozenset({FaultClass.CODE})
-    yield Fault(
+    yield InjectedFault(
         "stopped process",
         lambda job, place: os.kill(job.host_of(VICTIMS[place]).pid_of(VICTIMS[place]), signal.SIGSTOP),
         lambda _job, _place: None,
-        _of_rank(frozenset({FaultClass.HARDWARE, FaultClass.UNKNOWN})),
+        _build_rank_truth(frozenset({FaultClass.HARDWARE, FaultClass.UNKNOWN})),
         hangs=True,
     )
-    yield _in_script("deadlock in Python", "deadlock", of_script, hangs=True)
-    yield _in_script("mismatched collective", "mismatch", of_script, hangs=True)
-    yield _in_script("hang in a tensor group", "tensor-hang", of_script, hangs=True)
+    yield _build_script_fault("deadlock in Python", "deadlock", of_script, hangs=True)
+    yield _build_script_fault("mismatched collective", "mismatch", of_script, hangs=True)
+    yield _build_script_fault("hang in a tensor group", "tensor-hang", of_script, hangs=True)
     for name, source, destination in (("pair", 1, 0), ("egress", 2, None), ("ingress", None, 3)):
         truth = Truth(frozenset({FaultClass.NETWORK}), source=source, destination=destination)
 
-        yield Fault(f"dropped {name}", _drop(source, destination), _heal_links, _always(truth), hangs=True)
+        yield InjectedFault(f"dropped {name}", _drop(source, destination), _heal_links, _always(truth), hangs=True)
 
 
-def _of_hosts() -> Iterator[Fault]:
+def _iterate_host_faults() -> Iterator[InjectedFault]:
     machine = frozenset({FaultClass.CONFIGURATION, FaultClass.HARDWARE})
 
     def hosts(place: int) -> tuple[int, ...]:
         return (VICTIMS[place] // RANKS_A_HOST,)
 
-    def throttle(job: Job, which: tuple[int, ...], part: float | None) -> None:
+    def throttle(job: HostedJob, which: tuple[int, ...], part: float | None) -> None:
         for number in which:
             quota(job.hosts[number], None if part is None else part * job.usual.cores[number])
 
@@ -133,22 +133,22 @@ def _of_hosts() -> Iterator[Fault]:
         return lambda place: (Truth(classes, job_ranks(hosts(place))),)
 
     everywhere = tuple(range(HOSTS))
-    yield Fault(
+    yield InjectedFault(
         "quota on one host",
         lambda job, place: throttle(job, hosts(place), QUOTAS[place]),
         lambda job, place: throttle(job, hosts(place), None),
         of_host(frozenset({FaultClass.CONFIGURATION})),
     )
-    yield Fault(
+    yield InjectedFault(
         "quota on all hosts",
         lambda job, place: throttle(job, everywhere, QUOTAS[place]),
         lambda job, _place: throttle(job, everywhere, None),
         lambda _place: (Truth(frozenset({FaultClass.CONFIGURATION})),),
     )
-    yield Fault(
+    yield InjectedFault(
         "hog beside one host",
-        lambda job, place: beside(job.hosts, hosts(place)[0], HOGS),
-        lambda job, place: beside(job.hosts, hosts(place)[0], 0),
+        lambda job, place: add_noisy_neighbors(job.hosts, hosts(place)[0], HOGS),
+        lambda job, place: add_noisy_neighbors(job.hosts, hosts(place)[0], 0),
         of_host(machine),
     )
 
@@ -157,57 +157,57 @@ QUOTAS = (0.85, 0.8, 0.75)
 """Part of the processor time that the ranks of a host need."""
 
 
-def _of_scripts() -> Iterator[Fault]:
+def _iterate_script_faults() -> Iterator[InjectedFault]:
     code, data = frozenset({FaultClass.CODE}), frozenset({FaultClass.DATA})
-    yield _in_script("sleep by turns", "turns", code, everywhere=True)
-    yield _in_script("garbage", "garbage", code, everywhere=True)
-    yield _in_script("slow loader on one", "loader", data)
-    yield _in_script("slow loader on all", "loader", data, everywhere=True)
-    yield _in_script("lengths", "lengths", data, everywhere=True)
-    yield _in_script("slow function on one", "slow-function", code, function="augment_sample")
-    yield _in_script(
+    yield _build_script_fault("sleep by turns", "turns", code, everywhere=True)
+    yield _build_script_fault("garbage", "garbage", code, everywhere=True)
+    yield _build_script_fault("slow loader on one", "loader", data)
+    yield _build_script_fault("slow loader on all", "loader", data, everywhere=True)
+    yield _build_script_fault("lengths", "lengths", data, everywhere=True)
+    yield _build_script_fault("slow function on one", "slow-function", code, function="augment_sample")
+    yield _build_script_fault(
         "slow function on all", "slow-function", code, everywhere=True, function="augment_sample", part=0.4
     )
-    yield _in_script("synchronisation in each step", "synchronise", code, everywhere=True, function="log_metrics")
+    yield _build_script_fault("synchronisation in each step", "synchronise", code, everywhere=True, function="log_metrics")
 
 
-def _of_links() -> Iterator[Fault]:
+def _iterate_link_faults() -> Iterator[InjectedFault]:
     network = frozenset({FaultClass.NETWORK})
 
     def pair(place: int) -> Truth:
         return Truth(network, source=PAIRS[place][0], destination=PAIRS[place][1])
 
-    def slow_pair(job: Job, place: int) -> None:
+    def slow_pair(job: HostedJob, place: int) -> None:
         source, destination = PAIRS[place]
         slow(job.hosts[source], RATES[place], to=job.hosts[destination])
 
-    yield Fault("slow link", slow_pair, _heal_links, lambda place: (pair(place),))
-    yield Fault(
+    yield InjectedFault("slow link", slow_pair, _heal_links, lambda place: (pair(place),))
+    yield InjectedFault(
         "slow egress",
         lambda job, place: slow(job.hosts[SIDES[place][0]], SIDES[place][1]),
         _heal_links,
         lambda place: (Truth(network, source=SIDES[place][0]),),
     )
-    yield Fault(
+    yield InjectedFault(
         "slow ingress",
         lambda job, place: slow(job.hosts[SIDES[place][0]], SIDES[place][1], egress=False),
         _heal_links,
         lambda place: (Truth(network, destination=SIDES[place][0]),),
     )
-    loader = _in_script("", "loader", frozenset({FaultClass.DATA}))
+    loader = _build_script_fault("", "loader", frozenset({FaultClass.DATA}))
 
-    def both(job: Job, place: int) -> None:
+    def both(job: HostedJob, place: int) -> None:
         slow_pair(job, place)
         loader.strike(job, place)
 
-    def mend_both(job: Job, place: int) -> None:
+    def mend_both(job: HostedJob, place: int) -> None:
         _heal_links(job, place)
         loader.heal(job, place)
 
-    yield Fault("slow link and slow rank", both, mend_both, lambda place: (pair(place), *loader.truths(place)))
+    yield InjectedFault("slow link and slow rank", both, mend_both, lambda place: (pair(place), *loader.truths(place)))
 
 
-def _in_script(
+def _build_script_fault(
     name: str,
     kind: str,
     classes: frozenset[FaultClass],
@@ -216,27 +216,27 @@ def _in_script(
     function: str = "",
     part: float = 1.0,
     hangs: bool = False,
-) -> Fault:
+) -> InjectedFault:
     """What the script itself does (`job.strike`), on the victim or on all ranks."""
 
     def ranks(place: int) -> tuple[int, ...]:
         return tuple(range(RANKS)) if everywhere else (VICTIMS[place],)
 
-    def strike(job: Job, place: int) -> None:
+    def strike(job: HostedJob, place: int) -> None:
         for rank in ranks(place):
             job.strike(rank, {"kind": kind, "seconds": part * SLOW * STRENGTHS[place] * job.usual.step_seconds})
 
-    def mend(job: Job, place: int) -> None:
+    def mend(job: HostedJob, place: int) -> None:
         for rank in ranks(place):
             job.strike(rank, {})
 
     def truths(place: int) -> tuple[Truth, ...]:
         return (Truth(classes, () if everywhere else ranks(place), function=function),)
 
-    return Fault(name, strike, mend, truths, hangs)
+    return InjectedFault(name, strike, mend, truths, hangs)
 
 
-def _of_rank(classes: frozenset[FaultClass]) -> Callable[[int], tuple[Truth, ...]]:
+def _build_rank_truth(classes: frozenset[FaultClass]) -> Callable[[int], tuple[Truth, ...]]:
     return lambda place: (Truth(classes, (VICTIMS[place],)),)
 
 
@@ -249,8 +249,8 @@ def _always(*truths: Truth) -> Callable[[int], tuple[Truth, ...]]:
     return lambda _place: truths
 
 
-def _drop(source: int | None, destination: int | None) -> Callable[[Job, int], None]:
-    def strike(job: Job, _place: int) -> None:
+def _drop(source: int | None, destination: int | None) -> Callable[[HostedJob, int], None]:
+    def strike(job: HostedJob, _place: int) -> None:
         for one in job.hosts:
             for other in job.hosts:
                 if one is not other and source in (None, one.number) and destination in (None, other.number):
@@ -259,6 +259,6 @@ def _drop(source: int | None, destination: int | None) -> Callable[[Job, int], N
     return strike
 
 
-def _heal_links(job: Job, _place: int) -> None:
+def _heal_links(job: HostedJob, _place: int) -> None:
     for host in job.hosts:
         heal(host)

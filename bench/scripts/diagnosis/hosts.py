@@ -20,26 +20,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pacekeeper.observe.ring import RingReader
-from pacekeeper.runtime import Runtime, read_json, write_plan
+from pacekeeper.runtime import RuntimeFolder, read_json, write_plan
 from pacekeeper_analysis.plan import (
     SECRET_BYTES,
     Member,
     Plan,
-    Probe,
+    ProbeRequest,
     ProbeTarget,
-    Profile,
-    Sources,
-    meeting_place,
+    ProfileRequest,
+    SourceNaming,
+    choose_rendezvous,
 )
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
 from testcluster import cgroups
 from testcluster.settings import REPOSITORY
-from testcluster.shell import run, succeeds
+from testcluster.shell import run_command, is_successful
 
 NAME = "pacekeeper-diagnosis"
 SWITCH = f"{NAME}-switch"
 INTERFACE = "eth0"
-NOBODY = "02:00:00:00:00:99"
+UNUSED_HARDWARE_ADDRESS = "02:00:00:00:00:99"
 HOSTS, RANKS_A_HOST = 4, 2
 RANKS = HOSTS * RANKS_A_HOST
 HOGS = f"{NAME}/hogs"
@@ -68,7 +68,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Host:
+class JobHost:
     """One worker of the job."""
 
     number: int
@@ -96,8 +96,8 @@ class Host:
         return f"port{self.number}"
 
     @property
-    def runtime(self) -> Runtime:
-        return Runtime(self.folder / self.name)
+    def runtime(self) -> RuntimeFolder:
+        return RuntimeFolder(self.folder / self.name)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class Host:
         return Heartbeat.from_json(read_json(self.runtime.heartbeat) or {})
 
     @property
-    def told(self) -> Path:
+    def agent_report_path(self) -> Path:
         """What its agent has written down."""
         return self.folder / f"told-{self.number}"
 
@@ -125,12 +125,12 @@ class Usual:
     cores: tuple[float, ...]  # that the ranks of each host need
 
 
-class Job:
+class HostedJob:
     """The job on its hosts. `usual`: to be set before it is struck."""
 
     usual: Usual
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
+    def __init__(self, hosts: Sequence[JobHost]) -> None:
         self.hosts = hosts
         self.plan = Plan()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -138,7 +138,7 @@ class Job:
     def start(self) -> None:
         """Returns once all ranks train."""
         for host in self.hosts:
-            host.runtime.make()
+            host.runtime.create()
             self._start(host, _entering(host.cgroup, self._launcher()), "launcher")
             self._start(host, (sys.executable, "-m", "bench.scripts.diagnosis.agent", str(host.number)), "agent")
         self.wait_for(
@@ -150,7 +150,7 @@ class Job:
         """A new membership; returns once it trains."""
         members = tuple(Member(host.name, host.address, host.ranks) for host in self.hosts)
         ports = [host.heartbeat.meeting_port for host in self.hosts]
-        port, secret = meeting_place(ports, secrets.token_hex(SECRET_BYTES))
+        port, secret = choose_rendezvous(ports, secrets.token_hex(SECRET_BYTES))
         membership = self.plan.membership + 1
         first = max(host.heartbeat.round for host in self.hosts) + 1
         self.give(members=members, membership=membership, round=first, store_port=port, secret=secret)
@@ -161,15 +161,15 @@ class Job:
 
     def cpu_seconds(self) -> tuple[float, ...]:
         """What the ranks of each host have used so far."""
-        return tuple(cgroups.cpu_seconds(host.cgroup) for host in self.hosts)
+        return tuple(cgroups.read_cpu_seconds(host.cgroup) for host in self.hosts)
 
     def give(self, **changes: Any) -> None:
         """The next version of the plan, each worker's part to itself."""
         self.plan = replace(self.plan, version=self.plan.version + 1, **changes)
         for host in self.hosts:
-            write_plan(host.runtime.plan, self.plan.part(host.name))
+            write_plan(host.runtime.plan, self.plan.build_worker_plan(host.name))
 
-    def ask_probe(self, name: str) -> None:
+    def request_probe(self, name: str) -> None:
         """Each host measures its link to each other one; those of a turn have no host in common."""
         address = {host.name: f"{host.address}:{host.heartbeat.probe_port}" for host in self.hosts}
         targets: dict[str, list[ProbeTarget]] = {host.name: [] for host in self.hosts}
@@ -177,12 +177,12 @@ class Job:
             for source, destination in turn:
                 other = self.hosts[destination].name
                 targets[self.hosts[source].name].append(ProbeTarget(other, address[other], slot))
-        self.give(probe=Probe(name, tuple(targets), tuple(map(tuple, targets.values()))))
+        self.give(probe=ProbeRequest(name, tuple(targets), tuple(map(tuple, targets.values()))))
 
-    def ask_profile(self, name: str, ahead: int, steps: int, seconds: float) -> None:
+    def request_profile(self, name: str, ahead: int, steps: int, seconds: float) -> None:
         """A behaviour window of so many steps or seconds, on all ranks, from so many steps on."""
         first = max(host.heartbeat.step for host in self.hosts) + ahead
-        self.give(profile=Profile(name, first_step=first, steps=steps, seconds=seconds, sources=Sources.SHOW))
+        self.give(profile=ProfileRequest(name, first_step=first, steps=steps, seconds=seconds, sources=SourceNaming.SHOW))
 
     def patterns(self, name: str) -> tuple[float, dict[int, bytes]]:
         """What has come of this window so far, by rank, and when the last of it came; 0: nothing has."""
@@ -194,7 +194,7 @@ class Job:
     def step(self) -> int:
         return min(host.heartbeat.step for host in self.hosts)
 
-    def host_of(self, rank: int) -> Host:
+    def host_of(self, rank: int) -> JobHost:
         return self.hosts[rank // RANKS_A_HOST]
 
     def strike(self, rank: int, fault: Mapping[str, Any]) -> None:
@@ -218,13 +218,13 @@ class Job:
 
     def end(self) -> None:
         for host in self.hosts:
-            for pid in cgroups.pids(host.cgroup):
+            for pid in cgroups.list_pids(host.cgroup):
                 try:
                     os.kill(pid, signal.SIGCONT)
                 except ProcessLookupError:
                     continue
-            cgroups.kill(host.cgroup)
-        cgroups.kill(HOGS)
+            cgroups.kill_cgroup(host.cgroup)
+        cgroups.kill_cgroup(HOGS)
         for process in self._processes:
             process.kill()
             process.wait()
@@ -233,7 +233,7 @@ class Job:
         script = Path(__file__).with_name("job.py")
         return (sys.executable, "-m", "pacekeeper.cli", "run", str(script))
 
-    def _start(self, host: Host, command: Sequence[str], what: str) -> None:
+    def _start(self, host: JobHost, command: Sequence[str], what: str) -> None:
         environment = {
             **os.environ,
             "FOLDER": str(host.folder),
@@ -257,12 +257,12 @@ class Job:
 
 
 @contextmanager
-def job() -> Iterator[Job]:
+def job() -> Iterator[HostedJob]:
     """The hosts, without anything that runs on them; all is gone in the end. Needs root, iproute2 and cgroups."""
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-", dir="/dev/shm") as folder:
-        hosts = [Host(number, Path(folder)) for number in range(HOSTS)]
+        hosts = [JobHost(number, Path(folder)) for number in range(HOSTS)]
         _remove(hosts)
-        made = Job(hosts)
+        made = HostedJob(hosts)
         try:
             _make(hosts)
             yield made
@@ -271,58 +271,58 @@ def job() -> Iterator[Job]:
             _remove(hosts)
 
 
-def quota(host: Host, cores: float | None) -> None:
+def quota(host: JobHost, cores: float | None) -> None:
     """So much processor time for all ranks of the host; None: as much as there is."""
-    folder = cgroups.controller("cpu", host.cgroup)
+    folder = cgroups.get_controller_folder("cpu", host.cgroup)
     if cgroups.is_v2():
         (folder / "cpu.max").write_text("max" if cores is None else f"{round(cores * PERIOD_US)} {PERIOD_US}")
     else:
         (folder / "cpu.cfs_quota_us").write_text("-1" if cores is None else str(round(cores * PERIOD_US)))
 
 
-def slow(host: Host, rate: str, *, egress: bool = True, to: Host | None = None) -> None:
+def slow(host: JobHost, rate: str, *, egress: bool = True, to: JobHost | None = None) -> None:
     """Its way to the others (egress) or theirs to it, at `rate` (in tc's words); `to`: only its way to this host."""
     place, device = (host.namespace, INTERFACE) if egress else (SWITCH, host.port)
     tc = ("tc", "-n", place)
     if to is None:
-        run(*tc, *_words(f"qdisc replace dev {device} root tbf rate {rate} burst 32kb latency 400ms"))
+        run_command(*tc, *_split_command(f"qdisc replace dev {device} root tbf rate {rate} burst 32kb latency 400ms"))
         return
-    run(*tc, *_words(f"qdisc replace dev {device} root handle 1: htb default 1"))
-    run(*tc, *_words(f"class add dev {device} parent 1: classid 1:1 htb rate 30gbit quantum 60000"))
-    run(*tc, *_words(f"class add dev {device} parent 1: classid 1:2 htb rate {rate} burst 32kb"))
+    run_command(*tc, *_split_command(f"qdisc replace dev {device} root handle 1: htb default 1"))
+    run_command(*tc, *_split_command(f"class add dev {device} parent 1: classid 1:1 htb rate 30gbit quantum 60000"))
+    run_command(*tc, *_split_command(f"class add dev {device} parent 1: classid 1:2 htb rate {rate} burst 32kb"))
     match = f"protocol ip u32 match ip dst {to.address}/32 flowid 1:2"
-    run(*tc, *_words(f"filter add dev {device} parent 1: {match}"))
+    run_command(*tc, *_split_command(f"filter add dev {device} parent 1: {match}"))
 
 
-def drop(source: Host, destination: Host) -> None:
+def drop(source: JobHost, destination: JobHost) -> None:
     """What the one sends to the other goes to an address that nobody has."""
-    neighbour = f"neigh replace {destination.address} lladdr {NOBODY} dev {INTERFACE} nud permanent"
-    run("ip", "-n", source.namespace, *_words(neighbour))
+    neighbour = f"neigh replace {destination.address} lladdr {UNUSED_HARDWARE_ADDRESS} dev {INTERFACE} nud permanent"
+    run_command("ip", "-n", source.namespace, *_split_command(neighbour))
 
 
-def _words(command: str) -> list[str]:
+def _split_command(command: str) -> list[str]:
     return command.split()
 
 
-def heal(host: Host) -> None:
+def heal(host: JobHost) -> None:
     """Its network and its processors, as they were."""
     for place, device in ((host.namespace, INTERFACE), (SWITCH, host.port)):
-        succeeds("tc", "-n", place, "qdisc", "delete", "dev", device, "root")
-    run("ip", "-n", host.namespace, *_words(f"neigh flush dev {INTERFACE} nud permanent"))
+        is_successful("tc", "-n", place, "qdisc", "delete", "dev", device, "root")
+    run_command("ip", "-n", host.namespace, *_split_command(f"neigh flush dev {INTERFACE} nud permanent"))
     quota(host, None)
 
 
 def _entering(path: str, command: Sequence[str]) -> tuple[str, ...]:
     """The command that enters the cgroup, with processes and processor time, and then becomes `command`."""
-    folders = sorted({str(cgroups.controller(name, path)) for name in ("pids", "cpu", "cpuacct")})
+    folders = sorted({str(cgroups.get_controller_folder(name, path)) for name in ("pids", "cpu", "cpuacct")})
     enter = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in folders)
     return ("sh", "-c", f'{enter}; exec "$@"', "sh", *command)
 
 
-def beside(hosts: Sequence[Host], victim: int, hogs: int) -> None:
+def add_noisy_neighbors(hosts: Sequence[JobHost], victim: int, hogs: int) -> None:
     """So many neighbours copy memory on the one processor that this host shares with them then, and take most of it;
     the other hosts have the other processors. 0: it is over."""
-    cgroups.kill(HOGS)
+    cgroups.kill_cgroup(HOGS)
     processors = os.sched_getaffinity(0)
     first = min(processors)
     for host in hosts:
@@ -330,7 +330,7 @@ def beside(hosts: Sequence[Host], victim: int, hogs: int) -> None:
         _pin(host, mine if hogs else processors)
     if not hogs:
         return
-    cgroups.create(HOGS)
+    cgroups.create_cgroup(HOGS)
     _weigh(HOGS, 8)
     for _ in range(hogs):
         command = ("taskset", "--cpu-list", str(first), sys.executable, "-c", HOG)
@@ -340,38 +340,38 @@ def beside(hosts: Sequence[Host], victim: int, hogs: int) -> None:
 def _weigh(path: str, times: int) -> None:
     """Its part of the processors, over that of a usual group beside it."""
     name, usual = ("cpu.weight", 100) if cgroups.is_v2() else ("cpu.shares", 1024)
-    (cgroups.controller("cpu", path) / name).write_text(str(times * usual))
+    (cgroups.get_controller_folder("cpu", path) / name).write_text(str(times * usual))
 
 
-def _pin(host: Host, processors: set[int]) -> None:
-    for pid in cgroups.pids(host.cgroup):
+def _pin(host: JobHost, processors: set[int]) -> None:
+    for pid in cgroups.list_pids(host.cgroup):
         for task in Path(f"/proc/{pid}/task").glob("*"):
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(int(task.name), processors)
 
 
-def _make(hosts: Sequence[Host]) -> None:
-    cgroups.create(NAME)
+def _make(hosts: Sequence[JobHost]) -> None:
+    cgroups.create_cgroup(NAME)
     _weigh(NAME, 100)  # whatever else the machine is busy with: the faults are ours
-    run("ip", "netns", "add", SWITCH)
-    run("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
-    run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
+    run_command("ip", "netns", "add", SWITCH)
+    run_command("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
+    run_command("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
     for host in hosts:
-        cgroups.create(host.cgroup)
-        run("ip", "netns", "add", host.namespace)
+        cgroups.create_cgroup(host.cgroup)
+        run_command("ip", "netns", "add", host.namespace)
         end = ["peer", "name", INTERFACE, "netns", host.namespace]
-        run("ip", "-n", SWITCH, "link", "add", host.port, "type", "veth", *end)
-        run("ip", "-n", SWITCH, "link", "set", host.port, "master", "bridge0", "up")
-        run("ip", "-n", host.namespace, "link", "set", "lo", "up")
-        run("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
-        run("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
+        run_command("ip", "-n", SWITCH, "link", "add", host.port, "type", "veth", *end)
+        run_command("ip", "-n", SWITCH, "link", "set", host.port, "master", "bridge0", "up")
+        run_command("ip", "-n", host.namespace, "link", "set", "lo", "up")
+        run_command("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+        run_command("ip", "-n", host.namespace, "link", "set", INTERFACE, "up")
 
 
-def _remove(hosts: Sequence[Host]) -> None:
+def _remove(hosts: Sequence[JobHost]) -> None:
     """Deleting a namespace takes the links with it."""
-    cgroups.kill(NAME)  # with the hogs, whoever was killed before it could end them
-    if cgroups.controller("pids", NAME).exists():
-        cgroups.remove(NAME)
+    cgroups.kill_cgroup(NAME)  # with the hogs, whoever was killed before it could end them
+    if cgroups.get_controller_folder("pids", NAME).exists():
+        cgroups.remove_cgroup(NAME)
     for namespace in (*(host.namespace for host in hosts), SWITCH):
-        if succeeds("ip", "netns", "pids", namespace):
-            run("ip", "netns", "delete", namespace)
+        if is_successful("ip", "netns", "pids", namespace):
+            run_command("ip", "netns", "delete", namespace)

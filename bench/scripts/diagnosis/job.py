@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 import pacekeeper.auto  # noqa: F401  # watches the rest
-from pacekeeper.observe.watching import recorder
+from pacekeeper.observe.watching import get_recorder
 
 FOLDER = Path(os.environ["FOLDER"])
 STAGES, REPLICAS, TENSOR = 2, 2, 2
@@ -56,7 +56,7 @@ class Samples(Dataset[torch.Tensor]):
         return torch.zeros(8)
 
 
-class Job:
+class RankJob:
     """One rank's part."""
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class Job:
         mesh = init_device_mesh("cpu", (STAGES, REPLICAS, TENSOR), mesh_dim_names=("stage", "data", "tensor"))
         self.stage, self.replica = mesh.get_local_rank("stage"), mesh.get_local_rank("data")
         self.data, self.tensor = mesh.get_group("data"), mesh.get_group("tensor")
-        self.neighbour = dist.get_global_rank(mesh.get_group("stage"), 1 - self.stage)
+        self.neighbor = dist.get_global_rank(mesh.get_group("stage"), 1 - self.stage)
         self.parameter = torch.nn.Parameter(torch.zeros(GRADIENTS))
         self.optimizer = torch.optim.SGD([self.parameter], lr=0.0)
         self.matrix = torch.randn(WORK, WORK)
         self.batches = iter(DataLoader(Samples(), batch_size=1))
         self.tokens = USUAL_TOKENS
         self.step = 0
-        _tell_lengths(self)
+        _report_lengths(self)
 
     def train(self) -> None:
         while not (FOLDER / "stop").exists():
@@ -89,20 +89,20 @@ class Job:
     def forward(self) -> None:
         activations = torch.zeros(ACTIVATIONS)
         if self.stage == 1:
-            dist.recv(activations, self.neighbour)
+            dist.recv(activations, self.neighbor)
         self.compute(FORWARD_SECONDS)
         self.sum_partials()
         if self.stage == 0:
-            dist.send(activations, self.neighbour)
+            dist.send(activations, self.neighbor)
 
     def backward(self) -> None:
         gradients = torch.zeros(ACTIVATIONS)
         if self.stage == 0:
-            dist.recv(gradients, self.neighbour)
+            dist.recv(gradients, self.neighbor)
         self.compute(BACKWARD_SECONDS)
         self.sum_partials()
         if self.stage == 1:
-            dist.send(gradients, self.neighbour)
+            dist.send(gradients, self.neighbor)
 
     def sum_partials(self) -> None:
         fault = present_fault()
@@ -131,9 +131,9 @@ def drawn_tokens(step: int, replica: int) -> int:
     return max(1, round(USUAL_TOKENS * drawn))
 
 
-def _tell_lengths(job: Job) -> None:
+def _report_lengths(job: RankJob) -> None:
     """As the library's own loader does in a script that uses it."""
-    watched = recorder()
+    watched = get_recorder()
     end_step = watched.end_step
 
     def with_lengths() -> None:
@@ -142,7 +142,7 @@ def _tell_lengths(job: Job) -> None:
     watched.end_step = with_lengths  # type: ignore[assignment]  # of this one
 
 
-def strike(job: Job) -> None:
+def strike(job: RankJob) -> None:
     """What the script itself does wrong in this step."""
     fault = present_fault()
     if fault.get("kind") != "garbage":
@@ -218,4 +218,4 @@ def ranks() -> Iterator[tuple[int, int, int, int]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Job().train()
+    RankJob().train()

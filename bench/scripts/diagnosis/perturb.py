@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.operations import decode, encode
+from pacekeeper_analysis.operations import decode_operations, encode_operations
 
 from .hosts import RANKS
 from .record import Recording
@@ -30,7 +30,7 @@ LOST_STEPS, LOST_ANSWERS, LOST_POLLS, LOST_PATTERN = 0.01, 0.08, 0.08, 0.2
 LATEST_SECONDS = 1.0
 CLOCK_SECONDS = 300.0
 BEGINNING_SECONDS = 2.5
-BEGINS_AFTER = (2.0, 14.0)
+BEGIN_SECONDS = (2.0, 14.0)
 HORIZON = 1 << 13
 """Steps whose noise is drawn before it comes again."""
 
@@ -44,7 +44,7 @@ class Beginning:
     more: Floats
 
     @classmethod
-    def of(cls, recording: Recording) -> Beginning | None:
+    def from_recording(cls, recording: Recording) -> Beginning | None:
         """None: nobody's own work grew."""
         first = step_at(recording, recording.began)
         last = max(first + 1, step_at(recording, recording.began + BEGINNING_SECONDS))
@@ -97,7 +97,7 @@ class _Copy:
 
     @property
     def made(self) -> Recording:
-        told = sorted(self._told(), key=lambda words: words["at"])
+        told = sorted(self._copy_reports(), key=lambda words: words["at"])
         patterns = dict(self._recording.patterns)
         if patterns and self._random.random() < LOST_PATTERN:
             del patterns[self._random.choice(sorted(patterns))]
@@ -109,11 +109,11 @@ class _Copy:
 
     def _lay_over(self, more: Floats) -> None:
         began = self._recording.began or self._recording.told[0]["at"]
-        first = step_at(self._recording, began + self._random.uniform(*BEGINS_AFTER))
+        first = step_at(self._recording, began + self._random.uniform(*BEGIN_SECONDS))
         steps = np.arange(first, first + len(more)) % HORIZON
         self._more[steps] = more[:, self._draw.permutation(RANKS)]
 
-    def _told(self) -> Iterator[dict[str, Any]]:
+    def _copy_reports(self) -> Iterator[dict[str, Any]]:
         for words in self._recording.told:
             clock = self._clocks[words["worker"]]
             changed = {**words, "clock": clock}
@@ -164,20 +164,20 @@ class _Copy:
         return changed
 
     def _operations(self, of: Mapping[str, Any]) -> dict[str, Any]:
-        found = decode(of["operations"]).copy()
+        found = decode_operations(of["operations"]).copy()
         steps = found["step"].astype(np.int64) % HORIZON
         factor = (self._noise[steps, of["rank"]] * self._common[steps]).astype(np.float32)
         for name in ("start", "end", "held"):
             found[name] *= factor
-        return {**of, "operations": encode(found[~self._lost[steps, of["rank"]]])}
+        return {**of, "operations": encode_operations(found[~self._lost[steps, of["rank"]]])}
 
     def _heartbeat(self, beat: Mapping[str, Any], clock: float) -> dict[str, Any]:
-        changed = {**beat, "figures": [self._figures(figures) for figures in beat["figures"]]}
+        changed = {**beat, "figures": [self._scale_metrics(figures) for figures in beat["figures"]]}
         for name in ("first_step_at", "round_started_at"):
             changed[name] = beat[name] + clock if beat[name] else 0.0
         return changed
 
-    def _figures(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+    def _scale_metrics(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         """As the rank's newest window has changed."""
         step, own = self._factors.get(figures["rank"], (1.0, 1.0))
         changed = dict(figures)

@@ -23,8 +23,8 @@ from typing import Any
 
 from testcluster.settings import REPOSITORY
 
-from .faults import PLACES, Fault, catalogue
-from .hosts import Job, Usual, job
+from .faults import PLACES, InjectedFault, catalogue
+from .hosts import HostedJob, Usual, job
 
 HEALTHY = "healthy"
 WARM_SECONDS = 40.0
@@ -39,7 +39,7 @@ CALM, CALM_SECONDS = 1.1, 300.0
 machine that is busy otherwise a fault is not the one that is meant, and a healthy job is none."""
 PROFILE_AFTER, PROFILE_AHEAD, PROFILE_STEPS, PROFILE_SECONDS = 3.0, 15, 64, 8.0
 """Seconds after a fault's beginning, steps ahead of then, and what the operator would ask for."""
-PROBE_AFTER = 24.0
+PROBE_DELAY_SECONDS = 24.0
 """Late: its bytes would be in the windows."""
 
 
@@ -87,7 +87,7 @@ def recordings(faults: Sequence[str], places: int) -> Iterator[Path]:
             yield path_of(name, place)
 
 
-def record(faults: Sequence[Fault], places: int = PLACES) -> None:
+def record(faults: Sequence[InjectedFault], places: int = PLACES) -> None:
     """Makes what is missing, one place after the other, the faults of each in an order of their own."""
     folder().mkdir(parents=True, exist_ok=True)
     if all(path.exists() for path in recordings([fault.name for fault in faults], places)):
@@ -111,10 +111,10 @@ def record(faults: Sequence[Fault], places: int = PLACES) -> None:
 def depth(made: Recording) -> float:
     """Of a fault: steps while it lasted over steps before it struck."""
     before = [words for words in made.told if words["at"] < made.began]
-    return pace(made.told) / pace(before)
+    return measure_relative_time(made.told) / measure_relative_time(before)
 
 
-def pace(told: Iterable[Mapping[str, Any]]) -> float:
+def measure_relative_time(told: Iterable[Mapping[str, Any]]) -> float:
     """Steps now over the job's first ones, by the ranks' last windows; infinite where none has told of any."""
     paces = [mean(window["step_seconds"]) / window["baseline_seconds"] for window in _last_windows(told)]
     return median(paces) if paces else math.inf
@@ -127,13 +127,13 @@ def _last_windows(told: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, An
     }.values()
 
 
-def _healthy(running: Job, place: int) -> Recording:
+def _healthy(running: HostedJob, place: int) -> Recording:
     listening = _listen_to_calm(running)
     time.sleep(HEALTHY_SECONDS)
     return listening.recording(HEALTHY, place, 0.0)
 
 
-def _struck(running: Job, fault: Fault, place: int) -> Recording:
+def _struck(running: HostedJob, fault: InjectedFault, place: int) -> Recording:
     listening = _listen_to_calm(running)
     began = time.time()
     fault.strike(running, place)
@@ -143,10 +143,10 @@ def _struck(running: Job, fault: Fault, place: int) -> Recording:
             time.sleep(HANG_SECONDS)
         else:
             time.sleep(PROFILE_AFTER)
-            running.ask_profile(name, PROFILE_AHEAD, PROFILE_STEPS, PROFILE_SECONDS)
-            time.sleep(PROBE_AFTER - PROFILE_AFTER)
-            running.ask_probe(f"probe-{running.plan.version + 1}")
-            time.sleep(SLOW_SECONDS - PROBE_AFTER)
+            running.request_profile(name, PROFILE_AHEAD, PROFILE_STEPS, PROFILE_SECONDS)
+            time.sleep(PROBE_DELAY_SECONDS - PROFILE_AFTER)
+            running.request_probe(f"probe-{running.plan.version + 1}")
+            time.sleep(SLOW_SECONDS - PROBE_DELAY_SECONDS)
     finally:
         fault.heal(running, place)
     profiled, patterns = running.patterns(name)
@@ -154,19 +154,19 @@ def _struck(running: Job, fault: Fault, place: int) -> Recording:
     if fault.hangs:
         running.train()
     running.give(profile=None, probe=None)
-    time.sleep(LINKS_FLUSH_SECONDS if fault.of_links and not fault.hangs else STEPS_FLUSH_SECONDS)
+    time.sleep(LINKS_FLUSH_SECONDS if fault.is_of_links and not fault.hangs else STEPS_FLUSH_SECONDS)
     return made
 
 
-def _listen_to_calm(running: Job) -> _Listening:
+def _listen_to_calm(running: HostedJob) -> _Listening:
     """Since BEFORE_SECONDS, in which steps were as fast as they should be; what the job usually needs is known then.
     Raises SystemExit where the machine stays busy."""
     deadline = time.monotonic() + CALM_SECONDS
     while True:
         listening, used = _Listening(running), running.cpu_seconds()
         time.sleep(BEFORE_SECONDS)
-        told, after = listening.told(), running.cpu_seconds()
-        now = pace(told)
+        told, after = listening.read_reports(), running.cpu_seconds()
+        now = measure_relative_time(told)
         if now <= CALM:
             cores = tuple((at - was) / BEFORE_SECONDS for at, was in zip(after, used, strict=True))
             running.usual = Usual(median(mean(window["step_seconds"]) for window in _last_windows(told)), cores)
@@ -180,16 +180,16 @@ def _listen_to_calm(running: Job) -> _Listening:
 class _Listening:
     """To what the agents write from now on."""
 
-    def __init__(self, running: Job) -> None:
+    def __init__(self, running: HostedJob) -> None:
         self._running = running
         self._load = os.getloadavg()[0]
-        self._from = {host.number: host.told.stat().st_size if host.told.exists() else 0 for host in running.hosts}
+        self._from = {host.number: host.agent_report_path.stat().st_size if host.agent_report_path.exists() else 0 for host in running.hosts}
 
-    def told(self) -> list[dict[str, Any]]:
+    def read_reports(self) -> list[dict[str, Any]]:
         """So far, oldest first."""
         lines: list[dict[str, Any]] = []
         for host in self._running.hosts:
-            with host.told.open() as file:
+            with host.agent_report_path.open() as file:
                 file.seek(self._from[host.number])
                 lines += [json.loads(line) for line in file if line.endswith("\n")]
         return sorted(lines, key=lambda line: line["at"])
@@ -203,9 +203,9 @@ class _Listening:
         profiled: float = 0.0,
     ) -> Recording:
         """Ends it, and empties the files."""
-        told = self.told()
+        told = self.read_reports()
         for host in self._running.hosts:
-            os.truncate(host.told, 0)
+            os.truncate(host.agent_report_path, 0)
         return Recording(name, place, began, time.time(), told, patterns or {}, profiled, self._load)
 
 

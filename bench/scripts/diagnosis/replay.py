@@ -13,13 +13,13 @@ from itertools import repeat
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
 
 from . import rules
-from .faults import Fault, Truth, catalogue
-from .judge import judge
+from .faults import InjectedFault, Truth, catalogue
+from .judge import replay_operator
 from .perturb import Beginning, perturbed
 from .record import HEALTHY, Recording, path_of
 
 CONFIDENT = 0.9
-NAIVE_AFTER = 2.0
+NAIVE_VERDICT_SECONDS = 2.0
 """Seconds that a naive rule is let look at the fault before its first answer counts."""
 
 Key = tuple[str, frozenset[str]]
@@ -27,7 +27,7 @@ Key = tuple[str, frozenset[str]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplayVerdict:
     """What a finding is worth: does it name the culprit, and the class?"""
 
     after: float  # seconds since the fault's beginning
@@ -55,8 +55,8 @@ class Outcome:
     place: int
     copy: int
     early: bool  # something was blamed before the fault began
-    first: Verdict | None  # that names somebody; None: nobody was
-    last: Verdict | None
+    first: ReplayVerdict | None  # that names somebody; None: nobody was
+    last: ReplayVerdict | None
     naive: Mapping[str, tuple[bool, bool]]  # rule → it blamed somebody, and rightly
 
 
@@ -69,7 +69,7 @@ Case = tuple[str, int]
 def outcomes(places: int, copies: int) -> list[Outcome]:
     """Of all recordings that there are, the faults in the catalogue's order."""
     with ProcessPoolExecutor() as pool:
-        found = list(pool.map(of_recording, cases(places), repeat(beginnings(places)), repeat(copies)))
+        found = list(pool.map(replay_recording, cases(places), repeat(beginnings(places)), repeat(copies)))
     return [outcome for of in found for outcome in of]
 
 
@@ -77,7 +77,7 @@ def cases(places: int) -> list[Case]:
     return [(fault.name, place) for fault in catalogue() for place in range(places)]
 
 
-def of_recording(case: Case, beginnings: Beginnings, copies: int) -> list[Outcome]:
+def replay_recording(case: Case, beginnings: Beginnings, copies: int) -> list[Outcome]:
     logging.disable(logging.CRITICAL)
     name, place = case
     fault = next(fault for fault in catalogue() if fault.name == name)
@@ -90,47 +90,47 @@ def beginnings(places: int) -> Beginnings:
     found: dict[str, list[Beginning]] = defaultdict(list)
     for fault in catalogue():
         for place in range(places):
-            beginning = None if fault.hangs else Beginning.of(Recording.load_from(path_of(fault.name, place)))
+            beginning = None if fault.hangs else Beginning.from_recording(Recording.load_from(path_of(fault.name, place)))
             if beginning is not None:
                 found[fault.name].append(beginning)
     return dict(found)
 
 
-def _outcome(fault: Fault, place: int, copy: int, recording: Recording, others: Sequence[Beginning]) -> Outcome:
+def _outcome(fault: InjectedFault, place: int, copy: int, recording: Recording, others: Sequence[Beginning]) -> Outcome:
     changed = recording if copy == 0 else perturbed(recording, others, seed=1000 * place + copy)
     truths = fault.truths(place)
-    told = judge(changed)
+    told = replay_operator(changed)
     verdicts = [
-        _verdict(each.finding, truths, each.at - recording.began)
+        _verdict(each.finding, truths, each.reported_at - recording.began)
         for each in told
-        if each.finding is not None and each.finding.culprit and each.at > recording.began
+        if each.finding is not None and each.finding.culprit and each.reported_at > recording.began
     ]
     return Outcome(
         fault=fault.name,
         hangs=fault.hangs,
         place=place,
         copy=copy,
-        early=any(each.at <= recording.began for each in told),
+        early=any(each.reported_at <= recording.began for each in told),
         first=verdicts[0] if verdicts else None,
         last=verdicts[-1] if verdicts else None,
         naive={name: _naive(changed, rule, truths) for name, rule in rules.RULES.items()},
     )
 
 
-def _verdict(finding: Finding, truths: Sequence[Truth], after: float) -> Verdict:
+def _verdict(finding: Finding, truths: Sequence[Truth], after: float) -> ReplayVerdict:
     of = [truth for truth in truths if truth.is_named(finding)]
-    return Verdict(
+    return ReplayVerdict(
         after=after,
         culprit=finding.culprit,
         fault=finding.fault.value,
-        kinds=frozenset(kind.value for kind in finding.kinds),
+        kinds=frozenset(kind.value for kind in finding.signal_kinds),
         named=bool(of),
         classed=any(truth.is_class(finding) for truth in of or truths),
     )
 
 
 def _naive(recording: Recording, rule: rules.Rule, truths: Sequence[Truth]) -> tuple[bool, bool]:
-    found = rules.first_blamed(recording, rule, NAIVE_AFTER)
+    found = rules.first_blamed(recording, rule, NAIVE_VERDICT_SECONDS)
     return found is not None, found is not None and any(truth.is_blamed(found[1]) for truth in truths)
 
 
@@ -175,7 +175,7 @@ class Row:
     classed: float  # and named
     silent: float
     seconds: float  # median to the first answer
-    said: str  # the commonest last verdicts
+    last_verdicts: str  # the commonest last verdicts
 
 
 def table(found: Sequence[Outcome]) -> list[Row]:
@@ -191,13 +191,13 @@ def table(found: Sequence[Outcome]) -> list[Row]:
                 classed=sum(o.last is not None and o.last.right for o in of) / len(of),
                 silent=sum(o.last is None for o in of) / len(of),
                 seconds=quantile([math.inf if o.first is None else o.first.after for o in of], 0.5),
-                said=", ".join(f"{words} ({count})" for words, count in said.most_common(3)),
+                last_verdicts=", ".join(f"{words} ({count})" for words, count in said.most_common(3)),
             )
         )
     return rows
 
 
-def _kind(verdict: Verdict) -> str:
+def _kind(verdict: ReplayVerdict) -> str:
     return "right" if verdict.named else verdict.culprit
 
 

@@ -33,18 +33,18 @@ class Threshold:
         return f"{self.name} × {self.factor:g}"
 
 
-AS_IT_IS = Threshold("", "", 1.0)
-DIAGNOSE, BEHAVIOUR = "pacekeeper_analysis.diagnose", "pacekeeper_analysis.behaviour"
+UNCHANGED_THRESHOLD = Threshold("", "", 1.0)
+DIAGNOSE, PROFILING = "pacekeeper_analysis.diagnose", "pacekeeper_analysis.behaviour"
 TRIED = (
-    AS_IT_IS,
+    UNCHANGED_THRESHOLD,
     *(
         Threshold(module, name, factor)
         for (module, name), factor in product(
             (
                 (f"{DIAGNOSE}.blame", "LEAST_SHARE"),
                 (f"{DIAGNOSE}.links", "HOT"),
-                (f"{BEHAVIOUR}.localise", "SUSPECT"),
-                (f"{BEHAVIOUR}.localise", "WEIGHT"),
+                (f"{PROFILING}.localise", "SUSPECT"),
+                (f"{PROFILING}.localise", "WEIGHT"),
             ),
             (0.5, 2.0),
         )
@@ -65,7 +65,7 @@ class LeftOut:
 def left_out(places: int) -> LeftOut:
     tries = list(product(TRIED, replay.cases(places)))
     with ProcessPoolExecutor() as pool:
-        found = list(pool.map(_under, *zip(*tries, strict=True), repeat(replay.beginnings(places))))
+        found = list(pool.map(_replay_under_threshold, *zip(*tries, strict=True), repeat(replay.beginnings(places))))
     scores: dict[Threshold, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (threshold, (fault, _)), outcomes in zip(tries, found, strict=True):
         scores[threshold][fault] += [_score(outcome) for outcome in outcomes]
@@ -78,15 +78,15 @@ def choose(scores: Mapping[Threshold, Mapping[str, Sequence[float]]]) -> LeftOut
     def best_without(fault: str) -> Threshold:
         def score(threshold: Threshold) -> tuple[float, bool]:
             others = (mean(of) for name, of in scores[threshold].items() if name != fault)
-            return round(mean(others), 6), threshold == AS_IT_IS
+            return round(mean(others), 6), threshold == UNCHANGED_THRESHOLD
 
         return max(scores, key=score)
 
-    best = {fault: best_without(fault) for fault in scores[AS_IT_IS]}
+    best = {fault: best_without(fault) for fault in scores[UNCHANGED_THRESHOLD]}
     return LeftOut(
-        as_it_is=_right(score for of in scores[AS_IT_IS].values() for score in of),
+        as_it_is=_right(score for of in scores[UNCHANGED_THRESHOLD].values() for score in of),
         left_out=_right(score for fault, threshold in best.items() for score in scores[threshold][fault]),
-        chosen=Counter(str(threshold) if threshold != AS_IT_IS else "as they are" for threshold in best.values()),
+        chosen=Counter(str(threshold) if threshold != UNCHANGED_THRESHOLD else "as they are" for threshold in best.values()),
     )
 
 
@@ -98,14 +98,14 @@ def _score(outcome: Outcome) -> float:
     return 0.0 if outcome.last is None else 1.0 if outcome.last.right else WRONG
 
 
-def _under(threshold: Threshold, case: Case, beginnings: Beginnings) -> list[Outcome]:
-    with _in_force(threshold):
-        return replay.of_recording(case, beginnings, COPIES)
+def _replay_under_threshold(threshold: Threshold, case: Case, beginnings: Beginnings) -> list[Outcome]:
+    with _apply_threshold(threshold):
+        return replay.replay_recording(case, beginnings, COPIES)
 
 
 @contextmanager
-def _in_force(threshold: Threshold) -> Iterator[None]:
-    if threshold == AS_IT_IS:
+def _apply_threshold(threshold: Threshold) -> Iterator[None]:
+    if threshold == UNCHANGED_THRESHOLD:
         yield
         return
     module, base = import_module(threshold.module), 1.0 if threshold.name in RATIOS else 0.0

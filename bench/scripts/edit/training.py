@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bench.scripts.stragglers.workload import CONTEXT, GPT, HELD_OUT, SourceCode, loss_sum, make_optimizer
 from pacekeeper.replication.local_sgd import OuterOptimizer, OuterSGD, reset_moments
 from pacekeeper.replication.local_sgd.units import make_units
-from pacekeeper_analysis.pseudo_gradient import Penalty, Statistics, weigh
+from pacekeeper_analysis.pseudo_gradient import Penalty, NormStatistics, weigh_replicas
 
 LOCAL_BATCH = 8
 """Sequences of a replica's step."""
@@ -71,19 +71,19 @@ def train(run: Run, outer: OuterSGD | None, points: int) -> Curve:
     optimizer = make_optimizer(model, run.learning_rate)
     curve: Curve = []
     every = SYNC_EVERY * max(1, run.steps // SYNC_EVERY // points)
-    fleet: Fleet | None = None
+    fleet: ReplicaSet | None = None
     for step in range(run.steps):
         if step == run.warmup and outer is not None:
-            fleet = Fleet(model, optimizer, outer, run.replicas)
+            fleet = ReplicaSet(model, optimizer, outer, run.replicas)
         batches = [batch(data, run, step, replica) for replica in range(run.replicas)]
         if fleet is None:
             average_gradients(model, optimizer, batches)
         else:
             fleet.step(batches)
             if (step + 1) % SYNC_EVERY == 0:
-                fleet.synchronise()
+                fleet.synchronize()
         if (step + 1) % every == 0 or step + 1 == run.steps:
-            curve.append((step + 1, held_out_loss(model, data)))
+            curve.append((step + 1, compute_held_out_loss(model, data)))
     return curve
 
 
@@ -105,7 +105,7 @@ def average_gradients(model: GPT, optimizer: torch.optim.Optimizer, batches: Seq
     optimizer.step()
 
 
-class Fleet:
+class ReplicaSet:
     """Replicas that begin alike, and the common model that their synchronisations move."""
 
     def __init__(self, model: GPT, optimizer: torch.optim.Optimizer, settings: OuterSGD, replicas: int) -> None:
@@ -118,7 +118,7 @@ class Fleet:
             [number[parameter] for parameter in unit.parameters]
             for unit in make_units(model, model.blocks, offload=False)
         ]
-        self._statistics = Statistics.fresh(len(self._units), replicas)
+        self._statistics = NormStatistics.build_empty(len(self._units), replicas)
         self._models = [copy.deepcopy(model) for _ in range(replicas)]
         self._optimizers = [make_optimizer(its, optimizer.param_groups[0]["lr"]) for its in self._models]
         for its in self._optimizers:
@@ -132,12 +132,12 @@ class Fleet:
             average_gradients(model, optimizer, [its])
 
     @torch.no_grad()
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Moves the common model by the replicas' weighed pseudo-gradients, and brings all replicas there."""
         gradients = [list(self._pseudo_gradients(unit)) for unit in self._units]
         norms = np.array([[float(torch.linalg.vector_norm(its)) for its in of_unit] for of_unit in gradients])
         steps = np.full(len(self._models), self._steps)
-        (weights, _, rolled_back), self._statistics = weigh(norms, steps, self._statistics, self._penalty)
+        (weights, _, rolled_back), self._statistics = weigh_replicas(norms, steps, self._statistics, self._penalty)
         for unit, of_unit, of_weights, back in zip(self._units, gradients, weights, rolled_back, strict=True):
             if not back:
                 counted = [(float(w), its) for w, its in zip(of_weights, of_unit, strict=True) if w > 0]
@@ -170,7 +170,7 @@ def clipped(mean: Tensor, penalty: Penalty) -> Tensor:
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, data: SourceCode) -> float:
+def compute_held_out_loss(model: nn.Module, data: SourceCode) -> float:
     """Mean over the sequences that nobody trains on, in nats a byte."""
     x, y = data.held_out()
     return float(loss_sum(model, x, y)) / HELD_OUT

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from pacekeeper.data.device import CudaCopies, mover
-from pacekeeper.data.loader import BatchSizes, Loader, Place
+from pacekeeper.data.device import CudaBatchCopies, create_batch_mover
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology
 
 NUMBERS: Any = torch.arange(64.0)
 
@@ -17,7 +17,7 @@ def copies_beside_work() -> None:
     """A copy waits for nothing, and what uses it waits for the copy."""
     device = current()
     host = torch.arange(float(1 << 20)).pin_memory()
-    copies = CudaCopies(device)
+    copies = CudaBatchCopies(device)
     copies.begin(host)
     copies.join()
     torch.cuda.synchronize()
@@ -36,7 +36,7 @@ def copies_beside_work() -> None:
 def memory_is_kept() -> None:
     """The script drops each batch before the device has come to it, and asks for the next one of the same size."""
     device = current()
-    move, sums = mover(device), []
+    move, sums = create_batch_mover(device), []
     on_host = [torch.full((1 << 18,), float(number)).pin_memory() for number in range(50)]  # pinning may wait
     move(on_host[0]).sum()  # the first one loads its kernel, which may wait for what the device is at
     done = compute(device, 0.5)
@@ -58,7 +58,7 @@ def loader_gives(workers: int) -> None:
         return float(batch.sum())
 
     loader = Loader(
-        NUMBERS, BatchSizes(8, 4), Place(), shuffle=False, weight=weight, device=device, num_workers=workers
+        NUMBERS, BatchSizes(8, 4), RankTopology(), shuffle=False, weight=weight, device=device, num_workers=workers
     )
     drawn = loader.next_step()
     assert drawn is not None

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from pacekeeper.launcher.gpu import open_gpus
+from pacekeeper.launcher.gpu import open_gpu_monitor
 
 from .machine import Busy, wait_until_done
 
@@ -15,7 +15,7 @@ PATIENCE_SECONDS = 30.0
 
 def look(seconds: float) -> dict[str, Any]:
     """While the GPU works for so long: its `health`, and the `events` that there were."""
-    gpus, busy = open_gpus(), Busy()
+    gpus, busy = open_gpu_monitor(), Busy()
     deadline = time.monotonic() + PATIENCE_SECONDS
     events: list[Any] = []
     end = time.monotonic() + seconds

@@ -27,12 +27,12 @@ from pacekeeper.environment import Environment
 from pacekeeper.keep.checkpoint_writer import WriteOutcome
 from pacekeeper.keep.checkpoints import CheckpointFolder
 from pacekeeper.keep.state import TrainingState
-from pacekeeper.keep.store import Store
-from pacekeeper.modes.retention import snapshot_interval
+from pacekeeper.keep.store import StateStore
+from pacekeeper.modes.retention import compute_snapshot_interval
 from pacekeeper.observe.cpu_group import CpuGroup, new_cpu_group
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 
 from .machine import DEVICE, NCCL, ON_GPU, Busy, wait_until_done
 
@@ -60,12 +60,12 @@ class Rank:
     def nbytes(self) -> int:
         return len(self.net) * LAYER_BYTES
 
-    def store(self, runtime: str | None, volume: str | None) -> Store:
-        place = None if runtime is None else Runtime(Path(runtime)).make()
+    def store(self, runtime: str | None, volume: str | None) -> StateStore:
+        place = None if runtime is None else RuntimeFolder(Path(runtime)).create()
         folder = CheckpointFolder(Path(volume), round_=1) if volume is not None else None
         if folder is not None:
             folder.claim()
-        return Store(Environment(round=1, runtime=place), CpuGroup(Recorder(NoRing())), self.state, folder)
+        return StateStore(Environment(round=1, runtime=place), CpuGroup(Recorder(NoRing())), self.state, folder)
 
     def step(self, number: int, before: Callable[[], None] | None = None) -> float:
         """Seconds until the GPU has done it, with what is called before it."""
@@ -110,7 +110,7 @@ def snapshots(nbytes: int, step_seconds: float, runtime: str, count: int) -> dic
             found[name].append(seconds)
         number += 1
         found["plain"].append(rank.step(number))
-    interval = snapshot_interval(store.snapshot_seconds, statistics.median(found["plain"]))
+    interval = compute_snapshot_interval(store.snapshot_seconds, statistics.median(found["plain"]))
     return found | {"bytes": rank.nbytes, "longest_making": longest_making, "interval": interval, "digest": kept}
 
 
@@ -125,8 +125,8 @@ def checkpoints(nbytes: int, step_seconds: float, volume: str, count: int) -> di
     pinned = [torch.empty_like(its, device="cpu", pin_memory=ON_GPU) for its in tensors_of(rank.net, rank.optimizer)]
 
     def ours(number: int) -> float:
-        seconds = rank.step(number, lambda: store.checkpoint(number, number, published=lambda _: None))
-        if (outcome := store.wait_for_checkpoint()) is not WriteOutcome.KEPT:
+        seconds = rank.step(number, lambda: store.checkpoint(number, number, on_published=lambda _: None))
+        if (outcome := store.wait_for_checkpoint()) is not WriteOutcome.PUBLISHED:
             raise RuntimeError(f"the checkpoint is {outcome.name}")
         return seconds
 

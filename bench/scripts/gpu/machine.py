@@ -82,7 +82,7 @@ class Busy:
         else:
             time.sleep(seconds)
 
-    def for_ever(self) -> None:
+    def run_forever(self) -> None:
         if ON_GPU:
             torch.cuda._sleep(2**62)  # a century
         else:

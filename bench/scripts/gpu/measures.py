@@ -16,7 +16,7 @@ import pacekeeper as pk
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.observe.windows import RankHistory
 from pacekeeper.replication.local_sgd import ForwardPass, OuterSGD, Replicas
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 
 from .machine import DEVICE, Busy, wait_until_done
 
@@ -83,10 +83,10 @@ def steps(
 def _recorded(rank: int, count: int) -> tuple[list[float], list[float], float]:
     if "PACEKEEPER_RUNTIME" not in os.environ:
         return [], [], 0.0
-    records = RingReader(Runtime.from_environment().ring(0)).records()
+    records = RingReader(RuntimeFolder.from_environment().ring(0)).records()
     history = RankHistory(window_steps=count)
     history.add(records)
-    window = history.window(rank)
+    window = history.build_window(rank)
     return list(window.step_seconds), list(window.compute_seconds), len(records) / (count + FIRST_STEPS)
 
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 import pacekeeper as pk
-from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
+from pacekeeper.runtime import RuntimeFolder, write_json
+from pacekeeper_analysis.plan import WorkerRole, SyncMode, WorkerPlan
 from pacekeeper_analysis.pseudo_gradient import Penalty
 
 from .machine import DEVICE, Busy, wait_until_done
@@ -24,7 +24,7 @@ BATCH = 8
 LEARNING_RATE = 0.05
 PLAIN = pk.OuterSGD(lr=1.0, momentum=0.0, penalty=Penalty(enabled=False))
 """Synchronisations take the mean of the replicas."""
-PLAN = WorkerPlan(version=1, membership=1, role=Role.MEMBER, sync_every=4, sync_seconds=0.1)
+PLAN = WorkerPlan(version=1, membership=1, role=WorkerRole.MEMBER, sync_every=4, sync_seconds=0.1)
 BUSY_SECONDS = (0.01, 0.02)
 """Of a rank's step: in A-EDiT the ranks make different numbers of them."""
 
@@ -66,7 +66,7 @@ def train(
     plans = {int(step): SyncMode(mode) for step, mode in modes.items()}
     plan = replace(PLAN, sync_mode=plans.pop(0))
     rank = int(os.environ["RANK"])
-    runtime = Runtime.from_environment()
+    runtime = RuntimeFolder.from_environment()
     if rank == 0:
         write_json(runtime.plan, plan.to_json())
     busy = Busy()
@@ -83,9 +83,9 @@ def train(
     steps: list[tuple[int, list[int]]] = []
     for step in job.steps(loader, until=until):
         seen.append(tuple(SyncMode)[job.recorder.ring.state.sync_mode])
-        newest = replication.newest
+        newest = replication.newest_synchronizations
         steps.append((synchronous + (newest[0].number if newest else 0), []))
-        synchronous += not replication.local
+        synchronous += not replication.is_local
         for indices, x, y in step.microbatches():
             busy(BUSY_SECONDS[rank] / 2)
             loss = loss_sum(forward, x.to(DEVICE), y.to(DEVICE))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pacekeeper.observe.transport import TransportReader
-from pacekeeper_analysis.transport import Flag, flows
+from pacekeeper_analysis.transport import OperationFlag, collect_flow_windows
 
 from .machine import DEVICE, NCCL, wait_until_done
 
@@ -43,9 +43,9 @@ def all_reduces(nbytes: int, count: int) -> dict[str, Any]:
             raise TimeoutError(f"transfers have not ended within {PATIENCE_SECONDS:g} s")
         time.sleep(0.01)
     communicators = reader.communicators()
-    sends = told["flags"] & Flag.SEND != 0
+    sends = told["flags"] & OperationFlag.SEND != 0
     sent: dict[int, int] = {}
-    for flow in flows(told, communicators, dist.get_rank(), time.monotonic_ns()):
+    for flow in collect_flow_windows(told, communicators, dist.get_rank(), time.monotonic_ns()):
         sent[flow.peer] = sent.get(flow.peer, 0) + flow.sent_bytes
     return {
         "communicators": [[int(each[name]) for name in ("id", "size", "rank")] for each in communicators],

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pacekeeper.launcher.nccl import plugin_environment, usable_plugin
+from pacekeeper.launcher.nccl import build_plugin_environment, find_usable_plugin
 from pacekeeper.observe.ring import create_ring
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 
 from .machine import ON_GPU
 
@@ -81,7 +81,7 @@ def _start(
     environment: Mapping[str, str],
     arguments: Mapping[str, Any],
 ) -> subprocess.Popen[bytes]:
-    runtime = Runtime(folder / f"worker-{rank}").make()
+    runtime = RuntimeFolder(folder / f"worker-{rank}").create()
     variables = {
         **os.environ,
         "RANK": str(rank),
@@ -99,7 +99,7 @@ def _start(
     if watched:
         create_ring(runtime.ring(0), rank, round_=1)
         variables["PACEKEEPER_RUNTIME"] = str(runtime.root)
-        variables |= plugin_environment(variables, usable_plugin() if ON_GPU else None, runtime.transport(0))
+        variables |= build_plugin_environment(variables, find_usable_plugin() if ON_GPU else None, runtime.transport(0))
     command = [sys.executable, "-m", __spec__.name, function, json.dumps(arguments), str(_answer_file(folder, rank))]
     with (folder / f"log-{rank}").open("wb") as log:
         return subprocess.Popen(command, cwd=PROJECT, env=variables, stdout=log, stderr=log)

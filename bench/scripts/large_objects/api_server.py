@@ -44,10 +44,10 @@ class Server:
         key = metadata.get("namespace") or "", metadata["name"]
         self.objects.setdefault(kind, {})[key] = body
         if told:
-            self.tell(kind, told, body)
+            self.publish_event(kind, told, body)
         return body
 
-    def tell(self, kind: str, told: str, body: Body) -> None:
+    def publish_event(self, kind: str, told: str, body: Body) -> None:
         for queue in self.watches.get(kind, ()):
             queue.put_nowait(json.dumps({"type": told, "object": body}).encode() + b"\n")
 
@@ -92,7 +92,7 @@ class Server:
                 found = self.put(kind, patched(found, sent), "MODIFIED")
             case "DELETE":
                 del self.objects[kind][key]
-                self.tell(kind, "DELETED", found)
+                self.publish_event(kind, "DELETED", found)
         return web.json_response(found)
 
     async def list(self, request: web.Request, kind: str, namespace: str) -> web.Response:

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-AT_ONCE = 32
+MAX_CONCURRENT_WRITES = 32
 """Calls that are under way."""
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
@@ -24,7 +24,7 @@ class Api:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_WRITES)
 
     async def call(self, method: str, path: str, body: Any = None, style: str = "application/json") -> Any:
         """Raises RuntimeError with the server's words, or aiohttp's errors. What is asked too much is asked again."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .figure import Figure
+from .figure import Measurement
 
 WORKERS, RANKS = 5_000, 8
 QUICK_WORKERS = 300
@@ -28,40 +28,40 @@ POLLS_A_SECOND, IDLE_CORES = 180, 0.25
 half core that a job of 5,000 idle workers may."""
 
 
-def measured(quick: bool) -> Sequence[Figure]:
+def measured(quick: bool) -> Sequence[Measurement]:
     workers = QUICK_WORKERS if quick else WORKERS
     with _endpoint(0, workers) as (first, look):
         empty = first["resident"]
         with _crowd(first["port"], workers):
-            _until_all_poll(look, workers)
+            _wait_until_all_poll(look, workers)
             _settle(look, workers)
             before = look()
             time.sleep(10 if quick else 45)
             after = look()
-            yielded = _idle_figures(workers, empty, before, after)
+            yielded = _measure_idle(workers, empty, before, after)
             first["process"].kill()  # as a pod that is gone; the crowd goes on
             first["process"].wait()
             began = time.monotonic()
             with _endpoint(first["port"], workers) as (_, look_again):
-                _until_all_poll(look_again, workers)
+                _wait_until_all_poll(look_again, workers)
                 back = time.monotonic() - began
                 spent = look_again()["seconds"]
     return (
         *yielded,
-        Figure(f"all of {workers} connected again after a restart", back, LIMIT_SECONDS, "s"),
-        Figure("processor time of that, a worker", 1e3 * spent / workers, 4.0, "ms"),
+        Measurement(f"all of {workers} connected again after a restart", back, LIMIT_SECONDS, "s"),
+        Measurement("processor time of that, a worker", 1e3 * spent / workers, 4.0, "ms"),
     )
 
 
-def _idle_figures(workers: int, empty: float, before: dict[str, float], after: dict[str, float]) -> tuple[Figure, ...]:
+def _measure_idle(workers: int, empty: float, before: dict[str, float], after: dict[str, float]) -> tuple[Measurement, ...]:
     seconds, polls = after["at"] - before["at"], after["polls"] - before["polls"]
     used = after["seconds"] - before["seconds"]
     each = (after["resident"] - empty) / workers
     return (
-        Figure("memory of a worker, with its connection", each / 2**10, 70, "KiB", "322 KiB with asyncio as it is"),
-        Figure(f"memory of the endpoint, {workers} connected", after["resident"] / 1e6, 450, "MB"),
-        Figure(f"processor, {workers} connected and idle", used / seconds, IDLE_CORES, "cores"),
-        Figure(
+        Measurement("memory of a worker, with its connection", each / 2**10, 70, "KiB", "322 KiB with asyncio as it is"),
+        Measurement(f"memory of the endpoint, {workers} connected", after["resident"] / 1e6, 450, "MB"),
+        Measurement(f"processor, {workers} connected and idle", used / seconds, IDLE_CORES, "cores"),
+        Measurement(
             "processor time of a poll",
             1e3 * used / polls,
             1e3 * IDLE_CORES / POLLS_A_SECOND,
@@ -71,7 +71,7 @@ def _idle_figures(workers: int, empty: float, before: dict[str, float], after: d
     )
 
 
-def _until_all_poll(look: Callable[[], dict[str, float]], workers: int) -> None:
+def _wait_until_all_poll(look: Callable[[], dict[str, float]], workers: int) -> None:
     """Raises TimeoutError."""
     until = time.monotonic() + CONNECT_SECONDS
     while (held := look()["held"]) < workers:

@@ -148,7 +148,7 @@ def free_port() -> int:
 def _begin(plane: ControlPlane) -> None:
     etcd, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     plane.start(
-        "etcd", programs.etcd(), "--name=scale", f"--data-dir={plane.folder / 'etcd'}",
+        "etcd", programs.find_etcd(), "--name=scale", f"--data-dir={plane.folder / 'etcd'}",
         f"--listen-client-urls={etcd}", f"--advertise-client-urls={etcd}",
         f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=scale={peer}",
         "--unsafe-no-fsync", "--quota-backend-bytes=8589934592", "--log-level=warn",
@@ -158,7 +158,7 @@ def _begin(plane: ControlPlane) -> None:
     _write_key(key)
     tokens.write_text(f'{plane.admin_token},admin,admin,"system:masters"\n')
     plane.start(
-        "kube-apiserver", programs.kubernetes_server("kube-apiserver"), f"--etcd-servers={etcd}",
+        "kube-apiserver", programs.find_kubernetes_server("kube-apiserver"), f"--etcd-servers={etcd}",
         "--bind-address=127.0.0.1", f"--secure-port={plane.api_port}", "--endpoint-reconciler-type=none",
         "--service-cluster-ip-range=10.96.0.0/16", f"--cert-dir={plane.folder / 'certificates'}",
         f"--token-auth-file={tokens}", "--authorization-mode=RBAC",
@@ -172,12 +172,12 @@ def _begin(plane: ControlPlane) -> None:
     plane.wait_for("the API server", f"{plane.url}/readyz", plane.context())
     admin = plane.kubeconfig("admin", plane.admin_token)
     plane.start(
-        "kube-scheduler", programs.kubernetes_server("kube-scheduler"), f"--kubeconfig={admin}",
+        "kube-scheduler", programs.find_kubernetes_server("kube-scheduler"), f"--kubeconfig={admin}",
         f"--authentication-kubeconfig={admin}", f"--authorization-kubeconfig={admin}",
         "--leader-elect=false", "--secure-port=0", "--kube-api-qps=400", "--kube-api-burst=800",
     )  # fmt: skip
     plane.start(
-        "kwok", programs.kwok(), f"--kubeconfig={admin}", f"--config={_STAGES}",
+        "kwok", programs.find_kwok(), f"--kubeconfig={admin}", f"--config={_STAGES}",
         "--manage-all-nodes=true", "--node-lease-duration-seconds=0", "-v=WARN",
         environment=os.environ | {"HOME": str(plane.folder)},
     )  # fmt: skip

@@ -18,15 +18,15 @@ import sys
 import time
 from dataclasses import replace
 
-from pacekeeper.sidecar.sidecar import Backoff
-from pacekeeper_analysis.reports import GpuHealth, Heartbeat, LauncherState, RankFigures
+from pacekeeper.sidecar.sidecar import RetryBackoff
+from pacekeeper_analysis.reports import GpuHealth, Heartbeat, LauncherState, RankMetrics
 from pacekeeper_operator import files
 from pacekeeper_operator.api import TOKEN_AUDIENCE
-from pacekeeper_operator.connections import spare_tls_buffers
+from pacekeeper_operator.connections import shrink_tls_buffers
 
 from .endpoint import HOST, JOB, VERSION
 
-OF_AN_ADDRESS = 100
+CONNECTIONS_PER_ADDRESS = 100
 TOKEN_BYTES = 1_000
 """Of a service account's token that is bound to a pod."""
 CONNECT_SECONDS = 10.0
@@ -36,7 +36,7 @@ WAIT_SECONDS, ANSWER_SECONDS = 3.0, 5.0
 
 
 async def main(port: int, workers: int, ranks: int, hold: float) -> None:
-    spare_tls_buffers()
+    shrink_tls_buffers()
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     begins = asyncio.Semaphore(BEGIN_AT_ONCE)
@@ -46,9 +46,9 @@ async def main(port: int, workers: int, ranks: int, hold: float) -> None:
 async def _poll(
     port: int, number: int, ranks: int, hold: float, context: ssl.SSLContext, begins: asyncio.Semaphore
 ) -> None:
-    backoff, polls = Backoff(), 0
+    backoff, polls = RetryBackoff(), 0
     beat, token = _heartbeat(number, ranks), _token(number)
-    address = f"127.1.{number // OF_AN_ADDRESS // 250}.{1 + number // OF_AN_ADDRESS % 250}"
+    address = f"127.1.{number // CONNECTIONS_PER_ADDRESS // 250}.{1 + number // CONNECTIONS_PER_ADDRESS % 250}"
     while True:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
             async with begins, asyncio.timeout(CONNECT_SECONDS):
@@ -81,7 +81,7 @@ def _request(token: str, hold: float, body: bytes) -> bytes:
 
 def _heartbeat(number: int, ranks: int) -> bytes:
     """With -7 where the step belongs."""
-    figures = RankFigures(0, 32, 0.25131, 0.20417, 0.0063803, 0.047142, 32, 0.24988, 0.0)
+    figures = RankMetrics(0, 32, 0.25131, 0.20417, 0.0063803, 0.047142, 32, 0.24988, 0.0)
     gpus = tuple(GpuHealth(f"GPU-{number:08}-{gpu:04}-4f6b-9f5c-0123456789ab") for gpu in range(ranks))
     beat = Heartbeat(
         worker=f"{JOB}-w{number}-0",
@@ -111,7 +111,7 @@ def _token(number: int) -> str:
 
 
 if __name__ == "__main__":
-    files.raise_limit()
+    files.raise_file_limit()
     logging.disable()  # each would say that nobody answers yet
     port, workers, ranks = map(int, sys.argv[1:4])
     asyncio.run(main(port, workers, ranks, float(sys.argv[4])))

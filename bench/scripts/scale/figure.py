@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Figure:
+class Measurement:
     """`measured` reaches its goal where it is at most `goal`; an infinite one was not reached at all."""
 
     name: str

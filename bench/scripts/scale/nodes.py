@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any
 
 from .api import STRATEGIC, Api
-from .figure import Figure
-from .world import GROUP, PATIENT, World, made, node_name, say
+from .figure import Measurement
+from .world import GROUP, PATIENT, ScaleTestbed, made, node_name, log_progress
 
 CONDITION = "GpuFault"
 GPU_HAS_FALLEN_OFF = 79
@@ -59,12 +59,12 @@ QUICK = Size(60, 15, ((6, 2.5), (15, 6.0), (30, 12.0)), 10, 30)
 ANCHORS = {150: "NVSentinel: 62 s", 375: "NVSentinel: 155 s", 750: "NVSentinel: 304 s"}
 
 
-def measured(quick: bool) -> Sequence[Figure]:
+def measured(quick: bool) -> Sequence[Measurement]:
     return asyncio.run(_measure(QUICK if quick else FULL))
 
 
-async def _measure(size: Size) -> list[Figure]:
-    figures: list[Figure] = []
+async def _measure(size: Size) -> list[Measurement]:
+    figures: list[Measurement] = []
     async with made(size.nodes) as world, _watching(world.api) as seen:
         world.start_operator(RAISED | PATIENT)
         for index in range(size.nodes // size.workers_of_job):
@@ -73,9 +73,9 @@ async def _measure(size: Size) -> list[Figure]:
         world.plane.stop_placing()
         world.restart_operator(RAISED)
         await asyncio.sleep(SETTLE_SECONDS)
-        say(f"{size.nodes} workers train; the operator has {world.memory_mb():.0f} MB")
+        log_progress(f"{size.nodes} workers train; the operator has {world.memory_mb():.0f} MB")
         share = await world.idle_share(IDLE_SECONDS)
-        say(f"while nothing fails, the operator takes {share:.3f} of a core")
+        log_progress(f"while nothing fails, the operator takes {share:.3f} of a core")
         figures.append(await _single(world, seen, size.single))
         for stagger in (0.0, STAGGER_SECONDS):
             for count, goal in size.fail:
@@ -91,14 +91,14 @@ async def _measure(size: Size) -> list[Figure]:
 
 
 @dataclass
-class Seen:
+class NodeObservations:
     """What the watches have told, by node."""
 
-    held: dict[str, float] = field(default_factory=dict)  # since when it is tainted and cordoned
+    marked_since: dict[str, float] = field(default_factory=dict)  # since when it is tainted and cordoned
     cordoned_ever: set[str] = field(default_factory=set)
-    told: dict[str, float] = field(default_factory=dict)  # since when its NodeQuarantine says that the breaker tripped
+    blocked_since: dict[str, float] = field(default_factory=dict)  # since when its NodeQuarantine says that the breaker tripped
     quarantines: set[str] = field(default_factory=set)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def node(self, _kind: str, body: dict[str, Any]) -> None:
         name, spec = body["metadata"]["name"], body["spec"]
@@ -106,27 +106,27 @@ class Seen:
         if tainted or spec.get("unschedulable"):
             self.cordoned_ever.add(name)
         if tainted and spec.get("unschedulable"):
-            self.held.setdefault(name, time.monotonic())
+            self.marked_since.setdefault(name, time.monotonic())
         else:
-            self.held.pop(name, None)
-        self.news.set()
+            self.marked_since.pop(name, None)
+        self.changed.set()
 
     def quarantine(self, kind: str, body: dict[str, Any]) -> None:
         name = body["metadata"]["name"]
         if kind == "DELETED":
             self.quarantines.discard(name)
-            self.told.pop(name, None)
+            self.blocked_since.pop(name, None)
         else:
             self.quarantines.add(name)
             conditions = body.get("status", {}).get("conditions", ())
             if any(c["type"] == "Quarantined" and c["reason"] == "Breaker" for c in conditions):
-                self.told.setdefault(name, time.monotonic())
-        self.news.set()
+                self.blocked_since.setdefault(name, time.monotonic())
+        self.changed.set()
 
 
 @asynccontextmanager
-async def _watching(api: Api) -> AsyncIterator[Seen]:
-    seen = Seen()
+async def _watching(api: Api) -> AsyncIterator[NodeObservations]:
+    seen = NodeObservations()
     tasks = [
         asyncio.create_task(api.watch("/api/v1/nodes", seen.node)),
         asyncio.create_task(api.watch(QUARANTINES, seen.quarantine)),
@@ -139,24 +139,24 @@ async def _watching(api: Api) -> AsyncIterator[Seen]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _single(world: World, seen: Seen, count: int) -> Figure:
+async def _single(world: ScaleTestbed, seen: NodeObservations, count: int) -> Measurement:
     """One after the other; each from the moment before its condition is written."""
     seconds = []
     nodes = [node_name(i) for i in range(count)]
     for name in nodes:
         began = time.monotonic()
         await _write_condition(world.api, name, "True")
-        held = await _until(seen, partial(seen.held.__contains__, name), f"{name} is held")
-        seconds.append(seen.held[name] - began if held else math.inf)
+        held = await _wait_until(seen, partial(seen.marked_since.__contains__, name), f"{name} is held")
+        seconds.append(seen.marked_since[name] - began if held else math.inf)
     await _mend(world, seen, nodes)
     seconds.sort()
     p99 = seconds[min(len(seconds) - 1, math.ceil(0.99 * len(seconds)) - 1)]
     median = statistics.median(seconds)
-    say(f"{count} nodes, one after the other: median {1e3 * median:.0f} ms, P99 {1e3 * p99:.0f} ms")
-    return Figure(f"one node, P99 of {count}", 1e3 * p99, 150.0, "ms")
+    log_progress(f"{count} nodes, one after the other: median {1e3 * median:.0f} ms, P99 {1e3 * p99:.0f} ms")
+    return Measurement(f"one node, P99 of {count}", 1e3 * p99, 150.0, "ms")
 
 
-async def _blast(world: World, seen: Seen, count: int, goal: float, stagger: float) -> Figure:
+async def _blast(world: ScaleTestbed, seen: NodeObservations, count: int, goal: float, stagger: float) -> Measurement:
     nodes = [node_name(i) for i in range(count)]
     used, began = world.processor_seconds(), time.monotonic()
 
@@ -165,48 +165,48 @@ async def _blast(world: World, seen: Seen, count: int, goal: float, stagger: flo
         await _write_condition(world.api, name, "True")
 
     writing = asyncio.gather(*(fail(index, name) for index, name in enumerate(nodes)))
-    held = await _until(seen, lambda: all(name in seen.held for name in nodes), f"{count} nodes are held")
+    held = await _wait_until(seen, lambda: all(name in seen.marked_since for name in nodes), f"{count} nodes are held")
     await writing
-    last = max(seen.held[name] for name in nodes) - began if held else math.inf
+    last = max(seen.marked_since[name] for name in nodes) - began if held else math.inf
     used = world.processor_seconds() - used
     how = f"over {stagger:.0f} s" if stagger else "at once"
-    say(f"{count} nodes {how}: {last:.2f} s, {used:.1f} s of a core, {world.memory_mb():.0f} MB")
+    log_progress(f"{count} nodes {how}: {last:.2f} s, {used:.1f} s of a core, {world.memory_mb():.0f} MB")
     await _mend(world, seen, nodes)
     anchor = "" if stagger else ANCHORS.get(count, "")
-    return Figure(f"{count} nodes {how}", last - stagger * (count - 1) / count, goal, "s", anchor)
+    return Measurement(f"{count} nodes {how}", last - stagger * (count - 1) / count, goal, "s", anchor)
 
 
-async def _xids(world: World, seen: Seen, which: range, goal: float) -> Figure:
+async def _xids(world: ScaleTestbed, seen: NodeObservations, which: range, goal: float) -> Measurement:
     """From the moment in which Prometheus shows them. Their workers are replaced, but find no room."""
     nodes, count = [node_name(i) for i in which], len(which)
     used, began = world.processor_seconds(), time.monotonic()
     world.prometheus.xids |= dict.fromkeys(nodes, GPU_HAS_FALLEN_OFF)
-    held = await _until(seen, lambda: all(name in seen.held for name in nodes), f"{count} nodes with XIDs are held")
-    last = max(seen.held[name] for name in nodes) - began if held else math.inf
-    say(f"{count} nodes by XID: {last:.2f} s, {world.processor_seconds() - used:.1f} s of a core")
+    held = await _wait_until(seen, lambda: all(name in seen.marked_since for name in nodes), f"{count} nodes with XIDs are held")
+    last = max(seen.marked_since[name] for name in nodes) - began if held else math.inf
+    log_progress(f"{count} nodes by XID: {last:.2f} s, {world.processor_seconds() - used:.1f} s of a core")
     world.prometheus.xids.clear()
     await _release(world, seen, nodes)
-    return Figure(f"{count} nodes at once by XID", last, goal, "s", ANCHORS.get(count, ""))
+    return Measurement(f"{count} nodes at once by XID", last, goal, "s", ANCHORS.get(count, ""))
 
 
-async def _breaker(world: World, seen: Seen, count: int) -> list[Figure]:
+async def _breaker(world: ScaleTestbed, seen: NodeObservations, count: int) -> list[Measurement]:
     nodes, seen.cordoned_ever = [node_name(i) for i in range(count)], set()
     began = time.monotonic()
     writing = asyncio.gather(*(_write_condition(world.api, name, "True") for name in nodes))
-    await _until(seen, lambda: bool(seen.told), "the breaker's word")
+    await _wait_until(seen, lambda: bool(seen.blocked_since), "the breaker's word")
     await writing
     await asyncio.sleep(STAYS_SECONDS)
-    cordoned, told = len(seen.cordoned_ever), sorted(at - began for at in seen.told.values())
+    cordoned, told = len(seen.cordoned_ever), sorted(at - began for at in seen.blocked_since.values())
     shown = world.metrics().count('reason="Breaker"')
     first, last = (told[0], told[-1]) if told else (math.inf, math.inf)
-    say(
+    log_progress(
         f"{cordoned} of {count} nodes cordoned; said of {len(told)} after {first:.2f} to {last:.2f} s, "
         f"of {shown} in the metrics"
     )
     return [
-        Figure(f"nodes cordoned of {count} that fail at once, breaker as shipped", cordoned, 0, "nodes"),
-        Figure("the breaker's word in the first NodeQuarantine", first, 6.0, "s"),
-        Figure("nodes of which it is not said", count - len(told), 0, "nodes"),
+        Measurement(f"nodes cordoned of {count} that fail at once, breaker as shipped", cordoned, 0, "nodes"),
+        Measurement("the breaker's word in the first NodeQuarantine", first, 6.0, "s"),
+        Measurement("nodes of which it is not said", count - len(told), 0, "nodes"),
     ]
 
 
@@ -219,29 +219,29 @@ async def _write_condition(api: Api, name: str, status: str) -> None:
     await api.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": {"conditions": [condition]}}, STRATEGIC)
 
 
-async def _mend(world: World, seen: Seen, nodes: Sequence[str]) -> None:
+async def _mend(world: ScaleTestbed, seen: NodeObservations, nodes: Sequence[str]) -> None:
     """Nothing is wrong with them any more, and they are released."""
     await world.api.all(_write_condition(world.api, name, "False") for name in nodes)
     await _release(world, seen, nodes)
 
 
-async def _release(world: World, seen: Seen, nodes: Sequence[str]) -> None:
+async def _release(world: ScaleTestbed, seen: NodeObservations, nodes: Sequence[str]) -> None:
     await world.api.all(world.api.call("DELETE", f"{QUARANTINES}/{name}") for name in set(nodes) & seen.quarantines)
-    if not await _until(seen, lambda: not seen.quarantines and not seen.held, "all are released"):
+    if not await _wait_until(seen, lambda: not seen.quarantines and not seen.marked_since, "all are released"):
         raise RuntimeError("nodes are not released, so nothing more can be measured")
 
 
-async def _until(seen: Seen, condition: Callable[[], bool], what: str) -> bool:
+async def _wait_until(seen: NodeObservations, condition: Callable[[], bool], what: str) -> bool:
     """False: not within PATIENCE_SECONDS, which is said."""
 
     async def wait() -> None:
         while not condition():
-            seen.news.clear()
-            await seen.news.wait()
+            seen.changed.clear()
+            await seen.changed.wait()
 
     try:
         await asyncio.wait_for(wait(), PATIENCE_SECONDS)
     except TimeoutError:
-        say(f"not within {PATIENCE_SECONDS:.0f} s: {what}; {len(seen.held)} are held")
+        log_progress(f"not within {PATIENCE_SECONDS:.0f} s: {what}; {len(seen.marked_since)} are held")
         return False
     return True

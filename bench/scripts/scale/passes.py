@@ -17,18 +17,18 @@ from statistics import median
 
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_operator.api import JobPhase
-from pacekeeper_operator.runtime import seldom_look_for_garbage
+from pacekeeper_operator.runtime import reduce_gc_frequency
 from pacekeeper_operator.services import bookkeeping
-from pacekeeper_operator.services.desk import Desk
+from pacekeeper_operator.services.desk import JobContext
 
 from .bare import Jobs
-from .figure import Figure
+from .figure import Measurement
 
 WORKERS, QUICK_WORKERS = 5_000, 400
 MANY, QUICK_MANY = 1_000, 60
 """Jobs, of MEMBERS workers each, which have had PAST incidents each."""
 MEMBERS, PAST = 4, 10
-LOOKS = 15
+TIMED_PASSES = 15
 LINEAR = 1.6
 """Goal for a worker's part of a pass over four times as many workers. One that looked at each worker's peers would make
 it four; 5,000 workers' objects do not stay in the caches in which those of a quarter do."""
@@ -38,17 +38,17 @@ the time of each, as a thousand jobs' objects do not stay in the processor's cac
 would be ten if a pass looked at all other jobs."""
 
 
-def measured(quick: bool) -> Sequence[Figure]:
+def measured(quick: bool) -> Sequence[Measurement]:
     workers, many = (QUICK_WORKERS, QUICK_MANY) if quick else (WORKERS, MANY)
-    with _garbage_as_in_the_operator():
+    with _configure_operator_gc():
         return [*asyncio.run(_large(workers)), *asyncio.run(_many(many))]
 
 
 @contextmanager
-def _garbage_as_in_the_operator() -> Iterator[None]:
+def _configure_operator_gc() -> Iterator[None]:
     """Which its process looks for seldom."""
     usual = gc.get_threshold()
-    seldom_look_for_garbage()
+    reduce_gc_frequency()
     try:
         yield
     finally:
@@ -56,7 +56,7 @@ def _garbage_as_in_the_operator() -> Iterator[None]:
         gc.unfreeze()
 
 
-async def _large(workers: int) -> Sequence[Figure]:
+async def _large(workers: int) -> Sequence[Measurement]:
     """One job of so many workers, and one of a quarter."""
     quarter = await _idle(workers // 4)
     jobs = Jobs()
@@ -65,11 +65,11 @@ async def _large(workers: int) -> Sequence[Figure]:
     parts = min([_parts(desk) for _ in range(3)])
     stalls = await _stalls(jobs, desk)
     return [
-        Figure(f"idle pass of {workers} workers", whole / workers * 1e6, 20.0, "µs a worker", "today's: 124"),
-        Figure("its time a worker over that of a quarter of them", whole / (4 * quarter), LINEAR, "×"),
-        Figure(f"all parts of a version, {workers} workers, as JSON", parts, 0.2, "s", "today's: 2.3–4.7"),
-        Figure(f"{workers} stalls: the pass that deals with them", stalls[0], 1.0, "s", "today's: 2.5"),
-        Figure("stalls that are not acknowledged by then", stalls[1], 0.0, "", "today's: 4,500"),
+        Measurement(f"idle pass of {workers} workers", whole / workers * 1e6, 20.0, "µs a worker", "today's: 124"),
+        Measurement("its time a worker over that of a quarter of them", whole / (4 * quarter), LINEAR, "×"),
+        Measurement(f"all parts of a version, {workers} workers, as JSON", parts, 0.2, "s", "today's: 2.3–4.7"),
+        Measurement(f"{workers} stalls: the pass that deals with them", stalls[0], 1.0, "s", "today's: 2.5"),
+        Measurement("stalls that are not acknowledged by then", stalls[1], 0.0, "", "today's: 4,500"),
     ]
 
 
@@ -78,58 +78,58 @@ async def _idle(workers: int) -> float:
     return await _idle_of(jobs, await _started(jobs, workers))
 
 
-async def _started(jobs: Jobs, workers: int) -> Desk:
-    say(f"a job of {workers} workers starts")
+async def _started(jobs: Jobs, workers: int) -> JobContext:
+    log_progress(f"a job of {workers} workers starts")
     desk = await jobs.start("large", workers)
     await jobs.turn(desk)
     return desk
 
 
-async def _idle_of(jobs: Jobs, desk: Desk) -> float:
+async def _idle_of(jobs: Jobs, desk: JobContext) -> float:
     """Seconds of a pass in which nothing has changed but the steps: of the fastest, as it is not slowed by others."""
-    before = desk.memory.draft
-    took = [await jobs.turn(desk) for _ in range(LOOKS)]
-    if desk.memory.draft is not before or desk.memory.phase is not JobPhase.RUNNING:
-        raise RuntimeError(f"the job is not idle: it is {desk.memory.phase}")
+    before = desk.cache.desired
+    took = [await jobs.turn(desk) for _ in range(TIMED_PASSES)]
+    if desk.cache.desired is not before or desk.cache.phase is not JobPhase.RUNNING:
+        raise RuntimeError(f"the job is not idle: it is {desk.cache.phase}")
     return min(took)
 
 
-def _parts(desk: Desk) -> float:
+def _parts(desk: JobContext) -> float:
     """Seconds for what all workers are told of a new version."""
-    assert desk.memory.plan is not None
-    plan = Plan.from_json(desk.memory.plan.to_json())
+    assert desk.cache.plan is not None
+    plan = Plan.from_json(desk.cache.plan.to_json())
     gc.collect()
     began = time.process_time()
     for member in plan.members:
-        json.dumps(plan.part(member.worker).to_json())
+        json.dumps(plan.build_worker_plan(member.worker).to_json())
     return time.process_time() - began
 
 
-async def _stalls(jobs: Jobs, desk: Desk) -> tuple[float, int]:
+async def _stalls(jobs: Jobs, desk: JobContext) -> tuple[float, int]:
     """(seconds of the pass, stalls that wait to be acknowledged after it)."""
     jobs.clock.passed += 2.0
     await jobs.poll(desk)
     await jobs.stall(desk)
-    took = await jobs.look(desk)
-    assert desk.memory.draft is not None
-    if not desk.memory.draft.state.incidents.open:
+    took = await jobs.run_pass(desk)
+    assert desk.cache.desired is not None
+    if not desk.cache.desired.state.incidents.open:
         raise RuntimeError("nobody has decided about the stalls")
-    return took, len(desk.memory.faults)
+    return took, len(desk.cache.faults)
 
 
-async def _many(many: int) -> Sequence[Figure]:
-    few, passes = await _among(many // 10), await _among(many)
-    say(f"a pass among {many} jobs takes {median(passes) * 1e3:.2f} ms at the median")
+async def _many(many: int) -> Sequence[Measurement]:
+    few, passes = await _time_passes(many // 10), await _time_passes(many)
+    log_progress(f"a pass among {many} jobs takes {median(passes) * 1e3:.2f} ms at the median")
     return [
-        Figure(f"a pass among {many} jobs, P99", passes[len(passes) * 99 // 100] * 1e3, 50.0, "ms", "today's: 526"),
-        Figure("its median over that among a tenth of them", median(passes) / median(few), GROWTH, "×"),
+        Measurement(f"a pass among {many} jobs, P99", passes[len(passes) * 99 // 100] * 1e3, 50.0, "ms", "today's: 526"),
+        Measurement("its median over that among a tenth of them", median(passes) / median(few), GROWTH, "×"),
     ]
 
 
-async def _among(many: int) -> Sequence[float]:
+async def _time_passes(many: int) -> Sequence[float]:
     """Seconds of passes over each of so many jobs of one namespace, in rising order."""
     jobs = Jobs()
-    say(f"{many} jobs of {MEMBERS} workers start")
+    log_progress(f"{many} jobs of {MEMBERS} workers start")
     desks = [await jobs.start(f"job-{number}", MEMBERS) for number in range(many)]
     await _live_through(jobs, desks)
     for desk in desks:
@@ -137,19 +137,19 @@ async def _among(many: int) -> Sequence[float]:
     return sorted([await jobs.turn(desk) for _ in range(3) for desk in desks])
 
 
-async def _live_through(jobs: Jobs, desks: Sequence[Desk]) -> None:
+async def _live_through(jobs: Jobs, desks: Sequence[JobContext]) -> None:
     """The first job's ranks crash; what it then remembers of that, the others remember of their own."""
     first, *others = desks
     for _ in range(PAST):
         await jobs.crash(first)
-    assert first.memory.draft is not None
-    lived = first.memory.draft.state.incidents
+    assert first.cache.desired is not None
+    lived = first.cache.desired.state.incidents
     for desk in others:
-        assert desk.memory.draft is not None
+        assert desk.cache.desired is not None
         past = tuple(replace(each, worker=f"{desk.job.name}-w0-0") for each in lived.past)
-        remembers = desk.memory.draft.with_incidents(past=past)
-        await bookkeeping.write(jobs.operator.cluster, desk.job, desk.memory, remembers)
+        remembers = desk.cache.desired.with_incidents(past=past)
+        await bookkeeping.write_state(jobs.operator.cluster, desk.job, desk.cache, remembers)
 
 
-def say(words: str) -> None:
+def log_progress(words: str) -> None:
     print(words, file=sys.stderr, flush=True)

@@ -31,9 +31,9 @@ from pacekeeper_operator.settings import Settings
 from testcluster import api, cluster, faults, programs, release
 from testcluster.images import OPERATOR_IMAGE
 from testcluster.settings import HOST_ADDRESS, KUBECONFIG, REPOSITORY
-from testcluster.shell import run, wait_for
+from testcluster.shell import run_command, wait_for
 
-from .figure import Figure
+from .figure import Measurement
 
 ROUNDS, QUICK_ROUNDS = 20, 2
 AFTER_LEASE_SECONDS, AFTER_SIGTERM_SECONDS = 3.0, 1.0
@@ -42,13 +42,13 @@ SYSTEM, JOBS = "bench-replicas-system", "bench-replicas"
 NUMBER_OF_JOBS = 10
 LEASE_SECONDS = Settings.lease_seconds
 LEASE_PATH = f"/apis/coordination.k8s.io/v1/namespaces/{SYSTEM}/leases/pacekeeper-operator"
-LOOK_SECONDS = 0.02
+LEASE_POLL_SECONDS = 0.02
 """So exact are the figures."""
 PATIENCE_SECONDS = 60.0
 
 
 @dataclass
-class Process:
+class OperatorReplica:
     """One operator, started again under its name and at its ports as often as it has ended."""
 
     name: str
@@ -104,7 +104,7 @@ class Process:
         except (OSError, urllib.error.URLError):
             return False
 
-    def figures(self) -> dict[str, float]:
+    def read_metrics(self) -> dict[str, float]:
         """Its metrics without labels; none where it does not serve them."""
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=5) as answer:
@@ -115,55 +115,55 @@ class Process:
         return {name: float(value) for name, value in pairs}
 
     def leads(self) -> bool:
-        return self.figures().get("pacekeeper_leader") == 1
+        return self.read_metrics().get("pacekeeper_leader") == 1
 
     def has_passed(self) -> bool:
         """Over every job, without an error in the last passes."""
-        found = self.figures()
+        found = self.read_metrics()
         passes = found.get("pacekeeper_reconcile_seconds_count", 0.0)
         return passes - found.get("pacekeeper_reconcile_errors_total", 0.0) >= NUMBER_OF_JOBS
 
 
-def measured(quick: bool) -> Sequence[Figure]:
-    rounds, figures = QUICK_ROUNDS if quick else ROUNDS, list[Figure]()
-    cluster.up()
-    release.uninstall()
+def measured(quick: bool) -> Sequence[Measurement]:
+    rounds, figures = QUICK_ROUNDS if quick else ROUNDS, list[Measurement]()
+    cluster.bring_up()
+    release.uninstall_release()
     with _jobs(), _two() as operators:
         for restarts in (False, True):
             when = ", API server restarted before" if restarts else ""
             killed, told = list[float](), list[float]()
             for number in range(rounds):
-                killed.append(_seconds_after_lease(operators, restarts))
-                told.append(_seconds_after_signal(operators, restarts))
-                _say(f"{number + 1} of {rounds}{when}: killed {killed[-1]:.2f} s, SIGTERM {told[-1]:.2f} s")
+                killed.append(_measure_lease_takeover(operators, restarts))
+                told.append(_measure_signal_takeover(operators, restarts))
+                _log_progress(f"{number + 1} of {rounds}{when}: killed {killed[-1]:.2f} s, SIGTERM {told[-1]:.2f} s")
             ends = (("killed, after its lease", killed, AFTER_LEASE_SECONDS), ("SIGTERM", told, AFTER_SIGTERM_SECONDS))
             for how, seconds, goal in ends:
-                figures.append(Figure(f"leader {how}{when}: next leads, most", max(seconds), goal, "s"))
-                figures.append(Figure(f"leader {how}{when}: next leads, median", statistics.median(seconds), goal, "s"))
+                figures.append(Measurement(f"leader {how}{when}: next leads, most", max(seconds), goal, "s"))
+                figures.append(Measurement(f"leader {how}{when}: next leads, median", statistics.median(seconds), goal, "s"))
     return figures
 
 
-def _seconds_after_lease(operators: Sequence[Process], restarts: bool) -> float:
+def _measure_lease_takeover(operators: Sequence[OperatorReplica], restarts: bool) -> float:
     leader, other = _calm(operators, restarts)
     leader.end(signal.SIGKILL)
     leader.wait()
     over = _renewed_at() + LEASE_SECONDS
-    passed = _until_passed(other)
+    passed = _wait_for_pass(other)
     leader.start()
     return passed - over
 
 
-def _seconds_after_signal(operators: Sequence[Process], restarts: bool) -> float:
+def _measure_signal_takeover(operators: Sequence[OperatorReplica], restarts: bool) -> float:
     leader, other = _calm(operators, restarts)
     began = time.time()
     leader.end(signal.SIGTERM)
-    passed = _until_passed(other)
+    passed = _wait_for_pass(other)
     leader.wait()
     leader.start()
     return passed - began
 
 
-def _calm(operators: Sequence[Process], restarts: bool) -> tuple[Process, Process]:
+def _calm(operators: Sequence[OperatorReplica], restarts: bool) -> tuple[OperatorReplica, OperatorReplica]:
     """The one that leads, for a while or since the API server's restart, and the other."""
     wait_for(lambda: all(one.ready() for one in operators), PATIENCE_SECONDS, "both operators are ready")
     if restarts:
@@ -178,24 +178,24 @@ def _calm(operators: Sequence[Process], restarts: bool) -> tuple[Process, Proces
 
 def _renewed_at() -> float:
     """Seconds since the epoch, by this machine's clock, which is the operators'."""
-    return datetime.fromisoformat(api.get(LEASE_PATH)["spec"]["renewTime"]).timestamp()
+    return datetime.fromisoformat(api.get_path(LEASE_PATH)["spec"]["renewTime"]).timestamp()
 
 
-def _until_passed(operator: Process) -> float:
+def _wait_for_pass(operator: OperatorReplica) -> float:
     """When, seconds since the epoch."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not operator.has_passed():
         if time.monotonic() > deadline:
             raise RuntimeError(f"operator {operator.name} does not take over: see {operator.log}")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(LEASE_POLL_SECONDS)
     return time.time()
 
 
 @contextmanager
-def _two() -> Iterator[Sequence[Process]]:
+def _two() -> Iterator[Sequence[OperatorReplica]]:
     folder = Path(tempfile.mkdtemp(prefix="pacekeeper-bench-replicas-"))
-    operators = [Process(name, folder / f"{name}.log") for name in ("a", "b")]
-    _say(f"logs: {folder}")
+    operators = [OperatorReplica(name, folder / f"{name}.log") for name in ("a", "b")]
+    _log_progress(f"logs: {folder}")
     try:
         for operator in operators:
             operator.start()
@@ -218,7 +218,7 @@ def _jobs() -> Iterator[None]:
         _kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
         yield
     finally:
-        names = [job["metadata"]["name"] for job in api.get(_JOBS_PATH)["items"]]
+        names = [job["metadata"]["name"] for job in api.get_path(_JOBS_PATH)["items"]]
         for name in names:
             _kubectl(
                 "patch", "trainingjob", name, "-n", JOBS, "--type=merge", '--patch={"metadata":{"finalizers":null}}'
@@ -246,8 +246,8 @@ def _free_port() -> int:
 
 
 def _kubectl(*arguments: str, stdin: str | None = None) -> None:
-    run(programs.kubectl(), f"--kubeconfig={KUBECONFIG}", *arguments, stdin=stdin, timeout=100)
+    run_command(programs.find_kubectl(), f"--kubeconfig={KUBECONFIG}", *arguments, stdin=stdin, timeout=100)
 
 
-def _say(message: str) -> None:
+def _log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)

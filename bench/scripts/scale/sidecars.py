@@ -30,16 +30,16 @@ from typing import Any
 
 import aiohttp
 
-from pacekeeper.runtime import Runtime
-from pacekeeper.sidecar.client import OperatorClient, Rejected, Unavailable
+from pacekeeper.runtime import RuntimeFolder
+from pacekeeper.sidecar.client import OperatorClient, RequestRejected, OperatorUnavailable
 from pacekeeper.sidecar.settings import SidecarSettings
-from pacekeeper_analysis.plan import Role, WorkerPlan
-from pacekeeper_analysis.reports import Heartbeat, LauncherState, RankFigures
+from pacekeeper_analysis.plan import WorkerRole, WorkerPlan
+from pacekeeper_analysis.reports import Heartbeat, LauncherState, RankMetrics
 
 from .api import Api, connect
 
 STEP_SECONDS = 1.0
-TELL_SECONDS = 0.1
+REPORT_INTERVAL_SECONDS = 0.1
 WOBBLE = 0.01
 """By so much a rank's step times differ from one telling to the next."""
 WAITS = 0.05
@@ -49,10 +49,10 @@ AUDIENCE = "pacekeeper"
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.2, 5.0
 BEGIN_AT_ONCE = 128
 """Connections."""
-GARBAGE = 100_000, 50, 50
+SIDECAR_GC_THRESHOLDS = 100_000, 50, 50
 """When to look for garbage. By Python's own measure all objects of 5,000 sidecars, which have a few each, are looked
 through together, for 1.7 s in which nobody is heard."""
-OF: dict[str, Callable[[bool], bool]] = {
+KIND_FILTERS: dict[str, Callable[[bool], bool]] = {
     "all": lambda _: True,
     "spares": lambda spare: spare,
     "others": lambda spare: not spare,
@@ -61,7 +61,7 @@ OF: dict[str, Callable[[bool], bool]] = {
 
 
 @dataclass
-class Fleet:
+class SidecarFleet:
     api: Api
     folder: Path
     lives_here: Callable[[bool], bool]
@@ -73,7 +73,7 @@ class Fleet:
     made: int = 0
     taken_at: float = 0.0  # when a worker was given ranks last, by the machine's monotonic clock
 
-    def hear(self, kind: str, pod: dict[str, Any]) -> None:
+    def on_pod_event(self, kind: str, pod: dict[str, Any]) -> None:
         """A pod's sidecar lives as long as the pod does."""
         uid, status = pod["metadata"]["uid"], pod.get("status", {})
         over = kind == "DELETED" or "deletionTimestamp" in pod["metadata"]
@@ -95,24 +95,24 @@ def _spare(pod: dict[str, Any]) -> bool:
     return "requiredDuringSchedulingIgnoredDuringExecution" in apart
 
 
-async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
+async def _live(fleet: SidecarFleet, pod: dict[str, Any], number: int) -> None:
     settings = await _settings(fleet, pod)
     source = f"127.{2 + number // 62500}.{number // 250 % 250}.{1 + number % 250}"
     connector = aiohttp.TCPConnector(
         ssl=fleet.context(settings.authority), keepalive_timeout=60, local_addr=(source, 0)
     )
-    async with aiohttp.ClientSession(connector=connector, trace_configs=[_in_turn(fleet.begins)]) as session:
+    async with aiohttp.ClientSession(connector=connector, trace_configs=[_limit_connects(fleet.begins)]) as session:
         client, plan, backoff = OperatorClient(session, settings), WorkerPlan(version=-1), FIRST_BACKOFF
         beat = Heartbeat(worker=settings.worker, state=LauncherState.WARM)
         fleet.counts["sidecars"] += 1
         trains, held = False, 0.0
         try:
-            while plan.role is not Role.LEAVE:
+            while plan.role is not WorkerRole.LEAVE:
                 wait, began = settings.poll_seconds, time.monotonic()
                 most = min(settings.hold_seconds, max(wait, 2 * held))
                 try:
-                    news = await client.plan(_now(beat, plan, fleet), plan.version, wait, most)
-                except (Unavailable, Rejected) as error:
+                    news = await client.fetch_plan(_now(beat, plan, fleet), plan.version, wait, most)
+                except (OperatorUnavailable, RequestRejected) as error:
                     fleet.counts["refused"] += 1
                     print(error, file=sys.stderr, flush=True)
                     await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
@@ -122,7 +122,7 @@ async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
                 fleet.counts["polls"] += 1
                 backoff = FIRST_BACKOFF
                 if news is not None:
-                    trains, before = news.role is Role.MEMBER, trains
+                    trains, before = news.role is WorkerRole.MEMBER, trains
                     fleet.counts["training"] += trains - before
                     if trains and not before:
                         fleet.counts["taken"] += 1
@@ -133,7 +133,7 @@ async def _live(fleet: Fleet, pod: dict[str, Any], number: int) -> None:
             fleet.counts["training"] -= trains
 
 
-def _in_turn(begins: asyncio.Semaphore) -> aiohttp.TraceConfig:
+def _limit_connects(begins: asyncio.Semaphore) -> aiohttp.TraceConfig:
     """Connections are begun in turn; the client's time for a handshake counts from its turn."""
 
     async def begin(_session: object, call: SimpleNamespace, _of: object) -> None:
@@ -153,9 +153,9 @@ def _in_turn(begins: asyncio.Semaphore) -> aiohttp.TraceConfig:
 
 def _follow(beat: Heartbeat, before: WorkerPlan, plan: WorkerPlan) -> Heartbeat:
     beat = replace(beat, plan_version=plan.version)
-    if plan.role is not Role.MEMBER:
+    if plan.role is not WorkerRole.MEMBER:
         return replace(beat, state=LauncherState.WARM, round=0, membership=plan.membership)
-    if (plan.membership, plan.round) != (before.membership, before.round) or before.role is not Role.MEMBER:
+    if (plan.membership, plan.round) != (before.membership, before.round) or before.role is not WorkerRole.MEMBER:
         now = time.time()
         return replace(
             beat, state=LauncherState.RUNNING, membership=plan.membership, round=plan.round, round_started_at=now,
@@ -164,23 +164,23 @@ def _follow(beat: Heartbeat, before: WorkerPlan, plan: WorkerPlan) -> Heartbeat:
     return beat
 
 
-def _now(beat: Heartbeat, plan: WorkerPlan, fleet: Fleet) -> Heartbeat:
+def _now(beat: Heartbeat, plan: WorkerPlan, fleet: SidecarFleet) -> Heartbeat:
     """With the steps that it has taken by now."""
     if beat.state is not LauncherState.RUNNING:
         return beat
     now = time.time()
-    figures = tuple(_figures(rank) for rank in plan.ranks)
+    figures = tuple(_draw_rank_metrics(rank) for rank in plan.ranks)
     in_round = int((now - beat.round_started_at) / STEP_SECONDS) + 1
     return replace(beat, step=int((now - fleet.began) / STEP_SECONDS), steps_in_round=in_round, figures=figures)
 
 
-def _figures(rank: int) -> RankFigures:
+def _draw_rank_metrics(rank: int) -> RankMetrics:
     step = STEP_SECONDS * random.uniform(1 - WOBBLE, 1 + WOBBLE)
     own = (1 - WAITS) * step
-    return RankFigures(rank, 8, step, own, own / 8, step - own, 8, STEP_SECONDS)
+    return RankMetrics(rank, 8, step, own, own / 8, step - own, 8, STEP_SECONDS)
 
 
-async def _settings(fleet: Fleet, pod: dict[str, Any]) -> SidecarSettings:
+async def _settings(fleet: SidecarFleet, pod: dict[str, Any]) -> SidecarSettings:
     """As the operator has written them into the pod, with a token as the kubelet would get it."""
     metadata, spec = pod["metadata"], pod["spec"]
     containers = [*spec.get("initContainers", ()), *spec["containers"]]
@@ -194,7 +194,7 @@ async def _settings(fleet: Fleet, pod: dict[str, Any]) -> SidecarSettings:
     file.touch(mode=0o600)
     file.write_text(answer["status"]["token"])
     return SidecarSettings(
-        runtime=Runtime(fleet.folder),
+        runtime=RuntimeFolder(fleet.folder),
         job=metadata["labels"][LABEL_JOB],
         worker=metadata["name"],
         operator=variables["PACEKEEPER_OPERATOR"],
@@ -206,14 +206,14 @@ async def _settings(fleet: Fleet, pod: dict[str, Any]) -> SidecarSettings:
 async def _main(said: dict[str, str]) -> None:
     context = ssl.create_default_context(cafile=said["authority"])
     async with connect(said["api"], said["token"], context) as api:
-        fleet = Fleet(api, Path(said["folder"]), OF[said["of"]])
-        watching = asyncio.create_task(api.watch("/api/v1/pods", fleet.hear, LABEL_JOB))
+        fleet = SidecarFleet(api, Path(said["folder"]), KIND_FILTERS[said["of"]])
+        watching = asyncio.create_task(api.watch("/api/v1/pods", fleet.on_pod_event, LABEL_JOB))
         while not watching.done():
             print(json.dumps({**fleet.counts, "taken_at": fleet.taken_at}), flush=True)
-            await asyncio.sleep(TELL_SECONDS)
+            await asyncio.sleep(REPORT_INTERVAL_SECONDS)
         await watching
 
 
 if __name__ == "__main__":
-    gc.set_threshold(*GARBAGE)
+    gc.set_threshold(*SIDECAR_GC_THRESHOLDS)
     asyncio.run(_main(json.loads(sys.stdin.readline())))

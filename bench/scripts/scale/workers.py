@@ -12,8 +12,8 @@ import math
 import time
 from collections.abc import Sequence
 
-from .figure import Figure
-from .world import NAMESPACE, PATIENT, TAKEN_AT, World, made, say
+from .figure import Measurement
+from .world import NAMESPACE, PATIENT, TAKEN_AT, ScaleTestbed, made, log_progress
 
 NAME = "large"
 IDLE_SECONDS = 30.0
@@ -26,11 +26,11 @@ APART, IN_A_ROW = 3, 5
 PATIENCE_SECONDS = 120.0
 
 
-def measured(quick: bool) -> Sequence[Figure]:
+def measured(quick: bool) -> Sequence[Measurement]:
     return asyncio.run(_measure(*((40, 2.0) if quick else (5000, CALM_SECONDS))))
 
 
-async def _measure(workers: int, calm: float) -> list[Figure]:
+async def _measure(workers: int, calm: float) -> list[Measurement]:
     async with made(workers + IN_A_ROW, spares_apart=True) as world:
         world.start_operator(PATIENT)
         await world.make_job(NAME, workers, spares=IN_A_ROW)
@@ -39,28 +39,28 @@ async def _measure(workers: int, calm: float) -> list[Figure]:
         await asyncio.sleep(SETTLE_SECONDS)
         share = await world.idle_share(IDLE_SECONDS)
         memory = world.memory_mb()
-        say(f"{workers} workers train: {share:.3f} of a core, {memory:.0f} MB")
+        log_progress(f"{workers} workers train: {share:.3f} of a core, {memory:.0f} MB")
         apart = []
         for index in range(1, APART + 1):
             apart.append(await _lose(world, index))
             await asyncio.sleep(calm)
         in_a_row = [await _lose(world, APART + index) for index in range(1, IN_A_ROW + 1)]
     return [
-        Figure(f"cores while {workers} workers of one job train", share, 0.5, "cores"),
-        Figure(f"memory with {workers} workers of one job", memory, 600.0, "MB"),
-        Figure("a lost worker to the plan that replaces it, the longest", max(apart), 3.0, "s"),
-        Figure("the same, one loss right after the other", max(in_a_row), 3.0, "s"),
+        Measurement(f"cores while {workers} workers of one job train", share, 0.5, "cores"),
+        Measurement(f"memory with {workers} workers of one job", memory, 600.0, "MB"),
+        Measurement("a lost worker to the plan that replaces it, the longest", max(apart), 3.0, "s"),
+        Measurement("the same, one loss right after the other", max(in_a_row), 3.0, "s"),
     ]
 
 
-async def _lose(world: World, index: int) -> float:
+async def _lose(world: ScaleTestbed, index: int) -> float:
     """Seconds; infinite where it takes longer than PATIENCE_SECONDS."""
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/{NAME}-w{index}-0"
     taken, began = world.sidecars.get("taken", 0), time.monotonic()
     await world.api.call("DELETE", path, {"gracePeriodSeconds": 0})
-    if not await world.until(lambda told: told.get("taken", 0) > taken, PATIENCE_SECONDS):
-        say(f"worker {index} is not replaced within {PATIENCE_SECONDS:.0f} s: {world.sidecars}")
+    if not await world.wait_until(lambda told: told.get("taken", 0) > taken, PATIENCE_SECONDS):
+        log_progress(f"worker {index} is not replaced within {PATIENCE_SECONDS:.0f} s: {world.sidecars}")
         return math.inf
     seconds = world.sidecars[TAKEN_AT] - began
-    say(f"worker {index} is replaced after {seconds:.2f} s")
+    log_progress(f"worker {index} is replaced after {seconds:.2f} s")
     return seconds

@@ -30,7 +30,7 @@ GROUP = "/apis/pacekeeper.dev/v1alpha1"
 JOBS = f"{GROUP}/namespaces/{NAMESPACE}/trainingjobs"
 TOKEN_SECONDS = 7200
 START_SECONDS = 900.0
-LEAST_MEMORY = 512 * 2**20
+MIN_MEMORY_BYTES = 512 * 2**20
 """The chart's limit; with more than a thousand workers half a MiB for each, as docs/install.md says."""
 PATIENT = {"PACEKEEPER_LEASE_SECONDS": "30s"}
 """An operator's settings while jobs begin: the work of thousands of kubelets and sidecars leaves it too little of two
@@ -40,7 +40,7 @@ TAKEN_AT = "taken_at"
 
 
 @dataclass
-class World:
+class ScaleTestbed:
     """Use `made()`."""
 
     plane: ControlPlane
@@ -55,9 +55,9 @@ class World:
     """Of the operator."""
     sidecars: dict[str, float] = field(default_factory=dict)
     """What the processes of all sidecars have said last: counts together, of moments the last one."""
-    heard: dict[str, dict[str, float]] = field(default_factory=dict)
+    reports: dict[str, dict[str, float]] = field(default_factory=dict)
     """The same of each process."""
-    said: asyncio.Event = field(default_factory=asyncio.Event)
+    report_received: asyncio.Event = field(default_factory=asyncio.Event)
 
     def start_operator(self, settings: Mapping[str, str]) -> None:
         """`settings`: variables beside those that it needs here."""
@@ -127,16 +127,16 @@ class World:
                 raise RuntimeError(f"not {workers} workers train within {START_SECONDS:.0f} s: {self.sidecars}")
             if time.monotonic() - said > 10:
                 said = time.monotonic()
-                say(f"{self.sidecars}")
+                log_progress(f"{self.sidecars}")
             await asyncio.sleep(0.5)
 
-    async def until(self, condition: Callable[[dict[str, float]], bool], seconds: float) -> bool:
+    async def wait_until(self, condition: Callable[[dict[str, float]], bool], seconds: float) -> bool:
         """Of what the processes of all sidecars say; False: not within so many seconds."""
         try:
             async with asyncio.timeout(seconds):
                 while not condition(self.sidecars):
-                    self.said.clear()
-                    await self.said.wait()
+                    self.report_received.clear()
+                    await self.report_received.wait()
         except TimeoutError:
             return False
         return True
@@ -157,12 +157,12 @@ class World:
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def say(words: str) -> None:
+def log_progress(words: str) -> None:
     print(f"   {time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
 
 
 @asynccontextmanager
-async def made(nodes: int, *, spares_apart: bool = False) -> AsyncIterator[World]:
+async def made(nodes: int, *, spares_apart: bool = False) -> AsyncIterator[ScaleTestbed]:
     """With so many nodes, and no jobs and no operator yet. `spares_apart`: spares' sidecars have a process of their
     own, so that what is told a spare is not taken in behind what is told thousands of others."""
     async with AsyncExitStack() as stack:
@@ -171,18 +171,18 @@ async def made(nodes: int, *, spares_apart: bool = False) -> AsyncIterator[World
         series = prometheus.StandIn(nodes)
         url = await stack.enter_async_context(prometheus.serve(series, free_port()))
         await _install(api)
-        say(f"{nodes} nodes are made")
+        log_progress(f"{nodes} nodes are made")
         await api.all(api.call("POST", "/api/v1/nodes", _node(i)) for i in range(nodes))
         token = await _token(api)
         kubeconfig = plane.kubeconfig("pacekeeper", token)
-        world = World(
+        world = ScaleTestbed(
             plane,
             api,
             series,
             url,
             (free_port(), free_port(), free_port()),
             kubeconfig,
-            max(LEAST_MEMORY, nodes * 2**19),
+            max(MIN_MEMORY_BYTES, nodes * 2**19),
         )
         for of in ("spares", "others") if spares_apart else ("all",):
             await stack.enter_async_context(_speaking(world, of))
@@ -230,7 +230,7 @@ async def _token(api: Api) -> str:
 
 
 @asynccontextmanager
-async def _speaking(world: World, of: str) -> AsyncIterator[None]:
+async def _speaking(world: ScaleTestbed, of: str) -> AsyncIterator[None]:
     """The process of all sidecars, or of some: see `sidecars`."""
     plane, folder = world.plane, world.plane.folder / f"tokens-{of}"
     folder.mkdir(mode=0o700)
@@ -251,13 +251,13 @@ async def _speaking(world: World, of: str) -> AsyncIterator[None]:
         listening.cancel()
 
 
-async def _listen(world: World, process: asyncio.subprocess.Process, of: str) -> None:
+async def _listen(world: ScaleTestbed, process: asyncio.subprocess.Process, of: str) -> None:
     assert process.stdout is not None
     async for line in process.stdout:
-        world.heard[of] = json.loads(line)
-        names = {name for each in world.heard.values() for name in each}
+        world.reports[of] = json.loads(line)
+        names = {name for each in world.reports.values() for name in each}
         world.sidecars = {
-            name: (max if name == TAKEN_AT else sum)(each.get(name, 0) for each in world.heard.values())
+            name: (max if name == TAKEN_AT else sum)(each.get(name, 0) for each in world.reports.values())
             for name in names
         }
-        world.said.set()
+        world.report_received.set()

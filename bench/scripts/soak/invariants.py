@@ -11,7 +11,7 @@ from pacekeeper_operator.api import TAINT_QUARANTINE
 Body = Mapping[str, Any]
 
 
-def of_plan(plan: Body, replicas: int, pods: Sequence[Body]) -> list[str]:
+def check_plan(plan: Body, replicas: int, pods: Sequence[Body]) -> list[str]:
     """What is wrong with a calm job's plan. plan: as the operator has written it."""
     members = plan.get("members", ())
     workers = [member["worker"] for member in members]
@@ -25,7 +25,7 @@ def of_plan(plan: Body, replicas: int, pods: Sequence[Body]) -> list[str]:
     ]
 
 
-def of_nodes(nodes: Sequence[Body], quarantines: Sequence[Body]) -> list[str]:
+def check_nodes(nodes: Sequence[Body], quarantines: Sequence[Body]) -> list[str]:
     named = {found["metadata"]["name"] for found in quarantines}
     active = {found["metadata"]["name"] for found in quarantines if found.get("status", {}).get("phase") == "Active"}
     tainted = {
@@ -39,7 +39,7 @@ def of_nodes(nodes: Sequence[Body], quarantines: Sequence[Body]) -> list[str]:
     ]
 
 
-def of_samples(epochs: Sequence[Sequence[int]], samples: int) -> list[str]:
+def check_samples(epochs: Sequence[Sequence[int]], samples: int) -> list[str]:
     """epochs: what all ranks have trained with in each whole one; each is to have every sample once."""
     wrong = []
     for number, used in enumerate(epochs, start=1):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
 
-from pacekeeper_operator.api import SIDECAR
+from pacekeeper_operator.api import SIDECAR_CONTAINER
 from testcluster import cgroups, faults, release
 from testcluster.shell import ClusterError
-from tests.support.cluster import Cluster
-from tests.support.jobs import Job
+from tests.support.cluster import KubectlCluster
+from tests.support.jobs import ClusterJob
 
 from .growth import Growth, growth
 
@@ -32,7 +32,7 @@ KINDS = (
 )  # fmt: skip
 """That are counted. Events go by themselves, and Incidents are kept for as long as the chart says."""
 
-Subject = str
+MeterSubject = str
 """A process's life ("leader pacekeeper-x-y, start 0"), or CLUSTER."""
 LEADER, STANDBY, SIDECARS, TRAINERS, CLUSTER = "leader", "standby", "sidecar of", "trainer of", "cluster"
 
@@ -41,9 +41,9 @@ LEADER, STANDBY, SIDECARS, TRAINERS, CLUSTER = "leader", "standby", "sidecar of"
 class Meters:
     """All samples so far: (seconds, value) by subject and figure."""
 
-    samples: dict[tuple[Subject, str], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    samples: dict[tuple[MeterSubject, str], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
-    def take(self, at: float, cluster: Cluster, bystander: Job) -> None:
+    def take(self, at: float, cluster: KubectlCluster, bystander: ClusterJob) -> None:
         """One of everything. `at`: seconds since the soak began. What is starting or ending just now is left out."""
         for subject, figures in _subjects(cluster, bystander):
             for name, value in figures.items():
@@ -54,7 +54,7 @@ class Meters:
         found = {f"{subject}: {name}": growth(samples) for (subject, name), samples in self.samples.items()}
         return {name: its for name, its in found.items() if its is not None}
 
-    def tell_of_all(self) -> bool:
+    def has_all_meters(self) -> bool:
         """Whether `grown` tells of each kind of process, and of the cluster."""
         return all(
             any(name.startswith(kind) for name in self.grown())
@@ -62,20 +62,20 @@ class Meters:
         )
 
 
-def _subjects(cluster: Cluster, bystander: Job) -> Iterator[tuple[Subject, dict[str, float]]]:
-    leader = release.leader()
-    for pod in release.pods():
+def _subjects(cluster: KubectlCluster, bystander: ClusterJob) -> Iterator[tuple[MeterSubject, dict[str, float]]]:
+    leader = release.get_leader_name()
+    for pod in release.list_operator_pods():
         role = LEADER if pod["metadata"]["name"] == leader else STANDBY
         yield from _container(role, release.SYSTEM, pod, "operator", page=True)
-    for pod in bystander.pods():
-        yield from _container(SIDECARS, bystander.namespace, pod, SIDECAR, page=True)
+    for pod in bystander.list_pods():
+        yield from _container(SIDECARS, bystander.namespace, pod, SIDECAR_CONTAINER, page=True)
         yield from _container(TRAINERS, bystander.namespace, pod, "trainer", page=False)
     yield CLUSTER, {kind: float(len(cluster.list(kind, namespace=""))) for kind in KINDS}
 
 
 def _container(
     what: str, namespace: str, pod: Mapping[str, Any], name: str, page: bool
-) -> Iterator[tuple[Subject, dict[str, float]]]:
+) -> Iterator[tuple[MeterSubject, dict[str, float]]]:
     """page: whether its pod's metrics are its own."""
     pod_name, status = pod["metadata"]["name"], pod["status"]
     states = [*status.get("containerStatuses", ()), *status.get("initContainerStatuses", ())]
@@ -85,8 +85,8 @@ def _container(
         pids = container.pids()
         ring = RING_MB if what == SIDECARS else 0.0
         figures = {
-            "MB": cgroups.memory_bytes(container.cgroup) / 1e6,
-            "shared MB": max(0.0, cgroups.shared_bytes(container.cgroup) / 1e6 - ring),
+            "MB": cgroups.read_memory_bytes(container.cgroup) / 1e6,
+            "shared MB": max(0.0, cgroups.read_shared_bytes(container.cgroup) / 1e6 - ring),
             "descriptors": float(sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)),
             "threads": float(sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)),
         }

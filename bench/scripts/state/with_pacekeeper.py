@@ -23,18 +23,18 @@ from torch.distributed.fsdp import fully_shard
 from pacekeeper.environment import Environment
 from pacekeeper.keep.checkpoint_writer import WriteOutcome
 from pacekeeper.keep.checkpoints import CheckpointFolder
-from pacekeeper.keep.rank_state import fingerprint
-from pacekeeper.keep.shard_names import shard_name
+from pacekeeper.keep.rank_state import compute_fingerprint
+from pacekeeper.keep.shard_names import format_shard_name
 from pacekeeper.keep.snapshots import Snapshots
 from pacekeeper.keep.state import TrainingState
-from pacekeeper.keep.store import Store
-from pacekeeper.keep.versions import Version
-from pacekeeper.modes.retention import snapshot_interval
+from pacekeeper.keep.store import StateStore
+from pacekeeper.keep.versions import StateVersion
+from pacekeeper.modes.retention import compute_snapshot_interval
 from pacekeeper.observe.cpu_group import CpuGroup, new_cpu_group
 from pacekeeper.observe.recorder import NoRing, Recorder
 from pacekeeper.replication.replication import Replication
-from pacekeeper.runtime import Runtime, write_plan
-from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper.runtime import RuntimeFolder, write_plan
+from pacekeeper_analysis.plan import WorkerRole, WorkerPlan
 
 from . import dcp
 from .workload import RANKS, digest, make_net, make_optimizer, tensors_of, train
@@ -45,7 +45,7 @@ Restored = tuple[float, list[int]]
 DCP = "dcp"
 SECRET = "ab" * 32
 COPY_PATIENCE = 60.0
-LOOK_AGAIN = 0.05
+POLL_INTERVAL_SECONDS = 0.05
 MOST_STEPS = 200
 WARM_UP_STEPS = 2
 MAKE_SLOTS = 2
@@ -65,7 +65,7 @@ class Rank:
         self.optimizer = make_optimizer(self.net)
         self.state = TrainingState({"model": self.net, "optimizer": self.optimizer}, replication, rank)
 
-    def store(self, runtime: str | None, workers: str, volume: str | None) -> Store:
+    def store(self, runtime: str | None, workers: str, volume: str | None) -> StateStore:
         """runtime: in it each worker has a folder. workers: one letter each, in rank order."""
         worker = workers[self.rank]
         place = None if runtime is None else _runtime(Path(runtime), worker)
@@ -81,7 +81,7 @@ class Rank:
         folder = CheckpointFolder(Path(volume), round_=1) if volume is not None else None
         if folder is not None and self.rank == 0:
             folder.claim()
-        return Store(environment, CpuGroup(Recorder(NoRing())), self.state, folder)
+        return StateStore(environment, CpuGroup(Recorder(NoRing())), self.state, folder)
 
     def train(self, step: int) -> float:
         """Seconds, from a moment at which all ranks are there."""
@@ -94,9 +94,9 @@ class Rank:
         return digest(self.net, self.optimizer)
 
 
-def _runtime(folder: Path, worker: str) -> Runtime:
-    runtime = Runtime(folder / worker).make()
-    write_plan(runtime.plan, WorkerPlan(membership=1, role=Role.MEMBER, secret=SECRET))
+def _runtime(folder: Path, worker: str) -> RuntimeFolder:
+    runtime = RuntimeFolder(folder / worker).create()
+    write_plan(runtime.plan, WorkerPlan(membership=1, role=WorkerRole.MEMBER, secret=SECRET))
     return runtime
 
 
@@ -134,22 +134,22 @@ def snapshots(rank: int, layers: int, runtime: str, count: int) -> dict[str, Any
             held.append(begun + settling)
         begun, _ = _timed(partial(store.snapshot, step, step))
     while store.settle() != step:  # what was begun last may have been left out
-        time.sleep(LOOK_AGAIN)
+        time.sleep(POLL_INTERVAL_SECONDS)
         store.snapshot(step, step)
-    _wait_for_copy(mine, Path(runtime, "ba"[rank]), Version(step, 1))
+    _wait_for_copy(mine, Path(runtime, "ba"[rank]), StateVersion(step, 1))
     dist.barrier()  # or this rank would be gone before it has taken the other one's
-    interval = snapshot_interval(store.snapshot_seconds, statistics.median(plain))
+    interval = compute_snapshot_interval(store.snapshot_seconds, statistics.median(plain))
     return {"held": held, "plain": plain, "beside": beside, "interval": interval, "digest": mine.digest()}
 
 
-def _wait_for_copy(mine: Rank, neighbour: Path, version: Version) -> None:
-    name, model = shard_name(mine.rank, RANKS), fingerprint(mine.state.description)
-    copies = Snapshots(Runtime(neighbour).snapshots, name, round_=1, world_size=RANKS, fingerprint=model)
+def _wait_for_copy(mine: Rank, neighbour: Path, version: StateVersion) -> None:
+    name, model = format_shard_name(mine.rank, RANKS), compute_fingerprint(mine.state.model_description)
+    copies = Snapshots(RuntimeFolder(neighbour).snapshots, name, round_=1, world_size=RANKS, fingerprint=model)
     deadline = time.monotonic() + COPY_PATIENCE
-    while version not in dict(copies.held()):
+    while version not in dict(copies.list_versions()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{version} is not with the neighbour within {COPY_PATIENCE:.0f} s")
-        time.sleep(LOOK_AGAIN)
+        time.sleep(POLL_INTERVAL_SECONDS)
 
 
 def checkpoints(rank: int, layers: int, volume: str, count: int) -> dict[str, Any]:
@@ -165,8 +165,8 @@ def checkpoints(rank: int, layers: int, volume: str, count: int) -> dict[str, An
     copies = [torch.empty_like(its) for its in tensors_of(mine.net, mine.optimizer)]
 
     def ours(step: int) -> float:
-        seconds, _ = _timed(lambda: store.checkpoint(step, step, published=lambda _: None))
-        if (outcome := store.wait_for_checkpoint()) is not WriteOutcome.KEPT:
+        seconds, _ = _timed(lambda: store.checkpoint(step, step, on_published=lambda _: None))
+        if (outcome := store.wait_for_checkpoint()) is not WriteOutcome.PUBLISHED:
             raise RuntimeError(f"the checkpoint is {outcome.name}")
         return seconds
 

@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 import pacekeeper as pk
 from bench.overhead import restore_functions, saved_functions
-from pacekeeper.observe.collectives import unwatch
+from pacekeeper.observe.collectives import exclude_group
 from pacekeeper_analysis.plan import SyncMode
 
 from .ddp import local_batch
 from .run import GLOBAL_BATCH, LOCAL_BATCH, Outcome, Place, Run
 from .with_pacekeeper import prepare_runtime
-from .workload import GPT, Pace, SourceCode, loss_sum, make_optimizer
+from .workload import GPT, StepPacer, SourceCode, loss_sum, make_optimizer
 
 BLOCK = 8
 """Steps."""
@@ -46,7 +46,7 @@ def alternate(run: Run, place: Place, mode: SyncMode) -> Outcome:
     ours = our_steps(run, place, job, data)
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    unwatch(group)
+    exclude_group(group)
     theirs = plain_steps(run, place, group, data)
 
     def block(steps: Iterator[None], functions: dict[str, object]) -> float:
@@ -66,7 +66,7 @@ def alternate(run: Run, place: Place, mode: SyncMode) -> Outcome:
 
 def our_steps(run: Run, place: Place, job: pk.Job, data: SourceCode) -> Iterator[None]:
     """Makes a step each time it is asked for the next item."""
-    pace = Pace(run.costs(), place.rank, run.unit_seconds)
+    pace = StepPacer(run.costs(), place.rank, run.unit_seconds)
     model = GPT(pace)
     replica = job.replicate(model, units=lambda gpt: gpt.blocks)
     optimizer = job.optimizer(make_optimizer(model, run.learning_rate), warmup_steps=0)
@@ -81,7 +81,7 @@ def our_steps(run: Run, place: Place, job: pk.Job, data: SourceCode) -> Iterator
 
 
 def plain_steps(run: Run, place: Place, group: dist.ProcessGroup, data: SourceCode) -> Iterator[None]:
-    pace = Pace(run.costs(), place.rank, run.unit_seconds)
+    pace = StepPacer(run.costs(), place.rank, run.unit_seconds)
     model = GPT(pace)
     replica = DistributedDataParallel(model, process_group=group)
     optimizer = make_optimizer(model, run.learning_rate)

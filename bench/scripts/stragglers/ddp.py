@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from .run import GLOBAL_BATCH, LOCAL_BATCH, RANKS, Outcome, Place, Run
-from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum, make_optimizer
+from .workload import GPT, StepPacer, LossSnapshots, SourceCode, loss_sum, make_optimizer
 
 BUCKET_MB = 0.05
 """A fraction of this small model, so that its all-reduces overlap the backward pass as those of a large one do."""
@@ -15,7 +15,7 @@ BUCKET_MB = 0.05
 
 def run(run: Run, place: Place) -> Outcome:
     dist.init_process_group("gloo")
-    pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots()
+    pace, snapshots = StepPacer(run.costs(), place.rank, run.unit_seconds), LossSnapshots()
     data = SourceCode(run.samples, run.seed)
     model = GPT(pace)
     replica = DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
@@ -31,7 +31,7 @@ def run(run: Run, place: Place) -> Outcome:
         schedule.step()
         optimizer.zero_grad()
         if run.snapshot_every and (step + 1) % run.snapshot_every == 0:
-            snapshots.keep(pace.period, model)
+            snapshots.add_snapshot(pace.period, model)
         pace.period += 1
     dist.barrier()
     dist.destroy_process_group()

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True)
-class Entry:
+class DiaryEntry:
     """One local step of one rank."""
 
     at: float
@@ -40,12 +40,12 @@ class Period:
     """Units of time that the draws alone take: of the rank that needs longest."""
 
 
-Diary = Sequence[Entry]
+Diary = Sequence[DiaryEntry]
 
 
 def complete_periods(diaries: Sequence[Diary]) -> list[Period]:
     """In order, from the second on: nobody saw when the first began."""
-    steps = _by_period(diaries, last_period(diaries))
+    steps = _group_by_period(diaries, last_period(diaries))
     ends = [max(of_rank[-1].at for of_rank in period if of_rank) for period in steps]
     return [_period(period, end - begin) for period, (begin, end) in zip(steps[1:], pairwise(ends), strict=False)]
 
@@ -55,7 +55,7 @@ def begun_periods(diaries: Sequence[Diary], unit_seconds: float) -> list[Period]
     as long as was drawn, so that the beginning of a period's first step is known. A rank that was left behind counts
     for what it has done by the end. `unit_seconds`: of a sample of cost 1.
     """
-    steps = _by_period(diaries, max(diary[-1].period for diary in diaries))
+    steps = _group_by_period(diaries, max(diary[-1].period for diary in diaries))
     begins = [max(of_rank[0].at - of_rank[0].cost * unit_seconds for of_rank in period if of_rank) for period in steps]
     return [
         _period([[entry for entry in of_rank if entry.at <= end] for of_rank in period], end - begin)
@@ -70,7 +70,7 @@ def last_period(diaries: Sequence[Diary]) -> int:
 
 def virtual_time(diaries: Sequence[Diary], period: int) -> float:
     """Units until the end of `period`, where only the draws take time and a period ends with its last rank."""
-    return sum(_virtual_time(steps) for steps in _by_period(diaries, period))
+    return sum(_virtual_time(steps) for steps in _group_by_period(diaries, period))
 
 
 def samples_until(diaries: Sequence[Diary], period: int) -> int:
@@ -115,18 +115,18 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def _period(steps: Sequence[Sequence[Entry]], seconds: float) -> Period:
+def _period(steps: Sequence[Sequence[DiaryEntry]], seconds: float) -> Period:
     """`steps` of each rank."""
     samples = tuple(sum(len(entry.samples) for entry in of_rank) for of_rank in steps)
     return Period(seconds, samples, _virtual_time(steps))
 
 
-def _by_period(diaries: Sequence[Diary], last: int) -> list[list[list[Entry]]]:
+def _group_by_period(diaries: Sequence[Diary], last: int) -> list[list[list[DiaryEntry]]]:
     """Steps by period, from the first one to the `last`, and rank."""
     periods = range(1, last + 1)
     return [[[entry for entry in diary if entry.period == number] for diary in diaries] for number in periods]
 
 
-def _virtual_time(steps: Sequence[Sequence[Entry]]) -> float:
+def _virtual_time(steps: Sequence[Sequence[DiaryEntry]]) -> float:
     """Of one period; `steps` of each rank."""
     return max(sum(entry.cost for entry in of_rank) for of_rank in steps)

@@ -20,7 +20,7 @@ from .sides import LEAVING_OUT
 from .sides import TORCHFT as TORCHFT_SIDES
 
 TORCHFT = "0.2.0"
-LAST_WORDS = 2000
+MAX_ERROR_OUTPUT_CHARACTERS = 2000
 """Characters of a failure that are kept."""
 PREIMPORTS = {
     "torchft": ("torchft.local_sgd", "torchft.coordination"),
@@ -59,14 +59,14 @@ class Hosts:
             try:
                 return self._perform(run, timeout)
             except RunFailedError as error:
-                say(f"failed, attempt {attempt} of {tries}: {error}")
-                self.failures.append(Failure(run.side, run.scenario, run.seed, attempt, str(error)[-LAST_WORDS:]))
+                log_progress(f"failed, attempt {attempt} of {tries}: {error}")
+                self.failures.append(Failure(run.side, run.scenario, run.seed, attempt, str(error)[-MAX_ERROR_OUTPUT_CHARACTERS:]))
         raise RunFailedError(self.failures[-1].reason)
 
     def _perform(self, run: Run, timeout: float) -> list[Outcome]:
         kind = "torchft" if run.side in (*TORCHFT_SIDES, *LEAVING_OUT) else "pacekeeper"
         try:
-            answer = self._processes[kind].ask({"run": run.to_json(), "timeout": timeout})
+            answer = self._processes[kind].request({"run": run.to_json(), "timeout": timeout})
         except HostFailedError as error:
             raise RunFailedError(f"{run}: {error}") from error
         if "error" in answer:
@@ -94,7 +94,7 @@ def torchft_python() -> Path:
     folder = CACHE / f"venv-torchft-{TORCHFT}-torch-{torch}"
     python, ready = folder / "bin/python", folder / ".ready"
     if not ready.exists():
-        say(f"making an environment with torchft {TORCHFT} and torch {torch} …")
+        log_progress(f"making an environment with torchft {TORCHFT} and torch {torch} …")
         _run(sys.executable, "-m", "venv", "--clear", folder)
         packages = (f"torchft=={TORCHFT}", f"torch=={torch}", "numpy")
         uv = Path(sys.executable).with_name("uv")
@@ -106,7 +106,7 @@ def torchft_python() -> Path:
     return python
 
 
-def say(message: str) -> None:
+def log_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 

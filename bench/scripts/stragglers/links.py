@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from testcluster.shell import run, succeeds
+from testcluster.shell import run_command, is_successful
 
 from .draws import SLOW_RANK
 
@@ -47,25 +47,25 @@ def network(ranks: int, rate: str) -> Iterator[Network | None]:
 
 
 def _make(made: Network, rate: str) -> None:
-    run("ip", "netns", "add", SWITCH)
-    run("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
-    run("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
+    run_command("ip", "netns", "add", SWITCH)
+    run_command("ip", "-n", SWITCH, "link", "add", "bridge0", "type", "bridge")
+    run_command("ip", "-n", SWITCH, "link", "set", "bridge0", "up")
     for rank, (namespace, address) in enumerate(zip(made.namespaces, made.addresses, strict=True)):
         port = f"port{rank}"
-        run("ip", "netns", "add", namespace)
-        run("ip", "-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
-        run("ip", "-n", SWITCH, "link", "set", port, "master", "bridge0", "up")
-        run("ip", "-n", namespace, "link", "set", "lo", "up")
-        run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
-        run("ip", "-n", namespace, "link", "set", INTERFACE, "up")
+        run_command("ip", "netns", "add", namespace)
+        run_command("ip", "-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
+        run_command("ip", "-n", SWITCH, "link", "set", port, "master", "bridge0", "up")
+        run_command("ip", "-n", namespace, "link", "set", "lo", "up")
+        run_command("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
+        run_command("ip", "-n", namespace, "link", "set", INTERFACE, "up")
         if rank == SLOW_RANK:
             for place, device in ((namespace, INTERFACE), (SWITCH, port)):
                 shape = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
-                run("tc", "-n", place, "qdisc", "replace", "dev", device, *shape)
+                run_command("tc", "-n", place, "qdisc", "replace", "dev", device, *shape)
 
 
 def _remove(made: Network) -> None:
     """Deleting a namespace takes the links with it."""
     for namespace in (*made.namespaces, SWITCH):
-        if succeeds("ip", "netns", "pids", namespace):
-            run("ip", "netns", "delete", namespace)
+        if is_successful("ip", "netns", "pids", namespace):
+            run_command("ip", "netns", "delete", namespace)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from .diaries import Entry
+from .diaries import DiaryEntry
 from .draws import Costs, Scenario, draw_costs
 
 RANKS = 4
@@ -87,7 +87,7 @@ class Place:
 class Outcome:
     """What one rank gives back."""
 
-    diary: list[Entry]
+    diary: list[DiaryEntry]
     weights: list[float]
     """Of this rank's data in the result of each period, from 1 on."""
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -100,6 +100,6 @@ class Outcome:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        entries = [Entry(**(entry | {"samples": tuple(entry["samples"])})) for entry in data["diary"]]
+        entries = [DiaryEntry(**(entry | {"samples": tuple(entry["samples"])})) for entry in data["diary"]]
         pairs = {name: [tuple(pair) for pair in data[name]] for name in ("losses", "blocks")}
         return cls(diary=entries, weights=data["weights"], **pairs)

@@ -8,11 +8,11 @@ from types import MappingProxyType
 
 import pacekeeper as pk
 from pacekeeper.observe.ring import create_ring
-from pacekeeper.runtime import Runtime, write_json
-from pacekeeper_analysis.plan import Role, SyncMode, WorkerPlan
+from pacekeeper.runtime import RuntimeFolder, write_json
+from pacekeeper_analysis.plan import WorkerRole, SyncMode, WorkerPlan
 
 from .run import AEDIT_LEASE, GLOBAL_BATCH, Outcome, Place, Run
-from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum, make_optimizer
+from .workload import GPT, StepPacer, LossSnapshots, SourceCode, loss_sum, make_optimizer
 
 
 def shares(run: Run, place: Place) -> Outcome:
@@ -44,7 +44,7 @@ def train(run: Run, place: Place, mode: SyncMode, changes: Mapping[int, SyncMode
     prepare_runtime(run, place, mode)
     due = sorted(changes.items(), reverse=True)
     modes: set[SyncMode] = set()
-    pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots()
+    pace, snapshots = StepPacer(run.costs(), place.rank, run.unit_seconds), LossSnapshots()
     data = SourceCode(run.samples, run.seed)
     job = pk.init(seed=run.seed)
     model = GPT(pace)
@@ -68,7 +68,7 @@ def train(run: Run, place: Place, mode: SyncMode, changes: Mapping[int, SyncMode
         schedule.step()
         optimizer.zero_grad()
         if run.snapshot_every and step.due("snapshot", every=run.snapshot_every):
-            snapshots.keep(pace.period, model)
+            snapshots.add_snapshot(pace.period, model)
     periods.end()
     if never := {mode, *changes.values()} - modes:
         raise RuntimeError(f"{', '.join(never)} was never in force")
@@ -78,9 +78,9 @@ def train(run: Run, place: Place, mode: SyncMode, changes: Mapping[int, SyncMode
 class Periods:
     """Tells the diary which synchronisation comes next, and what this rank's data weighed in each."""
 
-    def __init__(self, job: pk.Job, pace: Pace) -> None:
+    def __init__(self, job: pk.Job, pace: StepPacer) -> None:
         self.weights: list[float] = []
-        self._job, self._pace = job, pace
+        self._job, self._pacer = job, pace
         self._replication = job._replication
         self._synchronisations = 0
         self._began = False
@@ -89,15 +89,15 @@ class Periods:
     def begin_step(self) -> None:
         if self._began:
             self.end()
-        self._began, self._local = True, self._replication.local
-        self._pace.period = len(self.weights) + 1
+        self._began, self._local = True, self._replication.is_local
+        self._pacer.period = len(self.weights) + 1
 
     def end(self) -> None:
         """Between two steps: what came then, after a step that was made in Sync or by this rank alone?"""
         if not self._local:
-            self.weights.append(len(self._pace.diary[-1].samples) / GLOBAL_BATCH)
+            self.weights.append(len(self._pacer.diary[-1].samples) / GLOBAL_BATCH)
             return
-        newest = self._replication.newest
+        newest = self._replication.newest_synchronizations
         if newest and newest[0].number > self._synchronisations:
             without_this_rank = newest[0].number - self._synchronisations - 1  # it had no sample left
             self.weights += [*[0.0] * without_this_rank, float(newest[0].replica_weights[self._job.rank])]
@@ -106,7 +106,7 @@ class Periods:
 
 def prepare_runtime(run: Run, place: Place, mode: SyncMode) -> None:
     """The runtime folder as a launcher would have made it: this rank's ring, and the plan, for rank 0 to read."""
-    runtime = Runtime(place.folder).make()
+    runtime = RuntimeFolder(place.folder).create()
     create_ring(runtime.ring(place.rank), place.rank, round_=1)
     write_plan(run, place, mode, version=1)
     os.environ.update(PACEKEEPER_RUNTIME=str(place.folder), PACEKEEPER_ROUND="1")
@@ -115,11 +115,11 @@ def prepare_runtime(run: Run, place: Place, mode: SyncMode) -> None:
 def write_plan(run: Run, place: Place, mode: SyncMode, version: int) -> None:
     plan = WorkerPlan(
         version=version,
-        role=Role.MEMBER,
+        role=WorkerRole.MEMBER,
         sync_mode=mode,
         sync_every=run.sync_every,
         sync_seconds=run.sync_seconds or 1.0,
         shares=run.shares,
     )
     if place.rank == 0:
-        write_json(Runtime(place.folder).plan, plan.to_json())
+        write_json(RuntimeFolder(place.folder).plan, plan.to_json())

@@ -25,7 +25,7 @@ from torchft.local_sgd import DiLoCo, LocalSGD  # type: ignore[import-not-found,
 
 from .ddp import local_batch
 from .run import GLOBAL_BATCH, LOCAL_BATCH, RANKS, Outcome, Place, Run
-from .workload import GPT, Pace, Snapshots, SourceCode, loss_sum, make_optimizer
+from .workload import GPT, StepPacer, LossSnapshots, SourceCode, loss_sum, make_optimizer
 
 TIMEOUT = timedelta(seconds=120)
 QUORUM_TICK_MS = 10
@@ -61,13 +61,13 @@ def diloco(run: Run, place: Place) -> Outcome:
 def train(run: Run, place: Place, wrap: Wrapper, quorum: int = RANKS) -> Outcome:
     """`quorum`: how many ranks a synchronisation needs."""
     logging.getLogger("torchft").setLevel(logging.WARNING)
-    pace, snapshots = Pace(run.costs(), place.rank, run.unit_seconds), Snapshots()
+    pace, snapshots = StepPacer(run.costs(), place.rank, run.unit_seconds), LossSnapshots()
     data = SourceCode(run.samples, run.seed)
     lighthouse = start_lighthouse(place, quorum) if place.rank == 0 else None
     model = GPT(pace)
     optimizer = make_optimizer(model, run.learning_rate)
     schedule = LambdaLR(optimizer, lambda step: run.rate_left(step * GLOBAL_BATCH))
-    state = State(model, optimizer)
+    state = RejoinState(model, optimizer)
     manager, store = make_manager(run, place, state, quorum)
     weights: list[float] = []
     finished, last = place.folder / "finished", run.steps // run.sync_every
@@ -91,7 +91,7 @@ def train(run: Run, place: Place, wrap: Wrapper, quorum: int = RANKS) -> Outcome
                 weights += [0.0] * (manager.current_step() - len(weights))
                 weights[-1:] = [1 / manager.num_participants() if counts else 0.0]
                 if run.snapshot_every and (step + 1) % run.snapshot_every < run.sync_every:
-                    snapshots.keep(pace.period, model)
+                    snapshots.add_snapshot(pace.period, model)
                 pace.period = manager.current_step() + 1
             elif manager.current_step() == last:  # one more step, behind the last synchronisation
                 break
@@ -104,7 +104,7 @@ def train(run: Run, place: Place, wrap: Wrapper, quorum: int = RANKS) -> Outcome
     return Outcome(pace.diary, weights, snapshots.losses(data) if place.rank == 0 else [])
 
 
-class State:
+class RejoinState:
     """What a rank is given when it comes too late, and whether it was."""
 
     def __init__(self, model: GPT, optimizer: torch.optim.Optimizer) -> None:
@@ -129,7 +129,7 @@ def start_lighthouse(place: Place, quorum: int) -> LighthouseServer:
     )
 
 
-def make_manager(run: Run, place: Place, state: State, quorum: int) -> tuple[Manager, TCPStore]:
+def make_manager(run: Run, place: Place, state: RejoinState, quorum: int) -> tuple[Manager, TCPStore]:
     """This rank's manager, and the store that its replica group (the rank alone) needs."""
     address = run.addresses[place.rank]
     store = TCPStore(address, place.ports[place.rank], is_master=True, wait_for_workers=False)

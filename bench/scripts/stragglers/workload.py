@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from .diaries import Entry
+from .diaries import DiaryEntry
 from .draws import Costs
 
 CONTEXT, WIDTH, HEADS, LAYERS = 32, 32, 2, 2
@@ -29,12 +29,12 @@ FORWARD = 1 / 3
 Sample = tuple[int, Tensor, Tensor]
 
 
-class Pace:
+class StepPacer:
     """Makes each local step take the seconds that its samples have drawn, and writes the rank's diary."""
 
     def __init__(self, costs: Costs, rank: int, unit_seconds: float) -> None:
         """`unit_seconds`: of a sample of cost 1; 0: no sleep at all, the diary tells the draws all the same."""
-        self.diary: list[Entry] = []
+        self.diary: list[DiaryEntry] = []
         self.period = 1
         self._costs = costs[rank]
         self._unit_seconds = unit_seconds
@@ -59,7 +59,7 @@ class Pace:
 
     def end(self) -> None:
         """Of the local step: before the optimizer's step, which may bring a synchronisation with it."""
-        self.diary.append(Entry(time.monotonic(), self._samples, self._cost, self._compute, self.period))
+        self.diary.append(DiaryEntry(time.monotonic(), self._samples, self._cost, self._compute, self.period))
 
 
 class Block(nn.Module):
@@ -88,9 +88,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes (batch, length) → logits of the next byte (batch, length, 256); its layers keep the pace while training."""
 
-    def __init__(self, pace: Pace | None = None) -> None:
+    def __init__(self, pace: StepPacer | None = None) -> None:
         super().__init__()
-        self.pace = pace
+        self.pacer = pace
         self.token = nn.Embedding(256, WIDTH)
         self.position = nn.Embedding(CONTEXT, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
@@ -103,16 +103,16 @@ class GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.token(x) + self.position(torch.arange(x.shape[1]))
         for done, block in enumerate(self.blocks):
-            self._pace_backward(x, 1 - (1 - FORWARD) * done / LAYERS)
+            self._delay_backward(x, 1 - (1 - FORWARD) * done / LAYERS)
             x = block(x)
-            if self.pace is not None and torch.is_grad_enabled():
-                self.pace.reach(FORWARD * (done + 1) / LAYERS)
+            if self.pacer is not None and torch.is_grad_enabled():
+                self.pacer.reach(FORWARD * (done + 1) / LAYERS)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
-    def _pace_backward(self, x: Tensor, share: float) -> None:
+    def _delay_backward(self, x: Tensor, share: float) -> None:
         """When the gradient comes back to `x`, this share of the step is over."""
-        if (pace := self.pace) is not None and x.requires_grad:
+        if (pace := self.pacer) is not None and x.requires_grad:
 
             def hold(_: Tensor) -> None:
                 pace.reach(share)
@@ -168,22 +168,22 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
 
 
-class Snapshots:
+class LossSnapshots:
     """Copies of the common parameters along the run, whose held-out loss is computed when the run is over."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[int, dict[str, Tensor]]] = []
+        self._snapshots: list[tuple[int, dict[str, Tensor]]] = []
 
-    def keep(self, period: int, model: nn.Module) -> None:
+    def add_snapshot(self, period: int, model: nn.Module) -> None:
         """After `period`, with the parameters common to all ranks."""
-        self._kept.append((period, {name: value.clone() for name, value in model.state_dict().items()}))
+        self._snapshots.append((period, {name: value.clone() for name, value in model.state_dict().items()}))
 
     @torch.no_grad()
     def losses(self, data: SourceCode) -> list[tuple[int, float]]:
         """Period and mean held-out loss in nats a byte."""
         model, result = GPT(), []
         x, y = data.held_out()
-        for period, parameters in self._kept:
+        for period, parameters in self._snapshots:
             model.load_state_dict(parameters)
             result.append((period, float(loss_sum(model, x, y)) / HELD_OUT))
         return result

@@ -9,28 +9,28 @@ from scipy.sparse import coo_array  # type: ignore[import-untyped]
 from pacekeeper_analysis.fabric.load import Floats
 from pacekeeper_analysis.fabric.topology import Topology
 
-from .clusters import Fabric, Traffic
+from .clusters import SimulatedFabric, Traffic
 
 MOST_VARIABLES = 20_000
 """Of a linear program. Larger ones take minutes; cuts alone are a bound, too, and none that is easier to reach."""
 
 
-def speed_bound(fabric: Fabric, traffic: Traffic) -> float:
+def speed_bound(fabric: SimulatedFabric, traffic: Traffic) -> float:
     """Of the slowest job, at most, as a part of what it reaches where nobody is held up."""
     topology, groups = fabric.topology, fabric.topology.groups
     pair = traffic.source * groups + traffic.destination
     demand = np.bincount(pair, traffic.demand * fabric.port, groups**2).astype(float).reshape(groups, groups)
     sides = ((topology.up, demand.sum(axis=1)), (topology.down, demand.sum(axis=0)))
     cuts = min(float((links.sum(axis=1)[asked > 0] / asked[asked > 0]).min(initial=1.0)) for links, asked in sides)
-    if topology.symmetric or np.count_nonzero(demand) * topology.ways > MOST_VARIABLES:
+    if topology.is_symmetric or np.count_nonzero(demand) * topology.routes > MOST_VARIABLES:
         return cuts  # where all links are alike it is the best: flows spread evenly reach it
-    return min(cuts, _by_linear_program(topology, demand))
+    return min(cuts, _solve_linear_program(topology, demand))
 
 
-def _by_linear_program(topology: Topology, demand: Floats) -> float:
+def _solve_linear_program(topology: Topology, demand: Floats) -> float:
     """Maximises the speed: what each pair sends over its ways is its demand × speed, and no link is asked for more than
     it carries. demand: (groups, groups), in the topology's unit."""
-    ways = topology.ways
+    ways = topology.routes
     source, destination = np.nonzero(demand)
     pair, way = np.nonzero((topology.up[source] > 0) & (topology.down[destination] > 0))
     variable, speed = np.arange(len(pair)), len(pair)

@@ -19,9 +19,9 @@ import numpy as np
 
 from pacekeeper_analysis.fabric.assign import Flows
 from pacekeeper_analysis.fabric.load import Floats
-from pacekeeper_analysis.fabric.order import by_topology, in_mesh
-from pacekeeper_analysis.fabric.patterns import pipeline, ring
-from pacekeeper_analysis.fabric.topology import Ints, Topology, uniform
+from pacekeeper_analysis.fabric.order import order_by_topology, arrange_in_mesh
+from pacekeeper_analysis.fabric.patterns import build_pipeline_edges, build_ring_edges
+from pacekeeper_analysis.fabric.topology import Ints, Topology, build_uniform_topology
 
 HOSTS, NICS = 1_280, 8
 RACK, SEGMENT = 8, 32
@@ -39,7 +39,7 @@ TURNOVERS = 5
 
 
 @dataclass(frozen=True)
-class Fabric:
+class SimulatedFabric:
     """`port`: what a port of a NIC carries, in the topology's unit."""
 
     topology: Topology
@@ -54,7 +54,7 @@ class Fabric:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrafficJob:
     """It computes and communicates by turns."""
 
     hosts: tuple[int, ...]  # in the order of its ranks
@@ -81,7 +81,7 @@ class Traffic:
     planes: int
     parts: int = 1
 
-    def in_parts(self, parts: int) -> Traffic:
+    def split_flows(self, parts: int) -> Traffic:
         """Each flow's sub-connections follow one another."""
         return Traffic(
             self.job.repeat(parts),
@@ -110,37 +110,37 @@ class Traffic:
         return self.weight.astype(float) * self.unit
 
 
-def fabrics() -> dict[str, Fabric]:
+def fabrics() -> dict[str, SimulatedFabric]:
     """The symmetric ones."""
     racks, rails = HOSTS // RACK, HOSTS // SEGMENT * NICS
     ports = RACK * NICS
     return {
-        "1:1": Fabric(uniform(racks, ports)),
-        "2:1": Fabric(uniform(racks, ports // 2)),
-        "rails 1:1": Fabric(uniform(rails, SEGMENT), by_rail=True),
-        "rails 2:1": Fabric(uniform(rails, SEGMENT // 2), by_rail=True),
-        "dual ports": Fabric(uniform(racks, ports, planes=2)),
-        "8 trunks": Fabric(uniform(racks, TRUNKS, capacity=ports // TRUNKS)),
+        "1:1": SimulatedFabric(build_uniform_topology(racks, ports)),
+        "2:1": SimulatedFabric(build_uniform_topology(racks, ports // 2)),
+        "rails 1:1": SimulatedFabric(build_uniform_topology(rails, SEGMENT), by_rail=True),
+        "rails 2:1": SimulatedFabric(build_uniform_topology(rails, SEGMENT // 2), by_rail=True),
+        "dual ports": SimulatedFabric(build_uniform_topology(racks, ports, planes=2)),
+        "8 trunks": SimulatedFabric(build_uniform_topology(racks, TRUNKS, capacity=ports // TRUNKS)),
     }
 
 
-def one_uplink_dead(fabric: Fabric, traffic: Traffic) -> Fabric:
+def one_uplink_dead(fabric: SimulatedFabric, traffic: Traffic) -> SimulatedFabric:
     """Of the leaf that sends most."""
     sent = np.bincount(traffic.source, traffic.weight, fabric.topology.groups)
-    return Fabric(fabric.topology.without(up=[(int(sent.argmax()), 0)]), fabric.by_rail)
+    return SimulatedFabric(fabric.topology.with_dead_links(up=[(int(sent.argmax()), 0)]), fabric.by_rail)
 
 
-def damaged(fabric: Fabric, draws: np.random.Generator) -> Fabric:
+def damaged(fabric: SimulatedFabric, draws: np.random.Generator) -> SimulatedFabric:
     """One link of a hundred is dead, another one slower by half."""
     links = (fabric.topology.up * 2, fabric.topology.down * 2)
     for array in links:
         fate = draws.random(array.shape)
         array[fate < 0.02] //= 2
         array[fate < 0.01] = 0
-    return Fabric(Topology(*links, fabric.topology.planes), fabric.by_rail, port=2)
+    return SimulatedFabric(Topology(*links, fabric.topology.planes), fabric.by_rail, port=2)
 
 
-def traffic_of(fabric: Fabric, jobs: Sequence[Job]) -> Traffic:
+def traffic_of(fabric: SimulatedFabric, jobs: Sequence[TrafficJob]) -> Traffic:
     rows = [
         (number, sender * NICS + rail, receiver * NICS + rail, leaf, other, weight)
         for number, job in enumerate(jobs)
@@ -152,24 +152,24 @@ def traffic_of(fabric: Fabric, jobs: Sequence[Job]) -> Traffic:
     return Traffic(job, sender, receiver, source, destination, weight, fabric.topology.planes)
 
 
-def edges(fabric: Fabric, job: Job) -> Iterator[tuple[int, int, int]]:
+def edges(fabric: SimulatedFabric, job: TrafficJob) -> Iterator[tuple[int, int, int]]:
     """(sending host, receiving host, weight) in each rail."""
-    ordered = by_topology(job.hosts, {host: fabric.place(host) for host in job.hosts})
+    ordered = order_by_topology(job.hosts, {host: fabric.place(host) for host in job.hosts})
     shape = (job.stages, len(ordered) // job.stages)
-    seats = in_mesh(ordered, shape, (1, RING_WEIGHT))
+    seats = arrange_in_mesh(ordered, shape, (1, RING_WEIGHT))
     mesh = np.array(seats).reshape(shape)
     weight = RING_WEIGHT if job.stages > 1 else 1
     for stage in mesh.tolist():
-        yield from ((edge.source, edge.destination, weight) for edge in ring(stage))
+        yield from ((edge.source, edge.destination, weight) for edge in build_ring_edges(stage))
     for replica in mesh.T.tolist():
-        yield from ((edge.source, edge.destination, 1) for edge in pipeline(replica))
+        yield from ((edge.source, edge.destination, 1) for edge in build_pipeline_edges(replica))
 
 
-def one_large_job() -> list[Job]:
-    return [Job(tuple(range(HOSTS)), period=24, busy=12, stages=STAGES)]
+def one_large_job() -> list[TrafficJob]:
+    return [TrafficJob(tuple(range(HOSTS)), period=24, busy=12, stages=STAGES)]
 
 
-def eight_jobs(draws: np.random.Generator) -> list[Job]:
+def eight_jobs(draws: np.random.Generator) -> list[TrafficJob]:
     """As a scheduler leaves them that spreads: each rack's eight hosts are those of eight jobs. Every leaf is full, and
     the jobs go round them in different orders: the hardest case."""
     racks = np.arange(HOSTS).reshape(-1, RACK)
@@ -177,7 +177,7 @@ def eight_jobs(draws: np.random.Generator) -> list[Job]:
     return [_job(draws.permutation(hosts).tolist(), draws) for hosts in of_jobs]
 
 
-def hundred_jobs(draws: np.random.Generator, packed: bool) -> list[Job]:
+def hundred_jobs(draws: np.random.Generator, packed: bool) -> list[TrafficJob]:
     """Jobs come and go, and later ones fill the gaps. packed: with the first free hosts; else with any, as Kubernetes'
     scheduler does where no labels of the fabric tell it better."""
     free = np.ones(HOSTS, bool)
@@ -194,8 +194,8 @@ def hundred_jobs(draws: np.random.Generator, packed: bool) -> list[Job]:
     return [_job(hosts, draws) for hosts in running]
 
 
-def _job(hosts: Sequence[int], draws: np.random.Generator) -> Job:
+def _job(hosts: Sequence[int], draws: np.random.Generator) -> TrafficJob:
     """Periods divide one another, so that shifts hold for ever: CASSINI's best case. Bound by communication to a fifth
     up to three fifths."""
     period = int(draws.choice([6, 12, 24]))
-    return Job(tuple(hosts), period, round(period * float(draws.uniform(0.2, 0.6))))
+    return TrafficJob(tuple(hosts), period, round(period * float(draws.uniform(0.2, 0.6))))

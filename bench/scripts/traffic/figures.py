@@ -21,7 +21,7 @@ import numpy as np
 RATIO, NEVER_BELOW = 1.5, 0.97
 REPLANNED_SECONDS, PAUSE_SECONDS = 10.0, 5.0
 AGREEMENT = 0.1
-IN_FORCE = 0.95
+IN_FORCE_RATIO = 0.95
 """Of the flows: of as few ports as may be tried, with a chance of 2 % none fits both directions of a connection."""
 LOAD = 0.8
 """Of the processors, above which they might hold up what links do not."""
@@ -55,13 +55,13 @@ class Cut:
     strays: int
 
 
-def figures(
+def compute_statistics(
     alone: float, runs: Sequence[Run], crowded: Sequence[Run], cuts: Sequence[Cut]
 ) -> tuple[dict[str, Any], dict[str, bool]]:
     """And which goals hold. `alone`: Mbit/s of a job that nobody holds up. crowded: where there are too few links."""
     by_count = {count: [run for run in runs if run.jobs == count] for count in sorted({run.jobs for run in runs})}
-    roomy = {count: _of_count(those, alone) for count, those in by_count.items()}
-    tight = _of_count(crowded, alone)
+    roomy = {count: _compute_count_statistics(those, alone) for count, those in by_count.items()}
+    tight = _compute_count_statistics(crowded, alone)
     flows = sum(2 * run.jobs for run in (*runs, *crowded) if run.planned)
     in_force = 1.0 - sum(run.strays for run in (*runs, *crowded)) / flows
     load = max(median(run.load for run in those) for those in (*by_count.values(), crowded))
@@ -75,10 +75,10 @@ def figures(
     }
     compared = [of[side] for of in (*roomy.values(), tight) for side in ("ecmp", "planned")]
     holds = {
-        "faster_where_jobs_collide": all(_at_least(RATIO, of["ratio"]) for of in roomy.values()),
-        "no_job_slower": all(_at_least(NEVER_BELOW, of["least_ratio_of_a_job"]) for of in roomy.values()),
-        "never_slower": all(_at_least(NEVER_BELOW, of["least_ratio"]) for of in (*roomy.values(), tight)),
-        "paths_in_force": in_force >= IN_FORCE,
+        "faster_where_jobs_collide": all(_reaches_goal(RATIO, of["ratio"]) for of in roomy.values()),
+        "no_job_slower": all(_reaches_goal(NEVER_BELOW, of["least_ratio_of_a_job"]) for of in roomy.values()),
+        "never_slower": all(_reaches_goal(NEVER_BELOW, of["least_ratio"]) for of in (*roomy.values(), tight)),
+        "paths_in_force": in_force >= IN_FORCE_RATIO,
         "simulator_agrees": all(abs(of["mean_mbits"] / of["mean_simulated"] - 1) <= AGREEMENT for of in compared),
         "replanned_after_cut": all(cut.recovered <= REPLANNED_SECONDS for cut in cuts),
         "trains_through_cut": all(cut.pause <= PAUSE_SECONDS for cut in cuts),
@@ -87,7 +87,7 @@ def figures(
     return found, holds
 
 
-def _of_count(runs: Sequence[Run], alone: float) -> dict[str, Any]:
+def _compute_count_statistics(runs: Sequence[Run], alone: float) -> dict[str, Any]:
     """Of runs of so many jobs. A job *collides* where ECMP gives it a link with more flows than the plan has on any.
     Ratios are planned over ECMP; the least ones of runs where all flows went as planned. None: there is no such run."""
     ecmp, planned = ([run for run in runs if run.planned is side] for side in (False, True))
@@ -122,7 +122,7 @@ def _ratio(pairs: Iterable[tuple[float, float]]) -> float | None:
     return round(will / was, 3) if was else None
 
 
-def _at_least(goal: float, found: float | None) -> bool:
+def _reaches_goal(goal: float, found: float | None) -> bool:
     return found is None or found >= goal
 
 

@@ -14,31 +14,31 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from pacekeeper.runtime import Runtime, read_json, write_plan
+from pacekeeper.runtime import RuntimeFolder, read_json, write_plan
 from pacekeeper_analysis.plan import SECRET_BYTES, Hop, Member, Paths, Plan, PlannedPath
 from pacekeeper_analysis.reports import Heartbeat, LauncherState, PathFault
 from pacekeeper_operator.decide import paths
-from pacekeeper_operator.decide.wiring import spine_of
-from pacekeeper_operator.network import JobTraffic, Pair, Ports, Seat
+from pacekeeper_operator.decide.wiring import format_spine_name
+from pacekeeper_operator.network import JobTraffic, RankPair, PortRange, NodeRanks
 from testcluster.settings import REPOSITORY
-from tests.support.fabric import FabricHost, LeafSpine
-from tests.support.paths import build
+from tests.support.fabric import FabricHost, HostedLeafSpine
+from tests.support.paths import build_shim
 
-from .launchers import NOBODY, Place
+from .launchers import UNPRIVILEGED_USER_ID, Place
 from .progress import Progress
 from .switches import Flow
 
-PORTS: Ports = (20000, 20000 + paths.PORTS - 1)
+PORTS: PortRange = (20000, 20000 + paths.PORTS_PER_JOB - 1)
 """Of all jobs: none share a host."""
 PATIENCE = 120.0
 PAUSE = 0.02
-LAST_WORDS = 2000
+MAX_ERROR_OUTPUT_CHARACTERS = 2000
 """Characters of each log."""
 
 Value = TypeVar("Value")
 
 
-class Job:
+class FabricJob:
     """Of two workers, w0 and w1, with a rank each."""
 
     def __init__(self, number: int, hosts: tuple[FabricHost, FabricHost], folder: Path) -> None:
@@ -47,7 +47,7 @@ class Job:
         self.hosts = hosts
         self.folder = folder
         self._plan = Plan()
-        self._runtimes = [Runtime(folder / worker) for worker in ("w0", "w1")]
+        self._runtimes = [RuntimeFolder(folder / worker) for worker in ("w0", "w1")]
         for one in (folder, *(runtime.root for runtime in self._runtimes)):
             one.mkdir()
             one.chmod(0o777)
@@ -68,32 +68,32 @@ class Job:
 
     def warm(self) -> bool:
         """Its launchers wait for a plan."""
-        return all(beat.state is LauncherState.WARM and beat.meeting_port for beat in self._beats())
+        return all(beat.state is LauncherState.WARM and beat.meeting_port for beat in self._read_heartbeats())
 
     def traffic(self, round_seconds: float = 0.0) -> JobTraffic:
         """As planning sees it: all that its ranks do is wait for each other's data."""
-        seats = tuple(Seat(host.namespace, (rank,)) for rank, host in enumerate(self.hosts))
+        seats = tuple(NodeRanks(host.namespace, (rank,)) for rank, host in enumerate(self.hosts))
         membership = self._plan.membership
-        among = paths.among_of(self._plan)
+        among = paths.get_route_fingerprints(self._plan)
         return JobTraffic(
-            self.name, seats, membership, self.ways, among, ports=PORTS, waiting=1.0, round_seconds=round_seconds
+            self.name, seats, membership, self.routes, among, ports=PORTS, waiting=1.0, round_seconds=round_seconds
         )
 
-    def begin(self, ways: Mapping[Pair, int], among: Mapping[Pair, int], hops: Sequence[Hop]) -> None:
+    def begin(self, ways: Mapping[RankPair, int], among: Mapping[RankPair, int], hops: Sequence[Hop]) -> None:
         """A new round of both ranks, over these ways; of none: the network chooses. among: of `JobTraffic`."""
         number = self._plan.membership + 1
-        wanted = tuple(PlannedPath(*pair, spine_of(way), among=among.get(pair, 0)) for pair, way in ways.items())
+        wanted = tuple(PlannedPath(*pair, format_spine_name(way), among=among.get(pair, 0)) for pair, way in ways.items())
         self._plan = Plan(
             version=number,
             membership=number,
             round=number,
             members=tuple(Member(f"w{rank}", host.address, (rank,)) for rank, host in enumerate(self.hosts)),
-            store_port=self._beats()[0].meeting_port,
+            store_port=self._read_heartbeats()[0].meeting_port,
             paths=Paths(wanted, tuple(hops), *PORTS) if wanted else None,
-        ).sealed(self._plan, secrets.token_hex(SECRET_BYTES))
-        with _as_nobody():
+        ).with_membership_secret(self._plan, secrets.token_hex(SECRET_BYTES))
+        with _run_unprivileged():
             for runtime in self._runtimes:
-                write_plan(runtime.plan, self._plan.part(runtime.root.name))
+                write_plan(runtime.plan, self._plan.build_worker_plan(runtime.root.name))
         self.touch()
 
     def flows(self) -> list[Flow]:
@@ -106,7 +106,7 @@ class Job:
 
     def faults(self) -> list[PathFault]:
         """Why launchers do not have their paths in force."""
-        return [path.fault for beat in self._beats() for path in beat.paths if path.fault]
+        return [path.fault for beat in self._read_heartbeats() for path in beat.paths if path.fault]
 
     def go(self) -> None:
         (self.folder / "go").touch()
@@ -121,9 +121,9 @@ class Job:
         return Progress.read(line for file in files if file.exists() for line in file.read_text().splitlines(True))
 
     @property
-    def ways(self) -> Mapping[Pair, int]:
+    def routes(self) -> Mapping[RankPair, int]:
         """That its plan names."""
-        return paths.ways_of(self._plan)
+        return paths.get_planned_routes(self._plan)
 
     @property
     def round(self) -> int:
@@ -132,19 +132,19 @@ class Job:
     def touch(self) -> None:
         """As sidecars do when the operator has answered."""
         for runtime in self._runtimes:
-            runtime.contact.touch()
+            runtime.operator_contact.touch()
 
     def logs(self) -> str:
-        return "\n".join(f"{file}\n{file.read_text()[-LAST_WORDS:]}" for file in sorted(self.folder.glob("*.log")))
+        return "\n".join(f"{file}\n{file.read_text()[-MAX_ERROR_OUTPUT_CHARACTERS:]}" for file in sorted(self.folder.glob("*.log")))
 
-    def _beats(self) -> list[Heartbeat]:
+    def _read_heartbeats(self) -> list[Heartbeat]:
         return [Heartbeat.from_json(read_json(runtime.heartbeat) or {}) for runtime in self._runtimes]
 
 
 class Team:
     """All jobs, and the process that has started their launchers."""
 
-    def __init__(self, jobs: Sequence[Job], launchers: subprocess.Popen[str]) -> None:
+    def __init__(self, jobs: Sequence[FabricJob], launchers: subprocess.Popen[str]) -> None:
         self.jobs = jobs
         self._launchers = launchers
 
@@ -169,14 +169,14 @@ class Team:
 
 
 @contextmanager
-def jobs_on(fabric: LeafSpine, leaves: Sequence[tuple[int, int]]) -> Iterator[Team]:
+def jobs_on(fabric: HostedLeafSpine, leaves: Sequence[tuple[int, int]]) -> Iterator[Team]:
     """Warm, without a plan; all is gone in the end. leaves: of each job's ranks, which have a host each."""
     free = {leaf: [host for host in fabric.hosts if host.leaf == leaf] for leaf in range(fabric.leaves)}
     with TemporaryDirectory(prefix="pacekeeper-bench-") as name:
         folder = Path(name)
         folder.chmod(0o777)
         jobs = [
-            Job(number, (free[near].pop(0), free[far].pop(0)), folder / f"job-{number}")
+            FabricJob(number, (free[near].pop(0), free[far].pop(0)), folder / f"job-{number}")
             for number, (near, far) in enumerate(leaves)
         ]
         started = _start([place for job in jobs for place in job.places()], folder)
@@ -192,7 +192,7 @@ def _start(places: Sequence[Place], folder: Path) -> subprocess.Popen[str]:
     started = subprocess.Popen(
         [sys.executable, "-m", f"{__package__}.launchers"],
         cwd=REPOSITORY,
-        env={**os.environ, **build(folder).environment(None)},
+        env={**os.environ, **build_shim(folder).build_environment(None)},
         stdin=subprocess.PIPE,
         text=True,
         start_new_session=True,  # a terminal's Ctrl-C is for the bench, which ends them
@@ -214,9 +214,9 @@ def _end(started: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def _as_nobody() -> Iterator[None]:
+def _run_unprivileged() -> Iterator[None]:
     """What is written is the launchers' own: a plan may be read by its user only."""
-    os.seteuid(NOBODY)
+    os.seteuid(UNPRIVILEGED_USER_ID)
     try:
         yield
     finally:

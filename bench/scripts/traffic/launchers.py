@@ -18,16 +18,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pacekeeper.launcher.command import launch
+from pacekeeper.launcher.command import launch_from_plan
 from pacekeeper.launcher.launcher import Script
 from pacekeeper.launcher.processes import adopt_orphans
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.launcher.warm import preimport
-from pacekeeper.runtime import Runtime
-from tests.support.launchers import fork
+from pacekeeper.launcher.warm import import_modules
+from pacekeeper.runtime import RuntimeFolder
+from tests.support.launchers import fork_process
 from tests.support.ranks import PREIMPORTS
 
-NOBODY = 65534
+UNPRIVILEGED_USER_ID = 65534
 BYTES = 1_000_000
 """Of an all-reduce."""
 RANK = Path(__file__).with_name("rank.py")
@@ -54,7 +54,7 @@ def main() -> None:
     os.environ.pop("LD_PRELOAD", None)  # what ranks start comes up without the shim
     adopt_orphans()
     places = [Place(**each) for each in json.loads(sys.stdin.readline())]
-    preimport(PREIMPORTS)
+    import_modules(PREIMPORTS)
     pids = [_start(place) for place in places]
     sys.stdin.read()
     for pid in pids:
@@ -74,7 +74,7 @@ def _start(place: Place) -> int:
         "HOME": place.folder,
         "OMP_NUM_THREADS": "1",
     }
-    return fork(lambda: _run(place), Path(place.log), environment)
+    return fork_process(lambda: _run(place), Path(place.log), environment)
 
 
 def _run(place: Place) -> int:
@@ -82,11 +82,11 @@ def _run(place: Place) -> int:
     with open(f"/run/netns/{place.namespace}") as network:
         _check(libc.setns(network.fileno(), _NEW_NETWORK))
     os.setgroups([])
-    os.setgid(NOBODY)
-    os.setuid(NOBODY)
+    os.setgid(UNPRIVILEGED_USER_ID)
+    os.setuid(UNPRIVILEGED_USER_ID)
     _check(libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0))  # as after an exec: a launcher looks at its ranks in /proc
     settings = LauncherSettings.from_environment(os.environ)
-    return launch(Script(str(RANK), False, ()), settings, Runtime.from_environment().make())
+    return launch_from_plan(Script(str(RANK), False, ()), settings, RuntimeFolder.from_environment().create())
 
 
 def _check(result: int) -> None:

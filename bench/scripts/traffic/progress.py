@@ -37,7 +37,7 @@ class Progress:
         """An all-reduce has ended since."""
         return bool((self.ends > time).any())
 
-    def pace(self, begin: float, end: float) -> float:
+    def measure_rate(self, begin: float, end: float) -> float:
         """All-reduces a second; of those under way at either time the part that lies between counts."""
         first, last = np.interp([begin, end], self.times, self.done)
         return float(last - first) / (end - begin)
@@ -48,11 +48,11 @@ class Progress:
         return float(np.diff(self.ends[max(before, 0) :]).max(initial=0.0))
 
 
-def recovered_after(jobs: Sequence[Progress], best: Sequence[float], since: float, until: float) -> float:
+def compute_recovery_seconds(jobs: Sequence[Progress], best: Sequence[float], since: float, until: float) -> float:
     """Seconds from `since` on after which all jobs come near their `best` pace, and on the whole keep it until `until`;
     inf: they never do. A single stop of a moment, like one of TCP's time-outs, undoes no recovery."""
     for at in np.arange(since, until - WINDOW, STEP):
-        paces = [(job.pace(at, end), its) for job, its in zip(jobs, best, strict=True) for end in (at + WINDOW, until)]
+        paces = [(job.measure_rate(at, end), its) for job, its in zip(jobs, best, strict=True) for end in (at + WINDOW, until)]
         if all(pace >= RECOVERED * its for pace, its in paces):
             return float(at - since)
     return float("inf")

@@ -27,16 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from pacekeeper_analysis.fabric.load import loads, rates
+from pacekeeper_analysis.fabric.load import compute_link_loads, compute_flow_rates
 from pacekeeper_analysis.fabric.topology import Ints, Topology
 from pacekeeper_operator.decide import paths, traffic
-from pacekeeper_operator.network import Traffic, Wiring
-from tests.support.fabric import leaf_spine
+from pacekeeper_operator.network import TrafficPlan, Wiring
+from tests.support.fabric import create_leaf_spine
 
-from .figures import Cut, Run, figures
-from .jobs import Job, Team, jobs_on
+from .figures import Cut, Run, compute_statistics
+from .jobs import FabricJob, Team, jobs_on
 from .launchers import BYTES
-from .progress import recovered_after
+from .progress import compute_recovery_seconds
 from .switches import Flow, Switches
 
 RATE = 25e6
@@ -45,9 +45,9 @@ COUNTS = (2, 4, 8)
 """Of jobs that run at once."""
 CUT_JOBS = 2
 SETTLE_SECONDS = 1.0
-LOOK_SECONDS = 2.0
+RATE_POLL_SECONDS = 2.0
 """Between two looks of the operator at the fabric (services.fabrics)."""
-AFTER_CUT_SECONDS = 14.0
+CUT_RECOVERY_SECONDS = 14.0
 MBIT = BYTES * 8 / 1e6
 """That each of two ranks sends in an all-reduce."""
 
@@ -89,20 +89,20 @@ CROWDED = Setting(3, ((0, 1), (0, 1), (1, 2), (2, 0), (1, 2), (2, 0), (1, 2), (2
 def measured(sizes: Sizes) -> tuple[dict[str, Any], dict[str, bool]]:
     """Figures, and which goals hold."""
     with _bench(ROOMY, sizes) as bench:
-        alone = bench.alone()
-        _say(f"a job alone: {alone:.1f} Mbit/s")
+        alone = bench.measure_single_job()
+        _log_progress(f"a job alone: {alone:.1f} Mbit/s")
         runs = list(bench.runs(sizes.seeds, COUNTS))
         cuts = [bench.cut(seed, alone) for seed in range(sizes.cuts)]
     with _bench(CROWDED, sizes) as bench:
-        _say("too few links for all:")
+        _log_progress("too few links for all:")
         crowded = list(bench.runs(sizes.crowded, COUNTS[-1:]))
-    return figures(alone, runs, crowded, cuts)
+    return compute_statistics(alone, runs, crowded, cuts)
 
 
 @contextmanager
 def _bench(setting: Setting, sizes: Sizes) -> Iterator[Bench]:
     leaves = 1 + max(map(max, setting.leaves))
-    with leaf_spine(leaves, setting.spines, setting.degree) as fabric, jobs_on(fabric, setting.leaves) as team:
+    with create_leaf_spine(leaves, setting.spines, setting.degree) as fabric, jobs_on(fabric, setting.leaves) as team:
         yield Bench(team, Switches(fabric, RATE), sizes)
 
 
@@ -117,10 +117,10 @@ def missing() -> str:
 class Bench:
     def __init__(self, team: Team, switches: Switches, sizes: Sizes) -> None:
         self._team, self._switches, self._sizes = team, switches, sizes
-        self._hops = paths.hops_of(switches.spec)
+        self._hops = paths.list_spine_hops(switches.spec)
         self._round_seconds: list[float] = []
 
-    def alone(self) -> float:
+    def measure_single_job(self) -> float:
         """Mbit/s of a job that nobody holds up: what a whole link of the simulator's stands for."""
         first = self._team.jobs[:1]
         self._begin(first, self._switches.wiring(), None)
@@ -133,7 +133,7 @@ class Bench:
             for count in counts:
                 for planned in (False, True) if seed % 2 == 0 else (True, False):
                     run = self._run(seed, self._team.jobs[:count], planned)
-                    _say(
+                    _log_progress(
                         f"seed {seed}, {count} jobs, {'planned' if planned else 'ECMP'}: mean {mean(run.speeds):.1f}, "
                         f"slowest {min(run.speeds):.1f} Mbit/s, processors {run.load:.0%}, "
                         f"{time.monotonic() - began:.0f} s"
@@ -149,12 +149,12 @@ class Bench:
         first = [job.round for job in jobs]
         self._go(jobs)
         team.pause(SETTLE_SECONDS + self._sizes.seconds)
-        way, at = switches.ways(flows)[0], time.monotonic()
+        way, at = switches.list_routes(flows)[0], time.monotonic()
         with switches.cut(flows[0].source.leaf, way):
-            look_at = at + random.Random(seed).uniform(0.0, LOOK_SECONDS)
-            while look_at < at + AFTER_CUT_SECONDS:
+            look_at = at + random.Random(seed).uniform(0.0, RATE_POLL_SECONDS)
+            while look_at < at + CUT_RECOVERY_SECONDS:
                 team.pause(look_at - time.monotonic())
-                look_at += LOOK_SECONDS
+                look_at += RATE_POLL_SECONDS
                 wiring = switches.wiring()
                 plan = self._plan(wiring, jobs, median(self._round_seconds))
                 for job in jobs:
@@ -162,31 +162,31 @@ class Bench:
                         self._begin_by(wiring, plan, job)
             until = time.monotonic()
             flows = self._connected(jobs)
-            strays = _strays(jobs, switches.ways(flows))
+            strays = _strays(jobs, switches.list_routes(flows))
             self._rest(jobs)
-        best = [alone / MBIT * part for part in simulated(_topology(wiring), flows, _planned_ways(jobs))]
+        best = [alone / MBIT * part for part in simulated(_topology(wiring), flows, _list_planned_routes(jobs))]
         progress = [job.progress(its) for job, its in zip(jobs, first, strict=True)]
         found = Cut(
-            recovered=recovered_after(progress, best, at, until),
+            recovered=compute_recovery_seconds(progress, best, at, until),
             pause=max(its.longest_pause(at) for its in progress),
             moved=sum(job.round > its for job, its in zip(jobs, first, strict=True)),
             strays=strays,
         )
-        _say(f"cut {seed}: {found}")
+        _log_progress(f"cut {seed}: {found}")
         return found
 
-    def _run(self, seed: int, jobs: Sequence[Job], planned: bool) -> Run:
+    def _run(self, seed: int, jobs: Sequence[FabricJob], planned: bool) -> Run:
         switches = self._switches
         switches.draw(seed)
         wiring = switches.wiring()
         plan, topology = self._plan(wiring, jobs), _topology(wiring)
         flows = self._begin(jobs, wiring, plan if planned else None)
-        ways, before = switches.ways(flows), switches.sent()
+        ways, before = switches.list_routes(flows), switches.sent()
         speeds, load = self._speeds(jobs)
         _check(flows, ways, np.array(switches.sent()) - np.array(before))
         strays = _strays(jobs, ways) if planned else 0
         if strays:
-            _say(f"{strays} flows do not go as planned: {', '.join(fault for job in jobs for fault in job.faults())}")
+            _log_progress(f"{strays} flows do not go as planned: {', '.join(fault for job in jobs for fault in job.faults())}")
         return Run(
             seed=seed,
             planned=planned,
@@ -198,16 +198,16 @@ class Bench:
             load=load,
         )
 
-    def _plan(self, wiring: Wiring, jobs: Sequence[Job], round_seconds: float = 0.0) -> Traffic:
+    def _plan(self, wiring: Wiring, jobs: Sequence[FabricJob], round_seconds: float = 0.0) -> TrafficPlan:
         """The operator's, of all of them. `round_seconds`: what a round costs each; 0: they begin one anyway."""
         asked = [job.traffic(round_seconds) for job in jobs]
         if not round_seconds:
             asked = [replace(job, ways={}) for job in asked]
-        plan = traffic.plan(wiring, asked)
+        plan = traffic.plan_joint_traffic(wiring, asked)
         assert plan is not None
         return plan
 
-    def _begin(self, jobs: Sequence[Job], wiring: Wiring, plan: Traffic | None) -> list[Flow]:
+    def _begin(self, jobs: Sequence[FabricJob], wiring: Wiring, plan: TrafficPlan | None) -> list[Flow]:
         """A round of each, over the plan's ways, or over those that the network chooses. Answers what they send, two
         flows of each job, once all are connected."""
         began = time.monotonic()
@@ -217,15 +217,15 @@ class Bench:
         self._round_seconds.append(time.monotonic() - began)
         return flows
 
-    def _begin_by(self, wiring: Wiring, plan: Traffic | None, job: Job) -> None:
+    def _begin_by(self, wiring: Wiring, plan: TrafficPlan | None, job: FabricJob) -> None:
         ways = plan.ways[job.name] if plan else {}
-        job.begin(ways, traffic.among(wiring, job.traffic(), ways), self._hops)
+        job.begin(ways, traffic.fingerprint_live_routes(wiring, job.traffic(), ways), self._hops)
 
-    def _connected(self, jobs: Sequence[Job]) -> list[Flow]:
+    def _connected(self, jobs: Sequence[FabricJob]) -> list[Flow]:
         self._team.wait_for(lambda: all(job.flows() for job in jobs), "ranks are connected")
         return [flow for job in jobs for flow in job.flows()]
 
-    def _speeds(self, jobs: Sequence[Job]) -> tuple[list[float], float]:
+    def _speeds(self, jobs: Sequence[FabricJob]) -> tuple[list[float], float]:
         """Mbit/s of each over the same seconds, and the load of the processors meanwhile."""
         self._go(jobs)
         self._team.pause(SETTLE_SECONDS)
@@ -235,13 +235,13 @@ class Bench:
         load = (_busy_seconds() - busy) / (ended - began) / (os.cpu_count() or 1)
         self._team.wait_for(lambda: all(job.progress().reaches(ended) for job in jobs), "the next all-reduces end")
         self._rest(jobs)
-        return [MBIT * job.progress().pace(began, ended) for job in jobs], load
+        return [MBIT * job.progress().measure_rate(began, ended) for job in jobs], load
 
-    def _go(self, jobs: Sequence[Job]) -> None:
+    def _go(self, jobs: Sequence[FabricJob]) -> None:
         for job in jobs:
             job.go()
 
-    def _rest(self, jobs: Sequence[Job]) -> None:
+    def _rest(self, jobs: Sequence[FabricJob]) -> None:
         for job in jobs:
             job.rest()
         self._team.wait_for(lambda: all(job.progress().rests for job in jobs), "ranks rest")
@@ -251,7 +251,7 @@ def simulated(topology: Topology, flows: Sequence[Flow], ways: Sequence[int]) ->
     """Of each job, the part of a whole link at which it sends. Each job's two flows follow one another."""
     source, destination = _leaves(flows)
     job = (np.arange(len(flows)) // 2).tolist()
-    found = rates(topology, source, destination, np.array(ways, dtype=np.int64), None, job)
+    found = compute_flow_rates(topology, source, destination, np.array(ways, dtype=np.int64), None, job)
     return [float(rate) / topology.unit for rate in found[::2]]
 
 
@@ -259,7 +259,7 @@ def fullest(topology: Topology, flows: Sequence[Flow], ways: Sequence[int]) -> l
     """Of each job, the flows on the fullest link that it crosses."""
     source, destination = _leaves(flows)
     spine = np.array(ways, dtype=np.int64)
-    up, down = loads(topology, source, destination, spine, np.ones(len(flows)))
+    up, down = compute_link_loads(topology, source, destination, spine, np.ones(len(flows)))
     return [int(load) for load in np.maximum(up[source, spine], down[destination, spine]).reshape(-1, 2).max(axis=1)]
 
 
@@ -282,12 +282,12 @@ def _topology(wiring: Wiring) -> Topology:
     return wiring.topology
 
 
-def _planned_ways(jobs: Sequence[Job]) -> list[int]:
-    return [job.ways[pair] for job in jobs for pair in ((0, 1), (1, 0))]
+def _list_planned_routes(jobs: Sequence[FabricJob]) -> list[int]:
+    return [job.routes[pair] for job in jobs for pair in ((0, 1), (1, 0))]
 
 
-def _strays(jobs: Sequence[Job], ways: Sequence[int]) -> int:
-    return sum(way != wanted for way, wanted in zip(ways, _planned_ways(jobs), strict=True))
+def _strays(jobs: Sequence[FabricJob], ways: Sequence[int]) -> int:
+    return sum(way != wanted for way, wanted in zip(ways, _list_planned_routes(jobs), strict=True))
 
 
 def _busy_seconds() -> float:
@@ -297,5 +297,5 @@ def _busy_seconds() -> float:
     return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
-def _say(words: str) -> None:
+def _log_progress(words: str) -> None:
     print(words, file=sys.stderr, flush=True)

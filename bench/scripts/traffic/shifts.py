@@ -12,16 +12,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pacekeeper_analysis.fabric.load import Floats, Usage
+from pacekeeper_analysis.fabric.load import Floats, LinkUsage
 from pacekeeper_analysis.fabric.topology import Ints
 
-from .clusters import Job
+from .clusters import TrafficJob
 from .speeds import busy_slots
 
 SWEEPS = 8
 
 
-def shifted(used: Usage, jobs: Sequence[Job], start: Ints) -> Ints:
+def shifted(used: LinkUsage, jobs: Sequence[TrafficJob], start: Ints) -> Ints:
     """Of each job, slots: those of `start`, made better."""
     shifts = start.copy()
     parts = _parts_of_contended(used, len(jobs))
@@ -44,7 +44,7 @@ def shifted(used: Usage, jobs: Sequence[Job], start: Ints) -> Ints:
     return shifts
 
 
-def _parts_of_contended(used: Usage, jobs: int) -> Floats:
+def _parts_of_contended(used: LinkUsage, jobs: int) -> Floats:
     """(links, jobs): which part of it a job asks for, of those links that all jobs together would overload."""
     asked = np.bincount(used.link, used.part, len(used.capacity))
     row = np.cumsum(asked > used.capacity) - 1

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from pacekeeper_analysis.fabric.assign import bound
+from pacekeeper_analysis.fabric.assign import compute_load_bound
 
 from .bounds import speed_bound
 from .clusters import (
     HOSTS,
     NICS,
-    Fabric,
-    Job,
+    SimulatedFabric,
+    TrafficJob,
     Traffic,
     damaged,
     eight_jobs,
@@ -33,8 +33,8 @@ from .clusters import (
     one_uplink_dead,
     traffic_of,
 )
-from .planners import PLANNERS, Case
-from .speeds import SLOTS, at_once, by_turns
+from .planners import PLANNERS, PlannerCase
+from .speeds import SLOTS, compute_concurrent_speeds, compute_turn_speeds
 from .timing import Timing, timings
 
 OF_BEST, OF_BEST_DEAD = 0.95, 0.99
@@ -74,13 +74,13 @@ def simulated(seeds: int) -> tuple[dict[str, Any], dict[str, bool]]:
             results.setdefault(name, []).append(result(case, seed))
             print(f"seed {seed}: {name}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         timed.append(timings(np.random.default_rng(seed)))
-    scenarios = {name: _figures(of_seeds) for name, of_seeds in results.items()}
+    scenarios = {name: _compute_statistics(of_seeds) for name, of_seeds in results.items()}
     _print_table(scenarios)
     figures = {"gpus": HOSTS * NICS, "seeds": seeds, "scenarios": scenarios, "times": _times(timed)}
     return figures, _holds(results, timed)
 
 
-def cases(seed: int) -> Iterator[tuple[str, Case]]:
+def cases(seed: int) -> Iterator[tuple[str, PlannerCase]]:
     for jobs_name, jobs in (
         ("one large job", one_large_job()),
         ("8 jobs", eight_jobs(np.random.default_rng(seed))),
@@ -89,12 +89,12 @@ def cases(seed: int) -> Iterator[tuple[str, Case]]:
     ):
         for name, fabric, traffic in _fabrics(jobs, seed):
             happen = np.random.default_rng(seed).integers(SLOTS, size=len(jobs))
-            yield f"{jobs_name}, {name}", Case(fabric, jobs, traffic, speed_bound(fabric, traffic), happen)
+            yield f"{jobs_name}, {name}", PlannerCase(fabric, jobs, traffic, speed_bound(fabric, traffic), happen)
 
 
-def _fabrics(jobs: Sequence[Job], seed: int) -> Iterator[tuple[str, Fabric, Traffic]]:
+def _fabrics(jobs: Sequence[TrafficJob], seed: int) -> Iterator[tuple[str, SimulatedFabric, Traffic]]:
     for name, fabric in fabrics().items():
-        traffic = traffic_of(fabric, jobs).in_parts(fabric.topology.planes)
+        traffic = traffic_of(fabric, jobs).split_flows(fabric.topology.planes)
         yield name, fabric, traffic
         if name == "8 trunks":
             yield f"{name}, {DEAD}", one_uplink_dead(fabric, traffic), traffic
@@ -102,20 +102,20 @@ def _fabrics(jobs: Sequence[Job], seed: int) -> Iterator[tuple[str, Fabric, Traf
             yield f"{name}, damaged", damaged(fabric, np.random.default_rng(seed)), traffic
 
 
-def result(case: Case, seed: int) -> Result:
+def result(case: PlannerCase, seed: int) -> Result:
     outcomes = {}
     for name, planner in PLANNERS.items():
         plan = planner(case, np.random.default_rng(seed))
         used = plan.usage(case.fabric)
-        speeds = at_once(used, len(case.jobs))
-        turns = by_turns(used, case.jobs, case.happen if plan.shifts is None else plan.shifts)
+        speeds = compute_concurrent_speeds(used, len(case.jobs))
+        turns = compute_turn_speeds(used, case.jobs, case.happen if plan.shifts is None else plan.shifts)
         level, load = plan.level(case.fabric), plan.load(case.fabric)
         outcomes[name] = Outcome(level, load, float(speeds.min()), float(speeds.mean()), float(turns.mean()))
     topology, flows = case.fabric.topology, case.traffic.flows
-    return Result(topology.symmetric, len(flows), bound(topology, flows), case.speed, outcomes)
+    return Result(topology.is_symmetric, len(flows), compute_load_bound(topology, flows), case.speed, outcomes)
 
 
-def _figures(of_seeds: Sequence[Result]) -> dict[str, Any]:
+def _compute_statistics(of_seeds: Sequence[Result]) -> dict[str, Any]:
     """Medians."""
 
     def outcome(name: str) -> dict[str, float]:
@@ -151,9 +151,9 @@ def _holds(results: Mapping[str, Sequence[Result]], timed: Sequence[Mapping[str,
     return {
         "optimal_where_symmetric": all(_level(result) == result.bound for result in every if result.symmetric),
         "one_above_elsewhere": all(_level(result) <= result.bound + 1 for result in every),
-        "near_the_best_in_parts": all(_of_best(result) >= OF_BEST for result in every),
+        "near_the_best_in_parts": all(_compute_share_of_best(result) >= OF_BEST for result in every),
         "dead_uplink": all(
-            _of_best(result) >= OF_BEST_DEAD
+            _compute_share_of_best(result) >= OF_BEST_DEAD
             for name, of_seeds in results.items()
             for result in of_seeds
             if name.endswith(DEAD)
@@ -168,7 +168,7 @@ def _level(result: Result) -> int:
     return result.outcomes["ours"].level
 
 
-def _of_best(result: Result) -> float:
+def _compute_share_of_best(result: Result) -> float:
     return result.outcomes["ours in parts"].slowest / result.speed
 
 

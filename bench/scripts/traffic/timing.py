@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pacekeeper_analysis.fabric.assign import Flows, assign
-from pacekeeper_analysis.fabric.topology import Topology, uniform
+from pacekeeper_analysis.fabric.assign import Flows, assign_routes
+from pacekeeper_analysis.fabric.topology import Topology, build_uniform_topology
 
 from .clusters import eight_jobs, fabrics, traffic_of
 
@@ -36,13 +36,13 @@ def _cases(draws: np.random.Generator) -> Iterator[tuple[str, Topology, Flows]]:
     yield "8 jobs", fabric.topology, traffic_of(fabric, eight_jobs(draws)).flows
     source, destination = draws.integers(64, size=(2, DRAWN))
     links = draws.integers((64, 32), size=(DEAD, 2)).tolist()
-    topology = uniform(64, 32).without(up=((group, way) for group, way in links))
+    topology = build_uniform_topology(64, 32).with_dead_links(up=((group, way) for group, way in links))
     yield "drawn", topology, Flows(source, destination, np.ones(DRAWN, dtype=np.int64))
 
 
 def _timed(topology: Topology, flows: Flows, draws: np.random.Generator) -> Timing:
     began = time.process_time()
-    ways = assign(topology, flows).ways
+    ways = assign_routes(topology, flows).ways
     plan = time.process_time() - began
     crosses = np.flatnonzero(flows.source != flows.destination)
     repairs, moved = [], []
@@ -50,11 +50,11 @@ def _timed(topology: Topology, flows: Flows, draws: np.random.Generator) -> Timi
         victim = int(draws.choice(crosses))
         links, ends = (("up", flows.source), ("down", flows.destination))[number % 2]
         link = int(ends[victim]), int(ways[victim])
-        topology = topology.without(**{links: [link]})
+        topology = topology.with_dead_links(**{links: [link]})
         cut_off = (ends == link[0]) & (ways == link[1])
         present = ways.tolist()
         began = time.process_time()
-        mended = assign(topology, flows, present)
+        mended = assign_routes(topology, flows, present)
         repairs.append(time.process_time() - began)
         moved.append(int((~cut_off[list(mended.moved)]).sum()) if mended.moved else 0)
         ways = mended.ways

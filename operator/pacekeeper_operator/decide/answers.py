@@ -5,7 +5,7 @@ from __future__ import annotations
 from pacekeeper_analysis.reports import Evidence
 
 
-class Answers:
+class EvidenceKey:
     """Told apart by which answers they are: what is in them are megabytes, and passes come twice a second."""
 
     def __init__(self, evidence: tuple[Evidence, ...]) -> None:
@@ -15,6 +15,6 @@ class Answers:
         return hash(tuple(map(id, self.evidence)))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Answers) or len(self.evidence) != len(other.evidence):
+        if not isinstance(other, EvidenceKey) or len(self.evidence) != len(other.evidence):
             return False
         return all(one is another for one, another in zip(self.evidence, other.evidence, strict=True))

@@ -6,7 +6,7 @@ from ..observation import Observation
 from . import node_leaving, preflight
 
 
-def nodes(observation: Observation) -> tuple[str, ...]:
+def list_avoided_nodes(observation: Observation) -> tuple[str, ...]:
     """Names, in order: suspects, those that were slow before the job's start, and those that are to be empty."""
-    suspects = observation.surroundings.suspects
-    return tuple(sorted({*suspects, *preflight.avoided(observation), *node_leaving.avoided(observation)}))
+    suspects = observation.cluster_view.suspects
+    return tuple(sorted({*suspects, *preflight.list_failed_nodes(observation), *node_leaving.list_leaving_nodes(observation)}))

@@ -7,7 +7,7 @@ from ..decision import QuarantineNode
 from ..observation import Observation, Policy
 
 
-def propose(
+def propose_quarantine(
     observation: Observation,
     policy: Policy,
     node: str,
@@ -20,15 +20,15 @@ def propose(
 
     `weak`: alone no reason to look at the node, for what it says of it may be the job's own doing.
     """
-    view = observation.surroundings.nodes.get(node)
+    view = observation.cluster_view.nodes.get(node)
     uid = view.uid if view else ""
-    return QuarantineNode(node, uid, reason, _refusal(observation, policy, node), witness, weak)
+    return QuarantineNode(node, uid, reason, _explain_refusal(observation, policy, node), witness, weak)
 
 
-def _refusal(observation: Observation, policy: Policy, node: str) -> str:
-    if policy.refusal(Remedy.QUARANTINE_NODE):
-        return policy.refusal(Remedy.QUARANTINE_NODE)
-    view = observation.surroundings.nodes.get(node)
+def _explain_refusal(observation: Observation, policy: Policy, node: str) -> str:
+    if policy.find_refusal(Remedy.QUARANTINE_NODE):
+        return policy.find_refusal(Remedy.QUARANTINE_NODE)
+    view = observation.cluster_view.nodes.get(node)
     if view is None:
         return "the node is not known any more"
-    return f"somebody else sees to the node: {view.leaving}" if view.leaving else ""
+    return f"somebody else sees to the node: {view.leave_reason}" if view.leave_reason else ""

@@ -8,26 +8,26 @@ from collections.abc import Iterator
 
 from pacekeeper_analysis.reports import FaultKind
 
-from ..api import Cause, Class
+from ..api import IncidentCause, IncidentClass
 from ..decision import Decision
-from ..observation import FROZEN_SECONDS, Observation, Policy, WorkerView
-from ..words import listed
+from ..observation import LAUNCHER_UNRESPONSIVE_SECONDS, Observation, Policy, WorkerView
+from ..words import format_list
 from . import loss
-from .loss import Loss
+from .loss import LostWorker
 
-CONSEQUENCES = (FaultKind.STALLED, FaultKind.ROUND_FAILED, FaultKind.RANK_FAILED)
+UNRESPONSIVE_CONSEQUENCES = (FaultKind.STALLED, FaultKind.ROUND_FAILED, FaultKind.RANK_FAILED)
 """What a worker that stands still does to its peers."""
 
 
-def check(observation: Observation, policy: Policy) -> Decision | None:
-    found = tuple(_found(observation))
+def check_unresponsive_workers(observation: Observation, policy: Policy) -> Decision | None:
+    found = tuple(_find_unresponsive(observation))
     if not found:
         return None
-    follows = observation.faults_of(*CONSEQUENCES) if any(_seated(observation, one.view) for one in found) else ()
-    return loss.decide(observation, policy, found, tuple(fault.name for fault in follows))
+    follows = observation.select_faults(*UNRESPONSIVE_CONSEQUENCES) if any(_is_assigned(observation, one.view) for one in found) else ()
+    return loss.decide_lost_workers(observation, policy, found, tuple(fault.name for fault in follows))
 
 
-def suspected(observation: Observation) -> bool:
+def has_unresponsive_member(observation: Observation) -> bool:
     """A member is frozen, or its sidecar misses its launcher already: the others cannot meet now."""
     return any(
         view.usable
@@ -37,28 +37,28 @@ def suspected(observation: Observation) -> bool:
     )
 
 
-def _found(observation: Observation) -> Iterator[Loss]:
+def _find_unresponsive(observation: Observation) -> Iterator[LostWorker]:
     """Members first: they hold the others up."""
     for view in (*observation.members, *observation.spares):
-        words = _how(view)
-        if words and view.usable and view.name not in observation.state.life.names_finished:
-            yield Loss(view, Cause.WORKER_FROZEN, Class.UNKNOWN, words, _since(observation, view))
+        words = _describe_unresponsive(view)
+        if words and view.usable and view.name not in observation.state.life.finished_names:
+            yield LostWorker(view, IncidentCause.WORKER_FROZEN, IncidentClass.UNKNOWN, words, _get_unresponsive_since(observation, view))
 
 
-def _how(view: WorkerView) -> str:
+def _describe_unresponsive(view: WorkerView) -> str:
     """In words; "": it is not frozen."""
     if view.heartbeat is None:
         return ""
-    if view.frozen:
-        return f"its launcher has stood still for more than {FROZEN_SECONDS:.0f} s, although its sidecar answers"
+    if view.unresponsive:
+        return f"its launcher has stood still for more than {LAUNCHER_UNRESPONSIVE_SECONDS:.0f} s, although its sidecar answers"
     ranks = view.heartbeat.unkillable_ranks
-    return f"its rank {listed(ranks)} is still there long after SIGKILL" if ranks else ""
+    return f"its rank {format_list(ranks)} is still there long after SIGKILL" if ranks else ""
 
 
-def _since(observation: Observation, view: WorkerView) -> float:
+def _get_unresponsive_since(observation: Observation, view: WorkerView) -> float:
     silent = view.heartbeat.launcher_silent_seconds if view.heartbeat is not None else 0.0
     return observation.now - silent
 
 
-def _seated(observation: Observation, view: WorkerView) -> bool:
+def _is_assigned(observation: Observation, view: WorkerView) -> bool:
     return any(member.worker == view.name for member in observation.plan.members)

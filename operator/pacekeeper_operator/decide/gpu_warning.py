@@ -12,79 +12,79 @@ from dataclasses import dataclass
 from functools import partial
 
 from pacekeeper_analysis.diagnose import finding
-from pacekeeper_analysis.diagnose.gpu_health import MINUTES, ShownSign, Sign, shown, signs_of
+from pacekeeper_analysis.diagnose.gpu_health import GPU_RATE_WINDOW_MINUTES, ObservedGpuSign, GpuSign, describe_gpu_sign, list_gpu_signs
 
-from ..api import Cause, Class, Witness
+from ..api import IncidentCause, IncidentClass, Witness
 from ..decision import Decision
 from ..observation import GpuValue, Observation, Policy, WorkerView
-from ..state import Incident, Past
+from ..state import Incident, PastIncident
 from . import blame, move
-from .move import Move
+from .move import WorkerMove
 
-ADVICE = "reset the GPU once its node is free, and have it looked at where the signs come again"
+GPU_WARNING_ADVICE = "reset the GPU once its node is free, and have it looked at where the signs come again"
 
 
 @dataclass(frozen=True)
-class Warned:
+class GpuWarning:
     """Signs of one worker's GPUs that come before a fault."""
 
     view: WorkerView
-    signs: tuple[ShownSign, ...]
-    vouched: tuple[ShownSign, ...]  # those of them that are a witness against the node
+    signs: tuple[ObservedGpuSign, ...]
+    vouched: tuple[ObservedGpuSign, ...]  # those of them that are a witness against the node
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         return "; ".join(dict.fromkeys(sign.words for sign in self.signs))
 
 
-def check(observation: Observation, policy: Policy) -> Decision | None:
+def check_gpu_warnings(observation: Observation, policy: Policy) -> Decision | None:
     """Spares go first: a worker must not be moved to one that is warned of, too."""
     nodes = {value.node for value in observation.metrics.gpu_signs}
     for view in (*observation.spares, *observation.members):
         shows = view.record.node in nodes or (view.heartbeat is not None and any(g.signs for g in view.heartbeat.gpus))
-        found = _warned(observation, view) if shows and not view.record.leaving else None
+        found = _find_warning(observation, view) if shows and not view.record.leaving else None
         if found is not None:
-            decision = move.decide(
-                observation, policy, _move(observation, policy, found), partial(is_warned, observation)
+            decision = move.decide_move(
+                observation, policy, _build_move(observation, policy, found), partial(has_gpu_warning, observation)
             )
             if decision is not None:
                 return decision
     return None
 
 
-def is_warned(observation: Observation, view: WorkerView) -> bool:
-    return _warned(observation, view) is not None
+def has_gpu_warning(observation: Observation, view: WorkerView) -> bool:
+    return _find_warning(observation, view) is not None
 
 
-def lasts(observation: Observation, incident: Incident) -> bool:
+def is_still_warned(observation: Observation, incident: Incident) -> bool:
     """Whether the worker of an incident, about which nothing has been done so far, is still warned of. Who has not been
     heard since this operator began may be."""
-    view = observation.worker(incident.worker or "")
+    view = observation.find_worker(incident.worker or "")
     if view is None or view.record.leaving:
         return False
-    return view.heartbeat is None or not observation.metrics.at or is_warned(observation, view)
+    return view.heartbeat is None or not observation.metrics.at or has_gpu_warning(observation, view)
 
 
-def words_of(observation: Observation, view: WorkerView | None) -> tuple[str, ...]:
+def describe_gpu_signs(observation: Observation, view: WorkerView | None) -> tuple[str, ...]:
     """What a worker's GPUs show, warnings and witnesses for slowness alike."""
-    return () if view is None else tuple(dict.fromkeys(sign.words for sign in _signs(observation, view)))
+    return () if view is None else tuple(dict.fromkeys(sign.words for sign in _find_signs(observation, view)))
 
 
-def _signs(observation: Observation, view: WorkerView) -> Iterator[ShownSign]:
+def _find_signs(observation: Observation, view: WorkerView) -> Iterator[ObservedGpuSign]:
     if view.heartbeat is not None:
-        yield from signs_of(view.heartbeat.gpus)
-    yield from (_shown(value) for value in _series(observation, view))
+        yield from list_gpu_signs(view.heartbeat.gpus)
+    yield from (_build_shown_sign(value) for value in _find_series(observation, view))
 
 
-def _warned(observation: Observation, view: WorkerView) -> Warned | None:
-    found = tuple(sign for sign in _signs(observation, view) if sign.meaning.warns)
+def _find_warning(observation: Observation, view: WorkerView) -> GpuWarning | None:
+    found = tuple(sign for sign in _find_signs(observation, view) if sign.meaning.warns)
     if not found:
         return None
-    vouched = tuple(sign for sign in (_shown(v) for v in _series(observation, view) if v.vouched) if sign.meaning.warns)
-    return Warned(view, found, vouched)
+    vouched = tuple(sign for sign in (_build_shown_sign(v) for v in _find_series(observation, view) if v.trusted) if sign.meaning.warns)
+    return GpuWarning(view, found, vouched)
 
 
-def _series(observation: Observation, view: WorkerView) -> Iterator[GpuValue]:
+def _find_series(observation: Observation, view: WorkerView) -> Iterator[GpuValue]:
     """Of the worker's own GPUs, where both sides name them; else of all GPUs of its node."""
     own = {health.gpu for health in view.heartbeat.gpus} if view.heartbeat is not None else set()
     for value in observation.metrics.gpu_signs:
@@ -92,48 +92,48 @@ def _series(observation: Observation, view: WorkerView) -> Iterator[GpuValue]:
             yield value
 
 
-def _shown(value: GpuValue) -> ShownSign:
-    sign = Sign(value.metric)
-    figure = _FIGURES[sign].format(value.value) if sign in _FIGURES else ""
-    return shown(sign, value.uuid or f"GPU {value.gpu} of {value.node}", figure)
+def _build_shown_sign(value: GpuValue) -> ObservedGpuSign:
+    sign = GpuSign(value.metric)
+    figure = _SIGN_VALUE_FORMATS[sign].format(value.value) if sign in _SIGN_VALUE_FORMATS else ""
+    return describe_gpu_sign(sign, value.uuid or f"GPU {value.gpu} of {value.node}", figure)
 
 
-_FIGURES = {
-    Sign.PCIE_REPLAYS: "{:.0f} in ten minutes",
-    Sign.NVLINK_ERRORS: "{:.0f} in ten minutes",
-    Sign.THROTTLED: f"in {{:.0f}} of the last {MINUTES} minutes",
-    Sign.SLOW_CLOCK: "{:.0f} MHz",
+_SIGN_VALUE_FORMATS = {
+    GpuSign.PCIE_REPLAYS: "{:.0f} in ten minutes",
+    GpuSign.NVLINK_ERRORS: "{:.0f} in ten minutes",
+    GpuSign.THROTTLED: f"in {{:.0f}} of the last {GPU_RATE_WINDOW_MINUTES} minutes",
+    GpuSign.SLOW_CLOCK: "{:.0f} MHz",
 }
 
 
-def _move(observation: Observation, policy: Policy, found: Warned) -> Move:
-    view, words = found.view, found.words
+def _build_move(observation: Observation, policy: Policy, found: GpuWarning) -> WorkerMove:
+    view, words = found.view, found.message
     against = "; ".join(sign.words for sign in found.vouched)
-    blamed = blame.propose(observation, policy, view.record.node, against, Witness.GPU_SERIES)
-    return Move(
+    blamed = blame.propose_quarantine(observation, policy, view.record.node, against, Witness.GPU_SERIES)
+    return WorkerMove(
         view=view,
-        cause=Cause.GPU_WARNING,
-        class_=Class.INFRASTRUCTURE,
-        why=words,
+        cause=IncidentCause.GPU_WARNING,
+        class_=IncidentClass.INFRASTRUCTURE,
+        reason=words,
         message=f"a GPU of {view.name} is expected to fail: {words}",
-        worth="the fault that is to be expected costs more",
-        stays=_why_not_move(observation, view),
+        benefit="the fault that is to be expected costs more",
+        stay_reason=_explain_stay(observation, view),
         evidence=tuple(dict.fromkeys(sign.words for sign in found.signs)),
-        finding=_finding(found),
-        blames=blamed if found.vouched else None,
+        finding=_build_finding(found),
+        quarantine=blamed if found.vouched else None,
     )
 
 
-def _finding(found: Warned) -> finding.Finding:
-    witnesses = tuple(dict.fromkeys(finding.Witness(finding.WitnessKind.GPU, sign.words) for sign in found.signs))
-    return finding.Finding(finding.FaultClass.HARDWARE, f"a GPU of {found.view.name}", witnesses, advice=ADVICE)
+def _build_finding(found: GpuWarning) -> finding.Finding:
+    witnesses = tuple(dict.fromkeys(finding.Signal(finding.SignalKind.GPU, sign.words) for sign in found.signs))
+    return finding.Finding(finding.FaultClass.HARDWARE, f"a GPU of {found.view.name}", witnesses, advice=GPU_WARNING_ADVICE)
 
 
-def _why_not_move(observation: Observation, view: WorkerView) -> str:
+def _explain_stay(observation: Observation, view: WorkerView) -> str:
     """Why this worker stays for now; "": nothing stands against its move."""
     node, incidents = view.record.node, observation.state.incidents
-    known: tuple[Incident | Past, ...] = (*incidents.past, *incidents.open)
-    left = any(i.cause is Cause.GPU_WARNING and i.node == node and i.worker != view.name for i in known)
+    known: tuple[Incident | PastIncident, ...] = (*incidents.past, *incidents.open)
+    left = any(i.cause is IncidentCause.GPU_WARNING and i.node == node and i.worker != view.name for i in known)
     return (
         f"another worker was on {node} when such a warning came: the node is to be looked at" if node and left else ""
     )

@@ -5,52 +5,52 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pacekeeper_analysis.diagnose import hang
-from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Signal, SignalKind, merge_findings
 from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_analysis.records import Phase
-from pacekeeper_analysis.reports import BlockedConnection, Fault, FaultKind, RankState
+from pacekeeper_analysis.reports import BlockedConnection, FaultReport, FaultKind, RankState
 
-from ..api import Cause, Class, Reason, Remedy
+from ..api import IncidentCause, IncidentClass, Reason, Remedy
 from ..decision import Action, Decision, FailJob, QuarantineNode, ReplaceWorker, RestartRanks
 from ..observation import Observation, Policy
-from ..state import Past
-from ..subject import Subject
-from ..words import NAMED, listed
+from ..state import PastIncident
+from ..subject import IncidentKey
+from ..words import MAX_LISTED_ITEMS, format_list
 from . import blame
-from .pricing import choose_at_standstill, replace_option, restart_option, written
+from .pricing import choose_remedy_at_standstill, build_replace_option, build_restart_option, build_remedy_prices
 
 
-def check(observation: Observation, policy: Policy) -> Decision | None:
-    stalls = observation.faults_of(FaultKind.STALLED)
+def check_hangs(observation: Observation, policy: Policy) -> Decision | None:
+    stalls = observation.select_faults(FaultKind.STALLED)
     if any(view.record.leaving for view in observation.members):
         return None  # the next membership ends the stall, whoever holds it
-    verdict = hang.verdict(stalls, observation.plan.world_size) if stalls else None
+    verdict = hang.diagnose_hang(stalls, observation.plan.world_size) if stalls else None
     if verdict is None:
         return None
-    repetition = observation.state.budget.repetition.after_hang(verdict, stalls)
+    repetition = observation.state.budget.repetition.with_hang(verdict, stalls)
     if repetition is None:
         return None
-    said = _say(verdict, observation.plan.world_size)
+    said = _describe_hang(verdict, observation.plan.world_size)
     rank = verdict.ranks[0] if verdict.ranks else None
-    worker = None if rank is None else observation.worker_of_rank(rank)
-    view = None if worker is None else observation.worker(worker)
+    worker = None if rank is None else observation.find_worker_of_rank(rank)
+    view = None if worker is None else observation.find_worker(worker)
     node = None if view is None or view.pod is None else view.pod.node
-    past = _Past.of(observation, policy, rank, worker, node)
+    past = _HangHistory.from_observation(observation, policy, rank, worker, node)
 
-    elsewhere = past.stays or repetition.has_just_reached(policy.rounds_without_progress)  # once, before the job fails
-    move = replace_option(observation, policy, refused="" if worker and elsewhere else past.why_not_move)
-    stay = restart_option(observation, policy, helps=not (elsewhere and not move.refused))
-    choice = choose_at_standstill((stay, move))
+    elsewhere = past.stays or repetition.has_just_reached_limit(policy.rounds_without_progress)  # once, before the job fails
+    move = build_replace_option(observation, policy, refused="" if worker and elsewhere else past.reason_to_stay)
+    stay = build_restart_option(observation, policy, helps=not (elsewhere and not move.refused))
+    choice = choose_remedy_at_standstill((stay, move))
     chosen = choice.chosen
     actions: tuple[Action, ...] = ()
     waits = _waits_for_budget(observation, policy, stalls)
     if waits:
         chosen = None
-    elif observation.budget_is_spent(policy):
+    elif observation.is_budget_spent(policy):
         actions = (FailJob(Reason.RESTART_BUDGET_SPENT, f"no restart is left, and {said}"),)
         chosen = None
-    elif repetition.reaches(policy.rounds_without_progress) and (chosen is None or chosen.option is not move):
+    elif repetition.reaches_limit(policy.rounds_without_progress) and (chosen is None or chosen.option is not move):
         why = f"{repetition} (spec.remediation.maxRoundsWithoutProgress); the last: {said}"
         actions = (FailJob(Reason.NO_PROGRESS, why),)
         chosen = None
@@ -59,43 +59,43 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     elif chosen is not None:
         actions = (RestartRanks(),)
     if node and chosen is not None:
-        actions = (*actions, *_blame(observation, policy, node, past))
+        actions = (*actions, *_propose_quarantines(observation, policy, node, past))
     return Decision(
-        subject=Subject(Cause.HANG, observation.round),
-        class_=Class.APPLICATION
+        incident_key=IncidentKey(IncidentCause.HANG, observation.round),
+        class_=IncidentClass.APPLICATION
         if past.follows_rank
-        else Class.INFRASTRUCTURE
+        else IncidentClass.INFRASTRUCTURE
         if past.node_is_suspect
-        else Class.UNKNOWN,
-        message=said + past.sentence,
-        first_sign=_first_sign(stalls),
+        else IncidentClass.UNKNOWN,
+        message=said + past.summary,
+        first_sign=_find_first_sign(stalls),
         actions=actions,
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
-        remedies=written(choice.prices, chosen),
+        remedies=build_remedy_prices(choice.prices, chosen),
         evidence=(
-            *verdict.evidence[:NAMED],
+            *verdict.evidence[:MAX_LISTED_ITEMS],
             *((verdict.waits,) if verdict.ranks and verdict.waits else ()),
-            *_stacks(stalls, verdict.ranks[:NAMED]),
-            *_nccl(stalls),
+            *_list_stacks(stalls, verdict.ranks[:MAX_LISTED_ITEMS]),
+            *_list_nccl_reports(stalls),
         ),
         rank=rank,
         worker=worker,
         node=node,
-        settles=() if waits else tuple(fault.name for fault in stalls),  # it is judged again once a restart is left
+        settled_faults=() if waits else tuple(fault.name for fault in stalls),  # it is judged again once a restart is left
         last_step=observation.step,
         repetition=repetition,
-        finding=_finding(observation.plan, verdict, stalls, past),
+        finding=_build_finding(observation.plan, verdict, stalls, past),
     )
 
 
-def _waits_for_budget(observation: Observation, policy: Policy, stalls: Sequence[Fault]) -> bool:
+def _waits_for_budget(observation: Observation, policy: Policy, stalls: Sequence[FaultReport]) -> bool:
     """Return whether the next round waits for a restart to leave the window: the job has trained, and this round hangs
     before its first step, as where storage is away."""
     is_barren = not any(fault.completed_step for fault in stalls)
-    return is_barren and observation.has_trained and policy.max_restarts > 0 and observation.budget_is_spent(policy)
+    return is_barren and observation.has_trained and policy.max_restarts > 0 and observation.is_budget_spent(policy)
 
 
-class _Past:
+class _HangHistory:
     """What earlier hangs within the window say about this one."""
 
     def __init__(self, same_place: bool, follows_rank: bool, node_is_suspect: bool) -> None:
@@ -104,26 +104,26 @@ class _Past:
         self.stays = (same_place and not follows_rank) or node_is_suspect
 
     @classmethod
-    def of(
+    def from_observation(
         cls, observation: Observation, policy: Policy, rank: int | None, worker: str | None, node: str | None
-    ) -> _Past:
+    ) -> _HangHistory:
         since = observation.now - policy.restart_window
-        hangs = [past for past in observation.state.incidents.past if past.cause is Cause.HANG and past.at > since]
+        hangs = [past for past in observation.state.incidents.past if past.cause is IncidentCause.HANG and past.at > since]
         if rank is None:
             return cls(False, False, False)
         return cls(
             same_place=any(past.rank == rank and past.worker == worker for past in hangs),
             follows_rank=any(past.rank == rank and past.worker != worker for past in hangs),
             node_is_suspect=_stays_with_node(hangs, rank, worker, node)
-            or (node is not None and observation.surroundings.hung_nodes.get(node, 0) > 0),
+            or (node is not None and observation.cluster_view.hung_nodes.get(node, 0) > 0),
         )
 
     @property
-    def why_not_move(self) -> str:
+    def reason_to_stay(self) -> str:
         return "it follows the rank, not the worker" if self.follows_rank else "once is no reason to blame the worker"
 
     @property
-    def sentence(self) -> str:
+    def summary(self) -> str:
         if self.node_is_suspect:
             return "; it is not the first rank to hang on this node"
         if self.follows_rank:
@@ -131,40 +131,40 @@ class _Past:
         return "; it has hung on this worker before" if self.stays else ""
 
 
-def _stays_with_node(hangs: list[Past], rank: int, worker: str | None, node: str | None) -> bool:
+def _stays_with_node(hangs: list[PastIncident], rank: int, worker: str | None, node: str | None) -> bool:
     return bool(node) and any(past.node == node and past.rank != rank and past.worker != worker for past in hangs)
 
 
-def _finding(plan: Plan, verdict: HangVerdict, stalls: Sequence[Fault], past: _Past) -> Finding:
+def _build_finding(plan: Plan, verdict: HangVerdict, stalls: Sequence[FaultReport], past: _HangHistory) -> Finding:
     states = {state.rank: state for fault in sorted(stalls, key=lambda each: each.noticed_at) for state in fault.ranks}
-    named = [states[rank] for rank in verdict.ranks[:NAMED]]
+    named = [states[rank] for rank in verdict.ranks[:MAX_LISTED_ITEMS]]
     waiting = sum(state.collective != "NONE" for state in states.values())
-    processes = "; ".join(map(_process, named)) or "all processes are there, and none is stopped"
+    processes = "; ".join(map(_describe_process, named)) or "all processes are there, and none is stopped"
     witnesses = [
-        Witness(WitnessKind.WAITS, verdict.waits or f"{waiting} ranks stand still inside of collectives"),
-        Witness(WitnessKind.PROCESS, processes),
+        Signal(SignalKind.WAITS, verdict.waits or f"{waiting} ranks stand still inside of collectives"),
+        Signal(SignalKind.PROCESS, processes),
     ]
-    if places := _places(named or list(states.values())):
-        witnesses.append(Witness(WitnessKind.STACK, places))
+    if places := _describe_stack_tops(named or list(states.values())):
+        witnesses.append(Signal(SignalKind.STACK, places))
     if verdict.kind is HangKind.KERNEL:
-        witnesses.append(Witness(WitnessKind.GPU, "its GPU has not begun the collective that its peers wait in"))
-    blocked = () if named else hang.blocked_ends(stalls)
-    if transport := "; ".join(map(_say_blocked, blocked[:NAMED])) or ("" if named else "".join(_nccl(stalls)[-1:])):
-        witnesses.append(Witness(WitnessKind.TRANSPORT, transport))
-    if past.sentence:
-        witnesses.append(Witness(WitnessKind.HISTORY, past.sentence.removeprefix("; ")))
-    links = _links(plan, blocked) or f"links of ranks {listed(verdict.members)}"
-    culprit = f"rank {listed(verdict.ranks)}" if named else links
-    fault = _class(verdict, named, past)
-    advice = KERNEL_ADVICE if verdict.kind is HangKind.KERNEL else ADVICE[fault]
-    return join(None, Finding(fault, culprit, tuple(witnesses), advice=advice))
+        witnesses.append(Signal(SignalKind.GPU, "its GPU has not begun the collective that its peers wait in"))
+    blocked = () if named else hang.find_blocked_ends(stalls)
+    if transport := "; ".join(map(_describe_blocked, blocked[:MAX_LISTED_ITEMS])) or ("" if named else "".join(_list_nccl_reports(stalls)[-1:])):
+        witnesses.append(Signal(SignalKind.TRANSPORT, transport))
+    if past.summary:
+        witnesses.append(Signal(SignalKind.HISTORY, past.summary.removeprefix("; ")))
+    links = _describe_links(plan, blocked) or f"links of ranks {format_list(verdict.members)}"
+    culprit = f"rank {format_list(verdict.ranks)}" if named else links
+    fault = _classify_fault(verdict, named, past)
+    advice = KERNEL_HANG_ADVICE if verdict.kind is HangKind.KERNEL else HANG_ADVICE[fault]
+    return merge_findings(None, Finding(fault, culprit, tuple(witnesses), advice=advice))
 
 
-def _say_blocked(end: BlockedConnection) -> str:
+def _describe_blocked(end: BlockedConnection) -> str:
     return f"nothing that rank {end.rank} sends to {end.remote} has been acknowledged for {end.seconds:.1f} s"
 
 
-def _links(plan: Plan, blocked: Sequence[BlockedConnection]) -> str:
+def _describe_links(plan: Plan, blocked: Sequence[BlockedConnection]) -> str:
     """Between whom nothing comes through: two workers, or one and all others that have something for it; "": that
     cannot be told, as behind a service mesh that hides who is at the other end."""
     by_address = {member.address: member.ranks[0] for member in plan.members}
@@ -181,17 +181,17 @@ def _links(plan: Plan, blocked: Sequence[BlockedConnection]) -> str:
     return f"links of rank {next(iter(common))}'s worker" if len(common) == 1 else ""
 
 
-ADVICE = {
+HANG_ADVICE = {
     FaultClass.CODE: "look at what the stack says that this rank does while its peers are in a collective",
     FaultClass.DATA: "look at the loader and at the storage that it reads",
     FaultClass.HARDWARE: "look at the node: its driver, its volumes, its GPU",
     FaultClass.NETWORK: "look at the paths between these ranks' nodes",
     FaultClass.UNKNOWN: "look who has stopped or ended the process, and what it did last",
 }
-KERNEL_ADVICE = "look at what the stack has launched last, and at the GPU"
+KERNEL_HANG_ADVICE = "look at what the stack has launched last, and at the GPU"
 
 
-def _class(verdict: HangVerdict, culprits: Sequence[RankState], past: _Past) -> FaultClass:
+def _classify_fault(verdict: HangVerdict, culprits: Sequence[RankState], past: _HangHistory) -> FaultClass:
     """Whose matter it is: by what kept it company before, else by where the culprits stand."""
     if verdict.kind is HangKind.COMMUNICATION:
         return FaultClass.NETWORK
@@ -199,7 +199,7 @@ def _class(verdict: HangVerdict, culprits: Sequence[RankState], past: _Past) -> 
         return FaultClass.HARDWARE
     if verdict.kind is HangKind.MISMATCH or past.follows_rank:
         return FaultClass.CODE
-    if any(state.process_state == UNINTERRUPTIBLE for state in culprits):
+    if any(state.process_state == UNINTERRUPTIBLE_STATE for state in culprits):
         return FaultClass.HARDWARE
     if verdict.kind is not HangKind.NEVER_ENTERED:
         return FaultClass.UNKNOWN
@@ -207,30 +207,30 @@ def _class(verdict: HangVerdict, culprits: Sequence[RankState], past: _Past) -> 
     return FaultClass.DATA if loads else FaultClass.CODE
 
 
-UNINTERRUPTIBLE = "D"
+UNINTERRUPTIBLE_STATE = "D"
 """Letter of a process that is in a device driver, or waits for a volume."""
-_STATES = {"R": "runs", "S": "sleeps", UNINTERRUPTIBLE: "waits for a device", "T": "is stopped", "": "is gone"}
+_PROCESS_STATE_PHRASES = {"R": "runs", "S": "sleeps", UNINTERRUPTIBLE_STATE: "waits for a device", "T": "is stopped", "": "is gone"}
 
 
-def _process(state: RankState) -> str:
-    return f"the process of rank {state.rank} {_STATES.get(state.process_state, f'is in state {state.process_state}')}"
+def _describe_process(state: RankState) -> str:
+    return f"the process of rank {state.rank} {_PROCESS_STATE_PHRASES.get(state.process_state, f'is in state {state.process_state}')}"
 
 
-def _places(states: Sequence[RankState]) -> str:
+def _describe_stack_tops(states: Sequence[RankState]) -> str:
     """Where they stand, the innermost call of each."""
     calls = [(state.rank, state.stack.strip().splitlines()[-1].strip()) for state in states if state.stack.strip()]
-    return "; ".join(f"rank {rank}: {call}" for rank, call in calls[:NAMED])
+    return "; ".join(f"rank {rank}: {call}" for rank, call in calls[:MAX_LISTED_ITEMS])
 
 
-def _say(verdict: HangVerdict, world_size: int) -> str:
+def _describe_hang(verdict: HangVerdict, world_size: int) -> str:
     if not verdict.ranks and len(verdict.members) < world_size:
         return verdict.waits
     if not verdict.ranks:
         return "all ranks wait in the same collective and none comes out of it"
-    return f"rank {listed(verdict.ranks)} holds all others ({verdict.kind})"
+    return f"rank {format_list(verdict.ranks)} holds all others ({verdict.kind})"
 
 
-def _stacks(stalls: Sequence[Fault], ranks: Sequence[int]) -> tuple[str, ...]:
+def _list_stacks(stalls: Sequence[FaultReport], ranks: Sequence[int]) -> tuple[str, ...]:
     return tuple(
         f"rank {state.rank}, stack:\n{state.stack}"
         for fault in stalls
@@ -239,27 +239,27 @@ def _stacks(stalls: Sequence[Fault], ranks: Sequence[int]) -> tuple[str, ...]:
     )
 
 
-def _nccl(stalls: Sequence[Fault]) -> tuple[str, ...]:
+def _list_nccl_reports(stalls: Sequence[FaultReport]) -> tuple[str, ...]:
     """What NCCL itself says, by the newest reports that have it."""
     oldest_first = sorted(stalls, key=lambda fault: fault.noticed_at)
     ras = [f"NCCL's RAS, asked by {fault.worker}:\n{fault.ras}" for fault in oldest_first if fault.ras]
     transfers = {
         fault.worker: f"{fault.worker} over NCCL: {fault.transfers}" for fault in oldest_first if fault.transfers
     }
-    return (*ras[-1:], *list(transfers.values())[:NAMED])
+    return (*ras[-1:], *list(transfers.values())[:MAX_LISTED_ITEMS])
 
 
-def _first_sign(stalls: Sequence[Fault]) -> float:
+def _find_first_sign(stalls: Sequence[FaultReport]) -> float:
     """When the ranks made progress last, by the one that has waited longest."""
     return min(
         fault.noticed_at - max((state.waiting_seconds for state in fault.ranks), default=0.0) for fault in stalls
     )
 
 
-def _blame(observation: Observation, policy: Policy, node: str, past: _Past) -> tuple[QuarantineNode, ...]:
+def _propose_quarantines(observation: Observation, policy: Policy, node: str, past: _HangHistory) -> tuple[QuarantineNode, ...]:
     """What other namespaces' jobs have seen on the node is not believed, and not told: it is a reason to ask."""
     if past.node_is_suspect:
-        return (blame.propose(observation, policy, node, "ranks of several workers hung on it"),)
-    if node in observation.surroundings.hung_elsewhere:
-        return (blame.propose(observation, policy, node, "a rank hung on it, as others have before"),)
+        return (blame.propose_quarantine(observation, policy, node, "ranks of several workers hung on it"),)
+    if node in observation.cluster_view.hung_elsewhere:
+        return (blame.propose_quarantine(observation, policy, node, "a rank hung on it, as others have before"),)
     return ()

@@ -16,38 +16,38 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..network import Link, Shares
-from ..state import WaySeen
+from ..network import LeafSpinePair, LinkShares
+from ..state import RouteObservation
 
-KEPT_SECONDS = 1800.0
+ROUTE_REPORT_TTL_SECONDS = 1800.0
 """So long a word counts: a link that is mended is tried again then, where that pays."""
-TOGETHER_SECONDS = 15.0
+ACQUITTAL_WINDOW_SECONDS = 15.0
 """A fast flow acquits of what another one has shown so much later at most: links become slow."""
-FAST = 1.25
+FAST_FLOW_RATIO = 1.25
 """A flow that takes less than so many times the usual time for a byte is fast."""
-ACCUSERS = 2
+MIN_ACCUSING_NAMESPACES = 2
 """Namespaces whose word counts for all."""
 
-_Suspect = Link | str
+_Suspect = LeafSpinePair | str
 """A link, or a node by its name."""
 
 
 @dataclass(frozen=True)
-class Doubts:
+class DegradedLinks:
     """Links that carry less than they are built for."""
 
-    of_all: Shares = field(default_factory=dict)
-    of_one: Mapping[str, Shares] = field(default_factory=dict)  # what one namespace alone says
+    agreed_shares: LinkShares = field(default_factory=dict)
+    shares_by_namespace: Mapping[str, LinkShares] = field(default_factory=dict)  # what one namespace alone says
 
 
-NO_DOUBTS = Doubts()
+NO_DEGRADED_LINKS = DegradedLinks()
 
 
-def judge(words: Mapping[str, Sequence[WaySeen]], now: float) -> Doubts:
+def find_degraded_links(reports: Mapping[str, Sequence[RouteObservation]], now: float) -> DegradedLinks:
     """`words`: of all namespaces whose jobs use the fabric; where there is one, its word is everybody's."""
-    accused = {tenant: accuse(said, now) for tenant, said in words.items()}
+    accused = {tenant: find_accused_links(said, now) for tenant, said in reports.items()}
     accusers = Counter(link for links in accused.values() for link in links)
-    needed = min(ACCUSERS, len(words))
+    needed = min(MIN_ACCUSING_NAMESPACES, len(reports))
     agreed = {
         link: max(links[link] for links in accused.values() if link in links)
         for link, count in sorted(accusers.items())
@@ -57,22 +57,22 @@ def judge(words: Mapping[str, Sequence[WaySeen]], now: float) -> Doubts:
         tenant: {link: share for link, share in links.items() if link not in agreed}
         for tenant, links in accused.items()
     }
-    return Doubts(agreed, {tenant: links for tenant, links in alone.items() if links})
+    return DegradedLinks(agreed, {tenant: links for tenant, links in alone.items() if links})
 
 
-def accuse(words: Iterable[WaySeen], now: float) -> Shares:
+def find_accused_links(reports: Iterable[RouteObservation], now: float) -> LinkShares:
     """By the words of one namespace."""
-    fresh = fresh_words(words, now)
+    fresh = select_fresh_reports(reports, now)
     innocent: dict[_Suspect, float] = {}
     for word in fresh:
-        if 0 < word.ratio < FAST:
-            innocent |= {suspect: max(word.at, innocent.get(suspect, 0.0)) for suspect in _suspects(word)}
+        if 0 < word.ratio < FAST_FLOW_RATIO:
+            innocent |= {suspect: max(word.at, innocent.get(suspect, 0.0)) for suspect in _list_suspects(word)}
     slow = [
-        (word, frozenset(one for one in _suspects(word) if innocent.get(one, 0.0) < _acquitted_from(word)))
+        (word, frozenset(one for one in _list_suspects(word) if innocent.get(one, 0.0) < _get_acquittal_start(word)))
         for word in fresh
-        if not 0 < word.ratio < FAST
+        if not 0 < word.ratio < FAST_FLOW_RATIO
     ]
-    found: dict[Link, float] = {}
+    found: dict[LeafSpinePair, float] = {}
     while count := Counter(one for _, suspects in slow for one in suspects):
         most = {suspect for suspect, explained in count.items() if explained == max(count.values())}
         links = {one for one in most if isinstance(one, tuple)}
@@ -84,23 +84,23 @@ def accuse(words: Iterable[WaySeen], now: float) -> Shares:
     return found
 
 
-def fresh_words(words: Iterable[WaySeen], now: float) -> tuple[WaySeen, ...]:
+def select_fresh_reports(reports: Iterable[RouteObservation], now: float) -> tuple[RouteObservation, ...]:
     """The newest of each flow and way that is not too old, oldest first."""
-    newest: dict[tuple[str, ...], WaySeen] = {}
-    for word in sorted(words, key=lambda word: word.at):
-        if 0 <= now - word.at < KEPT_SECONDS:
+    newest: dict[tuple[str, ...], RouteObservation] = {}
+    for word in sorted(reports, key=lambda word: word.at):
+        if 0 <= now - word.at < ROUTE_REPORT_TTL_SECONDS:
             newest[word.flow] = word
     return tuple(sorted(newest.values(), key=lambda word: word.at))
 
 
-def _acquitted_from(word: WaySeen) -> float:
+def _get_acquittal_start(report: RouteObservation) -> float:
     """On: what has passed before a link died says nothing."""
-    return word.at - TOGETHER_SECONDS if word.ratio else word.at
+    return report.at - ACQUITTAL_WINDOW_SECONDS if report.ratio else report.at
 
 
-def _suspects(word: WaySeen) -> Iterator[_Suspect]:
+def _list_suspects(report: RouteObservation) -> Iterator[_Suspect]:
     """Where nothing passes the spine, the packets have come to it: its link to the other leaf is dead."""
-    comes = word.destination, word.spine
+    comes = report.destination, report.spine
     yield comes
-    if word.ratio:
-        yield from ((word.source, word.spine), word.sender, word.receiver)
+    if report.ratio:
+        yield from ((report.source, report.spine), report.sender, report.receiver)

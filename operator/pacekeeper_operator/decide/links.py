@@ -17,285 +17,285 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pacekeeper_analysis import price
-from pacekeeper_analysis.adapt import Diagnosis, Trouble
+from pacekeeper_analysis.adapt import Diagnosis, Bottleneck
 from pacekeeper_analysis.diagnose import link_probe, links
-from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind, join
-from pacekeeper_analysis.diagnose.link_probe import Judgement, Party, Verdict
-from pacekeeper_analysis.diagnose.links import SLOW_BYTES, Cell, Links, SpotKind
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Signal, SignalKind, merge_findings
+from pacekeeper_analysis.diagnose.link_probe import LinkProbeResult, ProbeParty, LinkProbeVerdict
+from pacekeeper_analysis.diagnose.links import MIN_SLOW_CELL_BYTES, DelayCell, LinkDiagnosis, SpotKind
 from pacekeeper_analysis.plan import EvidencePart
 
-from ..api import Cause, Class, Remedy
+from ..api import IncidentCause, IncidentClass, Remedy
 from ..decision import Decision, ReplaceWorker
-from ..network import Pair
-from ..observation import FRESH_SECONDS, Observation, Policy, WorkerView
-from ..state import MAX_LINK_VERDICTS, Draft, Incident, LinkLook, LinkSide, LinkVerdict
-from ..subject import Subject
+from ..network import RankPair
+from ..observation import FRESH_WORKER_SECONDS, Observation, Policy, WorkerView
+from ..state import MAX_LINK_VERDICTS, DesiredState, Incident, LinkCheck, LinkSide, LinkVerdict
+from ..subject import IncidentKey
 from . import blame
-from .answers import Answers
-from .pricing import replace_option, written
+from .answers import EvidenceKey
+from .pricing import build_replace_option, build_remedy_prices
 from .remedies import quarantine_node
 
-FRESH_LOOK_SECONDS, LOOK_KEPT_SECONDS = 30.0, 600.0
+FRESH_LINK_EVIDENCE_SECONDS, LINK_EVIDENCE_TTL_SECONDS = 30.0, 600.0
 """What connections showed longer ago says nothing about what is slow now; and for so long it is shown to people."""
-LOOK_SECONDS = 60.0
+LINK_EVIDENCE_REQUEST_SECONDS = 60.0
 """For so long after a decision the connections are asked again while they have not shown anything hot."""
-ANSWER_SECONDS = 10.0
+LINK_PROBE_ANSWER_SECONDS = 10.0
 """After the last turn of a probe: who has not answered by then does not count."""
-PRIOR_SECONDS = 1440.0
+SLOW_COMMUNICATION_PRIOR_SECONDS = 1440.0
 """Mean duration of slow communication before this cluster has a history (Greyhound, ATC'25)."""
-HOUR = 3600.0
-BEFORE_SECONDS = 3.0
+LINK_PROBE_RATE_WINDOW_SECONDS = 3600.0
+REROUTE_EVIDENCE_WAIT_SECONDS = 3.0
 """So long a round for other ways waits for what the connections tell of the present ones."""
-PACE_WINDOWS, PACE_SECONDS = 2, 12.0
+THROUGHPUT_WINDOWS, THROUGHPUT_READY_SECONDS = 2, 12.0
 """Newest windows by which a pair is called slow or fast: what is so in one of them may be luck. And how old a round is
 when its connections have as many."""
-REPEATED = 2
+MIN_SLOW_PROBES = 2
 """Probes that found a node's side slow make it a suspect."""
-MOST_SIDES = 8
-ADVICE: Mapping[Verdict, str] = {
-    Verdict.LINK: "look at the path between the two nodes: a bad cable or port, or a route that others share",
-    Verdict.SENDER: "look at the node's network: its interface, what else sends from it, limits on its traffic",
-    Verdict.RECEIVER: "look at the node's network: its interface, what else it receives, limits on its traffic",
-    Verdict.NOTHING: "nothing is slow when it is tried alone: look at what else uses the network, the hosts' "
+MAX_LINK_SIDES = 8
+LINK_VERDICT_ADVICE: Mapping[LinkProbeVerdict, str] = {
+    LinkProbeVerdict.LINK: "look at the path between the two nodes: a bad cable or port, or a route that others share",
+    LinkProbeVerdict.SENDER: "look at the node's network: its interface, what else sends from it, limits on its traffic",
+    LinkProbeVerdict.RECEIVER: "look at the node's network: its interface, what else it receives, limits on its traffic",
+    LinkProbeVerdict.NOTHING: "nothing is slow when it is tried alone: look at what else uses the network, the hosts' "
     "processors, or a network that NCCL has to itself",
 }
 
 
-def see(observation: Observation, _policy: Policy) -> Draft:
+def record_link_evidence(observation: Observation, _policy: Policy) -> DesiredState:
     """What the connections of all members show, once they have told."""
-    draft, request = observation.draft, observation.plan.evidence_request
-    if not _is_due(observation):
+    draft, request = observation.desired, observation.plan.evidence_request
+    if not _has_new_evidence(observation):
         return draft
-    shown = look(observation)
+    shown = compute_delay_matrix(observation)
     hottest = shown.hot[0] if shown.hot else None
     source, destination = hottest.pairs[0] if hottest else (-1, -1)
     sides = [LinkSide(rank, True, ratio) for rank, ratio in shown.row_ratio.items()]
     sides += [LinkSide(rank, False, ratio) for rank, ratio in shown.column_ratio.items()]
-    seen = LinkLook(
+    seen = LinkCheck(
         at=observation.now,
         request=request,
         kind=hottest.kind if hottest else None,
         source=source,
         destination=destination,
-        hot=tuple(links.describe(spot) for spot in shown.hot),
+        hot=tuple(links.describe_hot_spot(spot) for spot in shown.hot),
         bytes_per_second=hottest.bytes_per_second if hottest else 0.0,
-        known=shown.known,
-        sides=tuple(sorted(sides, key=lambda side: -side.ratio)[:MOST_SIDES]),
+        known=shown.is_known,
+        sides=tuple(sorted(sides, key=lambda side: -side.ratio)[:MAX_LINK_SIDES]),
     )
     return draft.with_adaptation(link=seen)
 
 
-def look(observation: Observation) -> Links:
+def compute_delay_matrix(observation: Observation) -> LinkDiagnosis:
     """The delay matrix of the evidence that has come."""
-    return _judged(Answers(observation.evidence), _nodes(observation))
+    return _analyze_links(EvidenceKey(observation.evidence), _list_worker_nodes(observation))
 
 
 @dataclass(frozen=True)
-class Pace:
+class PairThroughput:
     """Of what one rank sends to another, in the two newest windows. Ratios: time for a byte over that of the
     connections' own first windows."""
 
     bytes_per_second: float  # while it was busy, in the newest
-    least_ratio: float
-    most_ratio: float
+    min_ratio: float
+    max_ratio: float
 
 
-def paces(observation: Observation) -> Mapping[Pair, Pace]:
+def measure_pair_throughputs(observation: Observation) -> Mapping[RankPair, PairThroughput]:
     """Of the pairs on different nodes, of which both windows are known and say enough; {}: not all have told yet."""
-    if not is_told(observation):
+    if not has_link_evidence(observation):
         return {}
-    cells, _ = _joined(Answers(observation.evidence), _nodes(observation))
-    ratios: dict[Pair, list[float]] = defaultdict(list)
-    rate: dict[Pair, float] = {}
+    cells, _ = _join_cells(EvidenceKey(observation.evidence), _list_worker_nodes(observation))
+    ratios: dict[RankPair, list[float]] = defaultdict(list)
+    rate: dict[RankPair, float] = {}
     for cell in sorted(cells, key=lambda cell: cell.age):
-        if cell.age < PACE_WINDOWS and not cell.same_node and cell.early_bytes and cell.acked_bytes >= SLOW_BYTES:
+        if cell.age < THROUGHPUT_WINDOWS and not cell.same_node and cell.early_bytes and cell.acked_bytes >= MIN_SLOW_CELL_BYTES:
             pair = cell.source, cell.destination
             ratios[pair].append(math.exp(cell.delay - cell.early_delay))
             rate.setdefault(pair, cell.bytes_per_second)
     return {
-        pair: Pace(rate[pair], min(known), max(known)) for pair, known in ratios.items() if len(known) == PACE_WINDOWS
+        pair: PairThroughput(rate[pair], min(known), max(known)) for pair, known in ratios.items() if len(known) == THROUGHPUT_WINDOWS
     }
 
 
-def rates(observation: Observation) -> Mapping[Pair, float]:
+def measure_pair_rates(observation: Observation) -> Mapping[RankPair, float]:
     """Bytes a second of the same pairs."""
-    return {pair: pace.bytes_per_second for pair, pace in paces(observation).items()}
+    return {pair: pace.bytes_per_second for pair, pace in measure_pair_throughputs(observation).items()}
 
 
-def pace_is_wanted(draft: Draft, now: float) -> bool:
+def needs_pair_throughput(draft: DesiredState, now: float) -> bool:
     """Ways are to be compared: whoever asks the ranks asks for their connections, too."""
     trial = draft.state.adaptation.way_trial
-    old = trial is not None and bool(trial.since) and now - trial.since >= PACE_SECONDS
-    after = old and trial is not None and not trial.slower and trial.knows_paces
-    return after or now - draft.state.adaptation.ways_asked_at <= BEFORE_SECONDS
+    old = trial is not None and bool(trial.since) and now - trial.since >= THROUGHPUT_READY_SECONDS
+    after = old and trial is not None and not trial.slower and trial.has_rates
+    return after or now - draft.state.adaptation.ways_asked_at <= REROUTE_EVIDENCE_WAIT_SECONDS
 
 
-def hot_pairs(observation: Observation) -> Mapping[Pair, float]:
+def find_hot_pairs(observation: Observation) -> Mapping[RankPair, float]:
     """Pairs of the hot places, and their time for a byte over the usual."""
-    return {pair: spot.ratio for spot in look(observation).hot for pair in spot.pairs}
+    return {pair: spot.ratio for spot in compute_delay_matrix(observation).hot for pair in spot.pairs}
 
 
-def look_ahead(observation: Observation) -> None:
+def prefetch_delay_matrix(observation: Observation) -> None:
     """Find out what `see` will ask for: in a large job that takes seconds."""
-    if _is_due(observation):
-        look(observation)
+    if _has_new_evidence(observation):
+        compute_delay_matrix(observation)
 
 
-def _is_due(observation: Observation) -> bool:
+def _has_new_evidence(observation: Observation) -> bool:
     """All have told of their connections, and that has not been looked at. What is being probed stays until it is
     told."""
     before = observation.state.adaptation.link
     if before is not None and (before.probe or before.request == observation.plan.evidence_request):
         return False
-    return is_told(observation)
+    return has_link_evidence(observation)
 
 
-def is_told(observation: Observation) -> bool:
+def has_link_evidence(observation: Observation) -> bool:
     """The connections have been asked for, and all members have answered."""
     plan = observation.plan
     asked = bool(plan.evidence_request) and EvidencePart.LINKS in plan.evidence_parts
     return asked and len(observation.evidence) >= len(plan.members)
 
 
-def _nodes(observation: Observation) -> tuple[tuple[str, str], ...]:
+def _list_worker_nodes(observation: Observation) -> tuple[tuple[str, str], ...]:
     return tuple((view.name, view.node) for view in observation.workers)
 
 
 @lru_cache(maxsize=2)
-def _judged(answers: Answers, nodes: tuple[tuple[str, str], ...]) -> Links:
-    return links.judge(*_joined(answers, nodes))
+def _analyze_links(answers: EvidenceKey, nodes: tuple[tuple[str, str], ...]) -> LinkDiagnosis:
+    return links.diagnose_links(*_join_cells(answers, nodes))
 
 
 @lru_cache(maxsize=2)
-def _joined(answers: Answers, nodes: tuple[tuple[str, str], ...]) -> tuple[Sequence[Cell], int]:
-    return links.join(answers.evidence, dict(nodes))
+def _join_cells(answers: EvidenceKey, nodes: tuple[tuple[str, str], ...]) -> tuple[Sequence[DelayCell], int]:
+    return links.join_link_ends(answers.evidence, dict(nodes))
 
 
-def wanted(observation: Observation) -> bool:
+def needs_link_evidence(observation: Observation) -> bool:
     """Whether the next question is to ask for connections: an incident is open, and nothing hot has been seen yet."""
-    incident, seen = _incident(observation), observation.state.adaptation.link
-    if incident is None or observation.now - incident.decided > LOOK_SECONDS:
+    incident, seen = _find_open_incident(observation), observation.state.adaptation.link
+    if incident is None or observation.now - incident.decided > LINK_EVIDENCE_REQUEST_SECONDS:
         return False
     return seen is None or not (seen.hot or seen.probe)
 
 
-def finding(observation: Observation, found: Diagnosis) -> Finding | None:
+def build_communication_finding(observation: Observation, found: Diagnosis) -> Finding | None:
     """Of slow communication; None: it is another trouble."""
-    if found.trouble is not Trouble.COMMUNICATION:
+    if found.trouble is not Bottleneck.COMMUNICATION:
         return None
     steps = f"steps take {found.slowdown:.2f} × as long as they need, and the ranks' own work has not grown"
     before = "communication takes longer than in the job's first steady steps"
-    witnesses = [Witness(WitnessKind.TIMES, steps), Witness(WitnessKind.HISTORY, before)]
+    witnesses = [Signal(SignalKind.TIMES, steps), Signal(SignalKind.HISTORY, before)]
     seen = observation.state.adaptation.link
-    if seen is None or not seen.known or observation.now - seen.at > FRESH_LOOK_SECONDS:
-        return join(None, Finding(FaultClass.NETWORK, "", tuple(witnesses)))
+    if seen is None or not seen.known or observation.now - seen.at > FRESH_LINK_EVIDENCE_SECONDS:
+        return merge_findings(None, Finding(FaultClass.NETWORK, "", tuple(witnesses)))
     words = "; ".join(seen.hot) or "no connection is much slower than the others"
-    transport = Witness(WitnessKind.TRANSPORT, words)
-    return join(None, Finding(FaultClass.NETWORK, _culprit(seen), (*witnesses, transport)))
+    transport = Signal(SignalKind.TRANSPORT, words)
+    return merge_findings(None, Finding(FaultClass.NETWORK, _describe_culprit(seen), (*witnesses, transport)))
 
 
-def probe(observation: Observation, policy: Policy) -> Draft:
+def advance_link_probe(observation: Observation, policy: Policy) -> DesiredState:
     """Begin a probe where one is called for; and once its answers are there, write down what they told."""
-    draft, seen = observation.draft, observation.state.adaptation.link
+    draft, seen = observation.desired, observation.state.adaptation.link
     if seen is None:
         return draft
     if not seen.probe:
-        return _begin(observation, policy, seen)
-    answer = told(observation)
+        return _begin_probe(observation, policy, seen)
+    answer = get_probe_result(observation)
     if answer is None:
         return draft
     if draft.plan.probe is not None:
         draft = draft.with_plan(probe=None)
-    view = _blamed(observation, answer.verdict)
+    view = _find_slow_worker(observation, answer.verdict)
     verdict = LinkVerdict(observation.now, answer.verdict)
     if view is not None:
         verdict = replace(verdict, worker=view.name, node=view.node)
     earlier = (*draft.state.adaptation.link_verdicts, verdict)[-MAX_LINK_VERDICTS:]
-    if answer.verdict is Verdict.REVERSED:  # the other way is what is to be asked about
+    if answer.verdict is LinkProbeVerdict.REVERSED:  # the other way is what is to be asked about
         turned = replace(
             seen, kind=SpotKind.PAIR, source=seen.destination, destination=seen.source, incident="", probe=""
         )
         asked = draft.with_adaptation(link=turned, link_verdicts=earlier)
-        return _begin(observation.with_draft(asked), policy, turned)  # at once: the incident waits for nothing else
+        return _begin_probe(observation.with_desired(asked), policy, turned)  # at once: the incident waits for nothing else
     draft = draft.with_adaptation(link=replace(seen, probe=""), link_verdicts=earlier)
     incident = draft.state.incidents.find(seen.incident)
     if incident is None:
         return draft
-    draft = draft.with_incident(_improved(incident, seen, answer))
-    return _suspected(observation.with_draft(draft), policy, incident, verdict)
+    draft = draft.with_incident(_add_probe_result(incident, seen, answer))
+    return _propose_quarantine(observation.with_desired(draft), policy, incident, verdict)
 
 
-def check(observation: Observation, policy: Policy) -> Decision | None:
+def check_slow_link_sides(observation: Observation, policy: Policy) -> Decision | None:
     """Where one worker's side is slow: a spare in its place, where that pays beside what has been done."""
     seen = observation.state.adaptation.link
-    answer = None if seen is None or not seen.probe else told(observation)
-    if seen is None or answer is None or (view := _blamed(observation, answer.verdict)) is None:
+    answer = None if seen is None or not seen.probe else get_probe_result(observation)
+    if seen is None or answer is None or (view := _find_slow_worker(observation, answer.verdict)) is None:
         return None
     incident = observation.state.incidents.find(seen.incident)
     if incident is None or view.record.leaving:
         return None
-    now = left(incident)
+    now = get_remaining_slowdown(incident)
     if now < observation.job.spec.detection.straggler_slowdown:
         return None
     elapsed = observation.now - incident.first_sign
-    past = observation.surroundings.past_seconds.get(Cause.SLOW_COMMUNICATION, ())
-    spent = "no restart is left in this window" if observation.budget_is_spent(policy) else ""
-    choice = price.choose(
-        (replace_option(observation, policy, refused=spent),),
+    past = observation.cluster_view.past_durations.get(IncidentCause.SLOW_COMMUNICATION, ())
+    spent = "no restart is left in this window" if observation.is_budget_spent(policy) else ""
+    choice = price.choose_remedy(
+        (build_replace_option(observation, policy, refused=spent),),
         slowdown=now,
-        lost_seconds=elapsed * price.loss_rate(now),
-        remaining_seconds=price.expected_remaining(elapsed, past, PRIOR_SECONDS),
+        lost_seconds=elapsed * price.compute_loss_rate(now),
+        remaining_seconds=price.estimate_remaining_seconds(elapsed, past, SLOW_COMMUNICATION_PRIOR_SECONDS),
     )
     if choice.chosen is None:
         return None
     still_open = incident.outcome is None
-    subject = Subject(Cause.SLOW_COMMUNICATION, observation.round, worker=view.name)
-    words = f"{_side(seen, answer.verdict)} is slow: {answer.words}"
+    subject = IncidentKey(IncidentCause.SLOW_COMMUNICATION, observation.round, worker=view.name)
+    words = f"{_describe_side(seen, answer.verdict)} is slow: {answer.words}"
     return Decision(
-        subject=subject,
-        class_=Class.PERFORMANCE,
+        incident_key=subject,
+        class_=IncidentClass.PERFORMANCE,
         message=words,
         first_sign=incident.first_sign,
-        actions=(ReplaceWorker(view.name, _side(seen, answer.verdict) + " is slow", dead=False),),
+        actions=(ReplaceWorker(view.name, _describe_side(seen, answer.verdict) + " is slow", dead=False),),
         remedy=Remedy.REPLACE_WORKER,
-        remedies=(*incident.remedies, *written(choice.prices, choice.chosen)),
+        remedies=(*incident.remedies, *build_remedy_prices(choice.prices, choice.chosen)),
         evidence=incident.evidence,
         worker=view.name,
         node=view.node or None,
-        continues=incident.name if still_open else "",
+        continued_incident=incident.name if still_open else "",
         last_step=observation.step,
         slowdown_before=now,
         slowdown_after=1.0,
         reference_seconds=incident.reference_seconds,
         predicted_gain=choice.chosen.gain_seconds,
-        finding=_improved(incident, seen, answer).finding,
+        finding=_add_probe_result(incident, seen, answer).finding,
     )
 
 
-def _begin(observation: Observation, policy: Policy, seen: LinkLook) -> Draft:
-    draft, incident, now = observation.draft, _incident(observation), observation.now
-    if now - seen.at > LOOK_KEPT_SECONDS:
+def _begin_probe(observation: Observation, policy: Policy, seen: LinkCheck) -> DesiredState:
+    draft, incident, now = observation.desired, _find_open_incident(observation), observation.now
+    if now - seen.at > LINK_EVIDENCE_TTL_SECONDS:
         return draft.with_adaptation(link=None)
-    if now - seen.at > FRESH_LOOK_SECONDS or seen.incident or incident is None or not seen.hot or not policy.acts:
+    if now - seen.at > FRESH_LINK_EVIDENCE_SECONDS or seen.incident or incident is None or not seen.hot or not policy.applies_remedies:
         return draft
-    lately = [verdict for verdict in draft.state.adaptation.link_verdicts if verdict.at > now - HOUR]
-    if len(lately) >= policy.link_probes_an_hour:
+    lately = [verdict for verdict in draft.state.adaptation.link_verdicts if verdict.at > now - LINK_PROBE_RATE_WINDOW_SECONDS]
+    if len(lately) >= policy.link_probes_per_hour:
         return draft
-    source, destination = _party(observation, seen.source), _party(observation, seen.destination)
+    source, destination = _find_rank_party(observation, seen.source), _find_rank_party(observation, seen.destination)
     if source is None or destination is None or source == destination:
         return draft
     name = f"probe-{draft.plan.version + 1}"
-    asked = link_probe.layout(name, source, destination, _others(observation, source, destination))
+    asked = link_probe.plan_probe(name, source, destination, _choose_control_parties(observation, source, destination))
     begun = replace(seen, incident=incident.name, probe=name, probed_at=now)
     return draft.with_plan(probe=asked).with_adaptation(link=begun)
 
 
-def told(observation: Observation) -> Judgement | None:
+def get_probe_result(observation: Observation) -> LinkProbeResult | None:
     """What the probe that is out has told; None: some have not answered, and have time left."""
     seen, plan = observation.state.adaptation.link, observation.plan
     assert seen is not None
     if plan.probe is None or plan.probe.name != seen.probe:
-        return Judgement(Verdict.UNTOLD, "the workers changed before it was answered")
+        return LinkProbeResult(LinkProbeVerdict.UNTOLD, "the workers changed before it was answered")
     asked = {
         worker: {target.worker for target in targets}
         for worker, targets in zip(plan.probe.sources, plan.probe.targets, strict=True)
@@ -304,46 +304,46 @@ def told(observation: Observation) -> Judgement | None:
         told.worker: [of for of in told.probes if of.target in asked.get(told.worker, ())]
         for told in observation.probes
     }
-    waited = observation.now - seen.probed_at - link_probe.seconds(plan.probe)
-    if any(source not in answers for source in plan.probe.sources) and waited < ANSWER_SECONDS:
+    waited = observation.now - seen.probed_at - link_probe.estimate_probe_seconds(plan.probe)
+    if any(source not in answers for source in plan.probe.sources) and waited < LINK_PROBE_ANSWER_SECONDS:
         return None
-    source, destination = observation.worker_of_rank(seen.source), observation.worker_of_rank(seen.destination)
-    return link_probe.judge(answers, source or "", destination or "")
+    source, destination = observation.find_worker_of_rank(seen.source), observation.find_worker_of_rank(seen.destination)
+    return link_probe.evaluate_probe(answers, source or "", destination or "")
 
 
-def _improved(incident: Incident, seen: LinkLook, told: Judgement) -> Incident:
+def _add_probe_result(incident: Incident, seen: LinkCheck, result: LinkProbeResult) -> Incident:
     """With what the probe told. One that could not tell is no witness, and is written down all the same."""
     evidence = (*incident.evidence, f"a probe of the way from rank {seen.source} to rank {seen.destination}: "
-                f"{told.verdict}. {told.words}")  # fmt: skip
-    if told.verdict is Verdict.UNTOLD or incident.finding is None:
+                f"{result.verdict}. {result.words}")  # fmt: skip
+    if result.verdict is LinkProbeVerdict.UNTOLD or incident.finding is None:
         return replace(incident, evidence=evidence)
-    witness = Witness(WitnessKind.PROBE, told.words)
-    culprit = _side(seen, told.verdict)
-    better = Finding(FaultClass.NETWORK, culprit, (witness,), advice=ADVICE[told.verdict])
-    return replace(incident, evidence=evidence, finding=join(incident.finding, better))
+    witness = Signal(SignalKind.PROBE, result.words)
+    culprit = _describe_side(seen, result.verdict)
+    better = Finding(FaultClass.NETWORK, culprit, (witness,), advice=LINK_VERDICT_ADVICE[result.verdict])
+    return replace(incident, evidence=evidence, finding=merge_findings(incident.finding, better))
 
 
-def _suspected(observation: Observation, policy: Policy, incident: Incident, verdict: LinkVerdict) -> Draft:
+def _propose_quarantine(observation: Observation, policy: Policy, incident: Incident, verdict: LinkVerdict) -> DesiredState:
     """The node whose side was slow once more is named to the platform, which looks at it by itself."""
     again = [
         earlier
         for earlier in observation.state.adaptation.link_verdicts
         if earlier.node and earlier.node == verdict.node and earlier.at > observation.now - policy.restart_window
     ]
-    if len(again) < REPEATED:
-        return observation.draft
+    if len(again) < MIN_SLOW_PROBES:
+        return observation.desired
     reason = f"its side was slow in {len(again)} probes between this job's workers"
-    action = blame.propose(observation, policy, verdict.node, reason)
-    return observation.draft if action.withheld else quarantine_node.want(observation, action, incident.name)
+    action = blame.propose_quarantine(observation, policy, verdict.node, reason)
+    return observation.desired if action.withheld else quarantine_node.request_quarantine(observation, action, incident.name)
 
 
-def _incident(observation: Observation) -> Incident | None:
+def _find_open_incident(observation: Observation) -> Incident | None:
     """The open one of slow communication."""
-    found = (i for i in observation.state.incidents.open if i.cause is Cause.SLOW_COMMUNICATION)
+    found = (i for i in observation.state.incidents.open if i.cause is IncidentCause.SLOW_COMMUNICATION)
     return next(found, None)
 
 
-def left(incident: Incident) -> float:
+def get_remaining_slowdown(incident: Incident) -> float:
     """The job's slowdown now: as measured, or as expected of the remedy that is in force."""
     if incident.slowdown_after is not None:
         return incident.slowdown_after
@@ -352,56 +352,56 @@ def left(incident: Incident) -> float:
     return 1.0 if after is None else after
 
 
-def _blamed(observation: Observation, verdict: Verdict) -> WorkerView | None:
+def _find_slow_worker(observation: Observation, verdict: LinkProbeVerdict) -> WorkerView | None:
     """The worker whose side is slow."""
     seen = observation.state.adaptation.link
-    rank = {Verdict.SENDER: seen.source, Verdict.RECEIVER: seen.destination}.get(verdict) if seen else None
-    worker = None if rank is None else observation.worker_of_rank(rank)
-    return None if worker is None else observation.worker(worker)
+    rank = {LinkProbeVerdict.SENDER: seen.source, LinkProbeVerdict.RECEIVER: seen.destination}.get(verdict) if seen else None
+    worker = None if rank is None else observation.find_worker_of_rank(rank)
+    return None if worker is None else observation.find_worker(worker)
 
 
-def _party(observation: Observation, rank: int) -> Party | None:
+def _find_rank_party(observation: Observation, rank: int) -> ProbeParty | None:
     """The launcher of this rank; None: it cannot be asked."""
-    worker = observation.worker_of_rank(rank)
-    view = None if worker is None else observation.worker(worker)
-    return None if view is None else _address(view)
+    worker = observation.find_worker_of_rank(rank)
+    view = None if worker is None else observation.find_worker(worker)
+    return None if view is None else _find_worker_party(view)
 
 
-def _address(view: WorkerView) -> Party | None:
-    if view.heartbeat is None or not view.heartbeat.probe_port or view.silent_seconds > FRESH_SECONDS:
+def _find_worker_party(view: WorkerView) -> ProbeParty | None:
+    if view.heartbeat is None or not view.heartbeat.probe_port or view.silent_seconds > FRESH_WORKER_SECONDS:
         return None
     if view.pod is None or not view.pod.address or view.record.leaving:
         return None
     host = f"[{view.pod.address}]" if ":" in view.pod.address else view.pod.address
-    return Party(view.name, f"{host}:{view.heartbeat.probe_port}")
+    return ProbeParty(view.name, f"{host}:{view.heartbeat.probe_port}")
 
 
-def _others(observation: Observation, source: Party, destination: Party) -> tuple[Party, ...]:
+def _choose_control_parties(observation: Observation, source: ProbeParty, destination: ProbeParty) -> tuple[ProbeParty, ...]:
     """Members on nodes of their own, neither the source's nor the destination's, to compare with."""
     taken = {view.node for view in observation.members if view.name in (source.worker, destination.worker)}
-    found: list[Party] = []
+    found: list[ProbeParty] = []
     for view in observation.members:
-        party = None if not view.node or view.node in taken else _address(view)
-        if party is not None and len(found) < link_probe.MOST_OTHERS:
+        party = None if not view.node or view.node in taken else _find_worker_party(view)
+        if party is not None and len(found) < link_probe.MAX_CONTROL_WORKERS:
             found.append(party)
             taken.add(view.node)
     return tuple(found)
 
 
-def _culprit(seen: LinkLook) -> str:
+def _describe_culprit(seen: LinkCheck) -> str:
     match seen.kind:
         case None:
             return ""
         case SpotKind.PAIR:
             return f"between rank {seen.source} and rank {seen.destination}"
         case kind:
-            return _side(seen, Verdict(kind.value))
+            return _describe_side(seen, LinkProbeVerdict(kind.value))
 
 
-def _side(seen: LinkLook, verdict: Verdict) -> str:
+def _describe_side(seen: LinkCheck, verdict: LinkProbeVerdict) -> str:
     """For people; "": nobody."""
     return {
-        Verdict.LINK: f"link {seen.source} → {seen.destination}",
-        Verdict.SENDER: f"the sender side of rank {seen.source}'s worker",
-        Verdict.RECEIVER: f"the receiver side of rank {seen.destination}'s worker",
+        LinkProbeVerdict.LINK: f"link {seen.source} → {seen.destination}",
+        LinkProbeVerdict.SENDER: f"the sender side of rank {seen.source}'s worker",
+        LinkProbeVerdict.RECEIVER: f"the receiver side of rank {seen.destination}'s worker",
     }.get(verdict, "")

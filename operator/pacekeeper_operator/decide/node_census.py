@@ -11,33 +11,33 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..api import QuarantineCondition, QuarantinePhase, Sign, Verdict, Witness
-from .node_probes import refused_for_room
-from .node_steps import Quarantine, Rules
+from ..api import QuarantineCondition, QuarantinePhase, NodeSuspicion, QuarantineVerdict, Witness
+from .node_probes import is_refused_for_room
+from .node_steps import Quarantine, QuarantineRules
 
-AT_ONCE_SECONDS = 60.0
+SIMULTANEOUS_FAILURE_SECONDS = 60.0
 """Nodes that are blamed within so long of each other fail at once."""
 
 _Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class _Stand:
+class _NodeUsage:
     """Of one node."""
 
     approved: bool = False
-    asked: bool = False  # a person is, for approval
+    awaits_approval: bool = False  # a person is, for approval
     probing: bool = False  # as a suspicion
-    blamed: tuple[_Span, ...] = ()  # whoever is blamed within one of these fails at once with it; apart, in order
+    blamed_spans: tuple[_Span, ...] = ()  # whoever is blamed within one of these fails at once with it; apart, in order
     cleared_at: float | None = None  # a probe has shown that it is well; None: it is not settled
-    held: bool = False  # as one of many that failed at once, and not settled
+    held_by_breaker: bool = False  # as one of many that failed at once, and not settled
 
 
-_NOTHING = _Stand()
+_NO_USAGE = _NodeUsage()
 
 
 @dataclass
-class _Spans:
+class _SpanSet:
     """Spans of time. Those of one node lie apart."""
 
     begins: list[float] = field(default_factory=list)
@@ -59,114 +59,114 @@ class _Spans:
 
 
 @dataclass
-class Census:
+class QuarantineUsage:
     """Of all NodeQuarantines."""
 
-    _stands: dict[str, _Stand] = field(default_factory=dict)
+    _usage_by_node: dict[str, _NodeUsage] = field(default_factory=dict)
     _granted: set[str] = field(default_factory=set)
-    _spans: _Spans = field(default_factory=_Spans)  # of all that are blamed
-    _open: _Spans = field(default_factory=_Spans)  # of those that are not settled
-    _approved: int = 0
-    _asked: int = 0
-    _probing: int = 0
-    _held: int = 0
+    _blamed_spans: _SpanSet = field(default_factory=_SpanSet)  # of all that are blamed
+    _unsettled_spans: _SpanSet = field(default_factory=_SpanSet)  # of those that are not settled
+    _approved_count: int = 0
+    _awaiting_approval_count: int = 0
+    _probing_count: int = 0
+    _held_count: int = 0
 
     @classmethod
-    def of(cls, quarantines: Iterable[Quarantine]) -> Census:
+    def from_quarantines(cls, quarantines: Iterable[Quarantine]) -> QuarantineUsage:
         census = cls()
         for quarantine in quarantines:
-            census.put(quarantine)
+            census.update(quarantine)
         return census
 
-    def put(self, quarantine: Quarantine) -> None:
+    def update(self, quarantine: Quarantine) -> None:
         """As it is now."""
-        self._stand(quarantine.name, _stand_of(quarantine))
+        self._set_usage(quarantine.name, _compute_usage(quarantine))
 
     def remove(self, name: str) -> None:
         """It is gone, and whatever was on its way to it."""
         self._granted.discard(name)
-        self._stand(name, _NOTHING)
+        self._set_usage(name, _NO_USAGE)
 
     def grant(self, name: str) -> None:
         """An approval is on its way: it counts from now on, whatever else is heard of the node meanwhile."""
         self._granted.add(name)
-        self._stand(name, self._stands.get(name, _NOTHING))
+        self._set_usage(name, self._usage_by_node.get(name, _NO_USAGE))
 
     def settle(self, quarantine: Quarantine | None, name: str) -> None:
         """What has become of that approval is known."""
         self._granted.discard(name)
-        self._stand(name, _NOTHING if quarantine is None else _stand_of(quarantine))
+        self._set_usage(name, _NO_USAGE if quarantine is None else _compute_usage(quarantine))
 
-    def failing_at_once(self, quarantine: Quarantine) -> int:
+    def count_failing_together(self, quarantine: Quarantine) -> int:
         """How many nodes are blamed at about the same time as this one, itself included. One that a probe has cleared
         since counts on: that it is well again shows nothing of those that failed with it."""
-        own = self._stands.get(quarantine.name, _NOTHING).blamed
-        return 1 + max((self._spans.count(at) - _holds(own, at) for at in _said_of(quarantine)), default=0)
+        own = self._usage_by_node.get(quarantine.name, _NO_USAGE).blamed_spans
+        return 1 + max((self._blamed_spans.count(at) - _contains_time(own, at) for at in _list_open_sign_times(quarantine)), default=0)
 
-    def unsettled(self, quarantine: Quarantine) -> int:
+    def count_unsettled(self, quarantine: Quarantine) -> int:
         """How many nodes besides this one failed with many, and are neither cleared by a probe nor given up."""
-        own = self._stands.get(quarantine.name, _NOTHING)
-        blamed = own.blamed if own.cleared_at is None else ()
-        at_once = max((self._open.count(at) - _holds(blamed, at) for at in _said_of(quarantine)), default=0)
-        return max(at_once, self._held - own.held)
+        own = self._usage_by_node.get(quarantine.name, _NO_USAGE)
+        blamed = own.blamed_spans if own.cleared_at is None else ()
+        at_once = max((self._unsettled_spans.count(at) - _contains_time(blamed, at) for at in _list_open_sign_times(quarantine)), default=0)
+        return max(at_once, self._held_count - own.held_by_breaker)
 
-    def cleared_last(self, name: str) -> float:
+    def get_last_cleared_at(self, name: str) -> float:
         """When the last of the others was cleared; 0: none is known."""
-        return max((s.cleared_at or 0.0 for other, s in self._stands.items() if other != name), default=0.0)
+        return max((s.cleared_at or 0.0 for other, s in self._usage_by_node.items() if other != name), default=0.0)
 
-    def spent(self, name: str, *, asked_too: bool) -> int:
+    def count_used_budget(self, name: str, *, include_requests: bool) -> int:
         """Of the budget, by others. `asked_too`: requests to a person count as well."""
-        own = self._stands.get(name, _NOTHING)
-        count = self._approved - own.approved
-        if asked_too:
-            count += self._asked - own.asked
+        own = self._usage_by_node.get(name, _NO_USAGE)
+        count = self._approved_count - own.approved
+        if include_requests:
+            count += self._awaiting_approval_count - own.awaits_approval
         return count
 
-    def probing(self, name: str) -> int:
+    def count_probing(self, name: str) -> int:
         """Other suspicions whose probes run."""
-        return self._probing - self._stands.get(name, _NOTHING).probing
+        return self._probing_count - self._usage_by_node.get(name, _NO_USAGE).probing
 
-    def _stand(self, name: str, stand: _Stand) -> None:
+    def _set_usage(self, name: str, usage: _NodeUsage) -> None:
         if name in self._granted:
-            stand = replace(stand, approved=True, asked=False)
-        before = self._stands.pop(name, _NOTHING)
-        if stand != _NOTHING:
-            self._stands[name] = stand
-        self._approved += stand.approved - before.approved
-        self._asked += stand.asked - before.asked
-        self._probing += stand.probing - before.probing
-        self._held += stand.held - before.held
-        if (stand.blamed, stand.cleared_at) != (before.blamed, before.cleared_at):
-            self._spans.remove(before.blamed)
-            self._spans.add(stand.blamed)
-            self._open.remove(before.blamed if before.cleared_at is None else ())
-            self._open.add(stand.blamed if stand.cleared_at is None else ())
+            usage = replace(usage, approved=True, asked=False)
+        before = self._usage_by_node.pop(name, _NO_USAGE)
+        if usage != _NO_USAGE:
+            self._usage_by_node[name] = usage
+        self._approved_count += usage.approved - before.approved
+        self._awaiting_approval_count += usage.awaits_approval - before.awaits_approval
+        self._probing_count += usage.probing - before.probing
+        self._held_count += usage.held_by_breaker - before.held_by_breaker
+        if (usage.blamed_spans, usage.cleared_at) != (before.blamed_spans, before.cleared_at):
+            self._blamed_spans.remove(before.blamed_spans)
+            self._blamed_spans.add(usage.blamed_spans)
+            self._unsettled_spans.remove(before.blamed_spans if before.cleared_at is None else ())
+            self._unsettled_spans.add(usage.blamed_spans if usage.cleared_at is None else ())
 
 
-def _holds(spans: Iterable[_Span], at: float) -> bool:
+def _contains_time(spans: Iterable[_Span], at: float) -> bool:
     return any(begin <= at <= end for begin, end in spans)
 
 
-def _moments(signs: Iterable[Sign]) -> list[float]:
+def _list_sign_times(signs: Iterable[NodeSuspicion]) -> list[float]:
     """When they were said, in order: first and last by each namespace, so that what is said again unsays nothing."""
-    return sorted({at for sign in signs for at in (sign.first, sign.at)})
+    return sorted({at for sign in signs for at in (sign.first_reported_at, sign.at)})
 
 
-def _said_of(quarantine: Quarantine) -> list[float]:
+def _list_open_sign_times(quarantine: Quarantine) -> list[float]:
     """Moments at which it was blamed, that no probe has refuted."""
-    return [at for at in _moments(quarantine.open_signs) if at > (quarantine.cleared_at or 0.0)]
+    return [at for at in _list_sign_times(quarantine.open_signs) if at > (quarantine.cleared_at or 0.0)]
 
 
-def worth_a_look(quarantine: Quarantine) -> bool:
+def is_worth_probing(quarantine: Quarantine) -> bool:
     """The platform looks at a node for one strong sign, or for weak ones of two namespaces."""
-    return _weighty(quarantine.open_signs)
+    return _has_enough_signs(quarantine.open_signs)
 
 
-def _weighty(signs: Sequence[Sign]) -> bool:
+def _has_enough_signs(signs: Sequence[NodeSuspicion]) -> bool:
     return any(not sign.weak for sign in signs) or len(signs) > 1
 
 
-def unheard(quarantine: Quarantine) -> bool:
+def is_unverifiable(quarantine: Quarantine) -> bool:
     """Nobody but jobs has ever spoken against the node, and no probe can: the last two were refused for want of room.
 
     So one namespace that holds all GPUs of some nodes could keep them blamed for as long as it likes. Two probes are a
@@ -178,31 +178,31 @@ def unheard(quarantine: Quarantine) -> bool:
     if any(c.type == QuarantineCondition.WITNESSED and c.status == "True" for c in quarantine.status.conditions):
         return False
     ended = [probe for probe in quarantine.status.probes if probe.finished is not None]
-    return len(ended) > 1 and all(refused_for_room(probe) for probe in ended[-2:])
+    return len(ended) > 1 and all(is_refused_for_room(probe) for probe in ended[-2:])
 
 
-def _stand_of(quarantine: Quarantine) -> _Stand:
-    blamed, cleared_at = _blamed(quarantine), quarantine.cleared_at
-    return _Stand(
+def _compute_usage(quarantine: Quarantine) -> _NodeUsage:
+    blamed, cleared_at = _compute_blamed_spans(quarantine), quarantine.cleared_at
+    return _NodeUsage(
         approved=quarantine.spec.approved,
-        asked=not quarantine.spec.approved and quarantine.status.phase is QuarantinePhase.PENDING,
-        probing=quarantine.suspicion and quarantine.probe_runs,
-        blamed=blamed,
+        awaits_approval=not quarantine.spec.approved and quarantine.status.phase is QuarantinePhase.PENDING,
+        probing=quarantine.is_suspicion and quarantine.is_probing,
+        blamed_spans=blamed,
         cleared_at=cleared_at if blamed else None,
-        held=bool(blamed) and cleared_at is None and quarantine.verdict is Verdict.BREAKER,
+        held_by_breaker=bool(blamed) and cleared_at is None and quarantine.verdict is QuarantineVerdict.BREAKER,
     )
 
 
-def _blamed(quarantine: Quarantine) -> tuple[_Span, ...]:
+def _compute_blamed_spans(quarantine: Quarantine) -> tuple[_Span, ...]:
     """One that no probe can look at is blamed by words only, and so is one by what is said after a probe has cleared
     it."""
     cleared_at = math.inf if quarantine.cleared_at is None else quarantine.cleared_at
-    signs = [sign for sign in quarantine.spec.signs if sign.first <= cleared_at]
-    if quarantine.over or not _weighty(signs) or unheard(quarantine):
+    signs = [sign for sign in quarantine.spec.signs if sign.first_reported_at <= cleared_at]
+    if quarantine.is_over or not _has_enough_signs(signs) or is_unverifiable(quarantine):
         return ()
     spans: list[_Span] = []
-    for at in (at for at in _moments(signs) if at <= cleared_at):
-        begin, end = at - AT_ONCE_SECONDS, at + AT_ONCE_SECONDS
+    for at in (at for at in _list_sign_times(signs) if at <= cleared_at):
+        begin, end = at - SIMULTANEOUS_FAILURE_SECONDS, at + SIMULTANEOUS_FAILURE_SECONDS
         if spans and begin <= spans[-1][1]:
             spans[-1] = (spans[-1][0], end)
         else:
@@ -211,15 +211,15 @@ def _blamed(quarantine: Quarantine) -> tuple[_Span, ...]:
 
 
 @dataclass(frozen=True)
-class Around:
+class QuarantineContext:
     """The cluster around one NodeQuarantine."""
 
-    rules: Rules = field(default_factory=Rules)
-    census: Census = field(default_factory=Census)
-    nodes: int = 0  # of the whole cluster; 0: not known
-    paused: str = ""  # why remedies are paused; "": they are not
+    rules: QuarantineRules = field(default_factory=QuarantineRules)
+    usage: QuarantineUsage = field(default_factory=QuarantineUsage)
+    node_count: int = 0  # of the whole cluster; 0: not known
+    pause_reason: str = ""  # why remedies are paused; "": they are not
 
     @property
-    def unbroken(self) -> bool:
+    def is_breaker_disabled(self) -> bool:
         """The breaker is set so that it cannot trip in this cluster."""
-        return 0 < self.nodes < self.rules.breaker_nodes
+        return 0 < self.node_count < self.rules.breaker_nodes

@@ -11,18 +11,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..api import Inconclusive, ProbeResult, QuarantineStatus
+from ..api import InconclusiveReason, ProbeResult, QuarantineStatus
 from ..probe import GPUS
-from .node_figures import slow
+from .node_figures import describe_slowness
 from .node_steps import ProbePod, Quarantine
 
-PROBE_POLL_SECONDS = 1.0
-FIRST_BACK_OFF = 60.0
-LONGEST_BACK_OFF = 3600.0
-CLEAN_PAUSE = 5.0
+NODE_PROBE_POLL_SECONDS = 1.0
+FIRST_NODE_PROBE_BACKOFF_SECONDS = 60.0
+MAX_NODE_PROBE_BACKOFF_SECONDS = 3600.0
+CLEAN_PROBE_PAUSE_SECONDS = 5.0
 """Between probes that pass one after the other."""
-MAX_PROBES = 10
-_NO_ROOM = re.compile(
+MAX_RECORDED_PROBES = 10
+_NO_ROOM_PATTERN = re.compile(
     r"OutOf|Evicted\b|TopologyAffinityError\b|UnexpectedAdmissionError\b.*requested number of devices unavailable",
     re.DOTALL,
 )
@@ -30,30 +30,30 @@ _NO_ROOM = re.compile(
 devices the words, too, since that reason also stands for a driver that is away."""
 
 
-def result(
+def evaluate_node_probe(
     probe: ProbeResult, pod: ProbePod | None, timeout: float, now: float, *, slow_before: bool = True
 ) -> ProbeResult | None:
     """The probe as it has ended; None: it goes on. `pod`: None, if there is none (yet). `slow_before`: the one before
     has found the node slow, too."""
     ended, in_time = replace(probe, finished=now), now < probe.started + timeout
     if pod is not None and pod.phase == "Failed":
-        told = pod.inconclusive is not None or _passed_elsewhere(pod)
-        if in_time and not told and not all(other.ended for other in pod.others):
+        told = pod.inconclusive is not None or _has_passed_elsewhere(pod)
+        if in_time and not told and not all(other.ended for other in pod.group_peers):
             return None
-        reason, why = unshared(pod)
-        return _judged(ended, reason, f"{pod.message or 'failed without a word'}{why}")
+        reason, why = explain_inconclusive(pod)
+        return _close_unsuccessful(ended, reason, f"{pod.message or 'failed without a word'}{why}")
     if pod is not None and pod.phase == "Succeeded":
-        if in_time and not all(other.ended for other in pod.others):
+        if in_time and not all(other.ended for other in pod.group_peers):
             return None
-        return _compared(replace(ended, figures=pod.figures), pod, slow_before)
+        return _compare_with_group(replace(ended, figures=pod.measurements), pod, slow_before)
     if in_time:
         return None
     waiting = f": {pod.message}" if pod is not None and pod.message else ""
-    reason, why = (Inconclusive.NOT_RUN, "") if pod is None or not pod.phase else unshared(pod)
-    return _judged(ended, reason, f"did not end within {timeout:.0f} s{waiting}{why}")
+    reason, why = (InconclusiveReason.NOT_RUN, "") if pod is None or not pod.phase else explain_inconclusive(pod)
+    return _close_unsuccessful(ended, reason, f"did not end within {timeout:.0f} s{waiting}{why}")
 
 
-def unshared(pod: ProbePod) -> tuple[Inconclusive | None, str]:
+def explain_inconclusive(pod: ProbePod) -> tuple[InconclusiveReason | None, str]:
     """Why a probe that has not succeeded says nothing about its node, and words for it; None: it does. What all nodes
     fail is the installation's fault, so a check counts only where a pod on another node has passed it.
 
@@ -62,17 +62,17 @@ def unshared(pod: ProbePod) -> tuple[Inconclusive | None, str]:
     """
     if pod.inconclusive is not None:
         return pod.inconclusive, ""
-    if _passed_elsewhere(pod):
+    if _has_passed_elsewhere(pod):
         return None, ""
     check = pod.failed_check
-    alike = [other.node for other in pod.others if _fails(other, check)]
+    alike = [other.node for other in pod.group_peers if _has_failed_check(other, check)]
     if alike:
-        return Inconclusive.SHARED, f"; a probe pod on {alike[0]} fails in the same way"
+        return InconclusiveReason.SHARED, f"; a probe pod on {alike[0]} fails in the same way"
     if check == pod.failing_check:
-        return Inconclusive.SHARED, "; nodes that nobody suspects fail in the same way"
+        return InconclusiveReason.SHARED, "; nodes that nobody suspects fail in the same way"
     if check == GPUS:
         return None, ""
-    return Inconclusive.ALONE, "; no probe pod on another node has passed the same check"
+    return InconclusiveReason.ALONE, "; no probe pod on another node has passed the same check"
 
 
 def failed_alike(pods: Sequence[ProbePod]) -> str:
@@ -81,74 +81,74 @@ def failed_alike(pods: Sequence[ProbePod]) -> str:
     return checks.pop() if len(checks) == 1 else ""
 
 
-def _passed_elsewhere(pod: ProbePod) -> bool:
+def _has_passed_elsewhere(pod: ProbePod) -> bool:
     """On another node, the check in which this one has failed."""
-    return any(pod.failed_check in other.passed_checks for other in pod.others)
+    return any(pod.failed_check in other.passed_checks for other in pod.group_peers)
 
 
-def _fails(pod: ProbePod, check: str) -> bool:
+def _has_failed_check(pod: ProbePod, check: str) -> bool:
     return pod.inconclusive is None and pod.phase != "" and pod.phase != "Succeeded" and pod.failed_check == check
 
 
-def slowness(pod: ProbePod) -> str:
+def describe_pod_slowness(pod: ProbePod) -> str:
     """Why its node is slow beside those of its circle; "": it is not, or that cannot be told."""
-    figures = {one.node: one.figures for one in (pod, *pod.others) if one.figures is not None}
-    return slow(pod.node, figures)
+    figures = {one.node: one.measurements for one in (pod, *pod.group_peers) if one.measurements is not None}
+    return describe_slowness(pod.node, figures)
 
 
-def overtaken(probe: ProbeResult, now: float) -> ProbeResult:
+def mark_overtaken(probe: ProbeResult, now: float) -> ProbeResult:
     """Nobody needs its answer any more."""
     ended = replace(probe, finished=now, message="another witness has spoken meanwhile")
-    return replace(ended, inconclusive=Inconclusive.OVERTAKEN)
+    return replace(ended, inconclusive=InconclusiveReason.OVERTAKEN)
 
 
-def in_words(ended: ProbeResult) -> str:
+def describe_probe_result(ended: ProbeResult) -> str:
     if ended.inconclusive is not None:
         return f"has said nothing about the node: {ended.message}"
     return "passed" if ended.passed else f"failed: {ended.message}"
 
 
-def begun(quarantine: Quarantine, now: float) -> QuarantineStatus:
+def add_probe(quarantine: Quarantine, now: float) -> QuarantineStatus:
     """With one more probe. It is written down before its pod is made."""
     probe = ProbeResult(pod=f"probe-{quarantine.uid[:8]}-{int(now)}", started=now)
-    return replace(quarantine.status, probes=(*quarantine.status.probes, probe)[-MAX_PROBES:])
+    return replace(quarantine.status, probes=(*quarantine.status.probes, probe)[-MAX_RECORDED_PROBES:])
 
 
-def finished(quarantine: Quarantine, ended: ProbeResult) -> QuarantineStatus:
+def record_probe_result(quarantine: Quarantine, ended: ProbeResult) -> QuarantineStatus:
     """With the last probe as it has ended."""
     return replace(quarantine.status, probes=(*quarantine.status.probes[:-1], ended))
 
 
-def clean_in_a_row(probes: Sequence[ProbeResult]) -> int:
+def count_clean_probes(probes: Sequence[ProbeResult]) -> int:
     """How many of the last ones have passed; those that have said nothing are passed over."""
     said = [probe.passed for probe in probes if probe.passed is not None]
     return len(said) if all(said) else said[::-1].index(False)
 
 
-def refused_for_room(probe: ProbeResult) -> bool:
+def is_refused_for_room(probe: ProbeResult) -> bool:
     """The kubelet was there, and others have left no room on its node. Whoever has pods there can bring that about; a
     switch or a power supply that fails cannot: pods of a node that is away just wait, and one that is being shut down
     says so."""
-    return probe.inconclusive is Inconclusive.NOT_RUN and _NO_ROOM.match(probe.message) is not None
+    return probe.inconclusive is InconclusiveReason.NOT_RUN and _NO_ROOM_PATTERN.match(probe.message) is not None
 
 
-def due_after(probes: Sequence[ProbeResult]) -> float:
+def compute_probe_due_time(probes: Sequence[ProbeResult]) -> float:
     """When the back-off behind so many probes in vain is over; it doubles with each. 0: there were none."""
     if not probes:
         return 0.0
-    back_off: float = FIRST_BACK_OFF * 2 ** (len(probes) - 1)
+    back_off: float = FIRST_NODE_PROBE_BACKOFF_SECONDS * 2 ** (len(probes) - 1)
     ended = max(probe.finished or probe.started for probe in probes)
-    return ended + min(back_off, LONGEST_BACK_OFF)
+    return ended + min(back_off, MAX_NODE_PROBE_BACKOFF_SECONDS)
 
 
-def _compared(ended: ProbeResult, pod: ProbePod, slow_before: bool) -> ProbeResult:
+def _compare_with_group(ended: ProbeResult, pod: ProbePod, slow_before: bool) -> ProbeResult:
     """All checks have passed; whether the node is slow is told by the others of its circle."""
-    words = slowness(pod)
+    words = describe_pod_slowness(pod)
     if not words:
         return replace(ended, passed=True, message=f"passed; {pod.message}" if pod.message else "passed")
-    return _judged(ended, None if slow_before else Inconclusive.SLOW, f"slow: {words}")
+    return _close_unsuccessful(ended, None if slow_before else InconclusiveReason.SLOW, f"slow: {words}")
 
 
-def _judged(ended: ProbeResult, reason: Inconclusive | None, message: str) -> ProbeResult:
+def _close_unsuccessful(ended: ProbeResult, reason: InconclusiveReason | None, message: str) -> ProbeResult:
     """It has not succeeded: by its node's fault, or by `reason`."""
     return replace(ended, passed=None if reason is not None else False, inconclusive=reason, message=message)

@@ -15,25 +15,25 @@ from ..api import (
     LABEL_NO_QUARANTINE,
     TAINT_QUARANTINE,
     ConditionStatus,
-    Inconclusive,
-    ProbeFigures,
+    InconclusiveReason,
+    ProbeMetrics,
     ProbeResult,
     QuarantineCondition,
     QuarantinePhase,
     QuarantineSpec,
     QuarantineStatus,
-    Sign,
-    Verdict,
+    NodeSuspicion,
+    QuarantineVerdict,
     Witness,
     format_time,
 )
-from ..node_health import NodeHealth
+from ..node_health import NodeHealthRules
 from ..probe import DRIVER, GPUS, MEMORY, NETWORK
-from .node_figures import read_check, read_figures
+from .node_figures import read_failed_check, read_measurements
 
-MAX_MESSAGE = 1000
-NO_HEALTH = NodeHealth(cordons=False, taints=(), conditions=())
-IMAGE_REASONS = frozenset(
+MAX_NODE_MESSAGE_CHARACTERS = 1000
+EMPTY_NODE_HEALTH = NodeHealthRules(cordons=False, taints=(), conditions=())
+IMAGE_WAITING_REASONS = frozenset(
     {
         "ErrImagePull",
         "ImagePullBackOff",
@@ -46,9 +46,9 @@ IMAGE_REASONS = frozenset(
     }
 )
 """Why a container waits through no fault of its node's."""
-RUNS = "runs"
+PROBE_RUNS_CHECK = "runs"
 """The check that a probe pod starts, and ends with words of its own."""
-CHECKS = (RUNS, NETWORK, DRIVER, GPUS, MEMORY)
+PROBE_CHECKS = (PROBE_RUNS_CHECK, NETWORK, DRIVER, GPUS, MEMORY)
 """In the order in which a probe pod makes them."""
 
 
@@ -84,12 +84,12 @@ class Quarantine:
         return self.spec.node_uid or self.status.node_uid
 
     @property
-    def suspicion(self) -> bool:
+    def is_suspicion(self) -> bool:
         """Jobs blame the node, and it is not decided yet whether anything is done to it."""
         return bool(self.spec.signs) and not self.spec.approved
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Nothing new is to be written into it."""
         return self.deleted or self.status.phase is QuarantinePhase.RELEASED
 
@@ -98,11 +98,11 @@ class Quarantine:
         return self.status.probes[-1] if self.status.probes else None
 
     @property
-    def probe_runs(self) -> bool:
+    def is_probing(self) -> bool:
         return self.last_probe is not None and self.last_probe.finished is None
 
     @property
-    def probes_in_vain(self) -> tuple[ProbeResult, ...]:
+    def inconclusive_probes(self) -> tuple[ProbeResult, ...]:
         """The last ones in a row that have said nothing about the node."""
         found: list[ProbeResult] = []
         for probe in reversed(self.status.probes):
@@ -112,35 +112,35 @@ class Quarantine:
         return tuple(found)
 
     @property
-    def last_word(self) -> ProbeResult | None:
+    def last_conclusive_probe(self) -> ProbeResult | None:
         """The last probe that has said something about the node."""
         return next((probe for probe in reversed(self.status.probes) if probe.passed is not None), None)
 
     @property
     def cleared_at(self) -> float | None:
         """When a probe has cleared the node of all that was said before; None: none has."""
-        word = self.last_word
+        word = self.last_conclusive_probe
         return word.finished if word is not None and word.passed else None
 
     @property
-    def open_signs(self) -> tuple[Sign, ...]:
+    def open_signs(self) -> tuple[NodeSuspicion, ...]:
         """Those that no probe has refuted."""
         return tuple(sign for sign in self.spec.signs if sign.at > (self.cleared_at or 0.0))
 
     @property
-    def last_sign(self) -> float:
+    def last_sign_at(self) -> float:
         return max((sign.at for sign in self.spec.signs), default=0.0)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> QuarantineVerdict:
         """As it was written last; what another version of the operator has written in another word counts for none."""
         conditions = self.status.conditions
         word = next((c.reason for c in conditions if c.type == QuarantineCondition.QUARANTINED), None)
-        return Verdict(word) if word in frozenset(Verdict) else Verdict.SUSPECTED
+        return QuarantineVerdict(word) if word in frozenset(QuarantineVerdict) else QuarantineVerdict.SUSPECTED
 
 
 @dataclass(frozen=True)
-class Node:
+class TargetNode:
     """A node, as far as its quarantine is concerned."""
 
     uid: str
@@ -154,7 +154,7 @@ class Node:
     flagged: bool = False  # by us, with the condition for those who repair nodes
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any], health: NodeHealth = NO_HEALTH, condition: str = "") -> Self:
+    def parse(cls, body: Mapping[str, Any], health: NodeHealthRules = EMPTY_NODE_HEALTH, condition: str = "") -> Self:
         """`body`: the whole object, with its managed fields. `health`: conditions that the platform vouches for.
         `condition`: type of the one that we set; "": none."""
         metadata, spec = body["metadata"], body.get("spec", {})
@@ -166,7 +166,7 @@ class Node:
         cordoned = spec.get("unschedulable", False)
         ours = cordoned and (FIELD_MANAGER_CORDON, "Apply") in owners
         conditions = {c["type"]: c["status"] for c in body.get("status", {}).get("conditions", ())}
-        broken = next(health.conditions_of(body), None)
+        broken = next(health.find_conditions(body), None)
         return cls(
             uid=metadata["uid"],
             tainted=any(taint["key"] == TAINT_QUARANTINE for taint in spec.get("taints", ())),
@@ -174,7 +174,7 @@ class Node:
             cordoned_by_others=cordoned and (not ours or len(owners) > 1),
             opted_out=LABEL_NO_QUARANTINE in metadata.get("labels", {}),
             ready=conditions.get("Ready") == "True",
-            broken=broken.words if broken else "",
+            broken=broken.description if broken else "",
             broken_since=broken.since if broken else 0.0,
             flagged=bool(condition) and conditions.get(condition) == "True" and _is_our_condition(metadata, condition),
         )
@@ -203,28 +203,28 @@ class ProbePod:
 
     phase: str  # Pending, Running, Succeeded, Failed; "": it is not there (yet), while others of its circle are
     message: str = ""  # why it failed, or what it waits for
-    inconclusive: Inconclusive | None = None  # why it says nothing about the node, should it not succeed
+    inconclusive: InconclusiveReason | None = None  # why it says nothing about the node, should it not succeed
     node: str = ""
     address: str = ""
-    figures: ProbeFigures | None = None
-    others: tuple[ProbePod, ...] = ()  # of its circle
-    check: str = ""  # in which it found its node unfit; "": it does not say
-    gpus: bool = False  # it had GPUs to look at
+    measurements: ProbeMetrics | None = None
+    group_peers: tuple[ProbePod, ...] = ()  # of its circle
+    reported_check: str = ""  # in which it found its node unfit; "": it does not say
+    has_gpus: bool = False  # it had GPUs to look at
     failing_check: str = ""  # that nodes fail, too, which nobody suspects; "": none is known
 
     @property
     def failed_check(self) -> str:
         """What its node fails, if it fails anything. A pod that does not end in words of its own has not run."""
-        return self.check or RUNS
+        return self.reported_check or PROBE_RUNS_CHECK
 
     @property
     def passed_checks(self) -> frozenset[str]:
         """What its node passes. The checks come one after the other."""
-        made = [check for check in CHECKS if self.gpus or check not in (DRIVER, GPUS)]
+        made = [check for check in PROBE_CHECKS if self.has_gpus or check not in (DRIVER, GPUS)]
         if self.phase == "Succeeded":
             return frozenset(made)
-        stopped = self.phase == "Failed" and self.check in made
-        return frozenset(made[: made.index(self.check)]) if stopped else frozenset()
+        stopped = self.phase == "Failed" and self.reported_check in made
+        return frozenset(made[: made.index(self.reported_check)]) if stopped else frozenset()
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -232,37 +232,37 @@ class ProbePod:
         states = [state for c in status.get("containerStatuses", ()) for state in c.get("state", {}).values()]
         told = next((state.get("message", "") for state in states if "exitCode" in state), "")
         try:
-            figures, unfit = read_figures(told)
+            figures, unfit = read_measurements(told)
             said = [unfit] if figures or unfit else [state.get("message") or state.get("reason") for state in states]
         except InputError as error:
             figures, said = None, [f"its words cannot be read: {error}"]
         words = [status.get("reason"), status.get("message"), *said]
-        message = ": ".join(word.strip() for word in words if word)[-MAX_MESSAGE:]
+        message = ": ".join(word.strip() for word in words if word)[-MAX_NODE_MESSAGE_CHARACTERS:]
         phase = status.get("phase", "Pending")
-        check, gpus = read_check(told)
+        check, gpus = read_failed_check(told)
         address = status.get("podIP", "")
-        return cls(phase, message, _inconclusive(status), node, address, figures, check=check, gpus=gpus)
+        return cls(phase, message, _classify_inconclusive(status), node, address, figures, reported_check=check, has_gpus=gpus)
 
     @property
     def ended(self) -> bool:
         return self.phase in ("Succeeded", "Failed")
 
 
-def _inconclusive(status: Mapping[str, Any]) -> Inconclusive | None:
+def _classify_inconclusive(status: Mapping[str, Any]) -> InconclusiveReason | None:
     waiting = [c["state"]["waiting"] for c in status.get("containerStatuses", ()) if "waiting" in c.get("state", {})]
-    if any(state.get("reason") in IMAGE_REASONS for state in waiting):
-        return Inconclusive.IMAGE
+    if any(state.get("reason") in IMAGE_WAITING_REASONS for state in waiting):
+        return InconclusiveReason.IMAGE
     if status.get("phase") == "Failed":
         # The pod's own reason (OutOfcpu, Evicted, Shutdown …) means that somebody has refused or ended it.
-        return Inconclusive.NOT_RUN if status.get("reason") else None
+        return InconclusiveReason.NOT_RUN if status.get("reason") else None
     # A sandbox with a network, and yet no container: nothing is left to be done but to pull the image.
     conditions = {c["type"]: c["status"] for c in status.get("conditions", ())}
     pulling = any(state.get("reason") == "ContainerCreating" for state in waiting)
-    return Inconclusive.IMAGE if pulling and conditions.get("PodReadyToStartContainers") == "True" else None
+    return InconclusiveReason.IMAGE if pulling and conditions.get("PodReadyToStartContainers") == "True" else None
 
 
 @dataclass(frozen=True)
-class Rules:
+class QuarantineRules:
     """The platform team's. Seconds."""
 
     acts: bool = True  # False: a person is asked before a node is touched
@@ -275,24 +275,24 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Guard:
+class AddFinalizer:
     """Add our finalizer."""
 
 
 @dataclass(frozen=True)
-class Approve:
+class ApproveQuarantine:
     """A witness has spoken and nothing stands in the way: set spec.approved."""
 
 
 @dataclass(frozen=True)
-class Hold:
+class HoldNode:
     """Taint and cordon the node. `again`: somebody has taken a mark away."""
 
-    again: bool = False
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
-class Flag:
+class FlagNode:
     """Set our condition on a node that is held, for whoever repairs nodes. `since`: when it was cordoned."""
 
     reason: str
@@ -301,14 +301,14 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Release:
+class ReleaseNode:
     """Take our taint and our condition away, and give up our part of the cordon."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Report:
+class WriteQuarantineStatus:
     """Write the status, and tell people if there is an `event` (its reason)."""
 
     status: QuarantineStatus
@@ -321,7 +321,7 @@ class StartProbe:
     """`share`: other pods may hold GPUs of the node, so only those that are free are asked for."""
 
     pod: str
-    share: bool = False
+    share_gpus: bool = False
 
 
 @dataclass(frozen=True)
@@ -332,50 +332,50 @@ class EndProbe:
 
 
 @dataclass(frozen=True)
-class Delete:
+class DeleteQuarantine:
     """Delete the NodeQuarantine."""
 
 
 @dataclass(frozen=True)
-class Unguard:
+class RemoveFinalizer:
     """Take our finalizer away: nothing of ours is left on the node."""
 
 
 @dataclass(frozen=True)
-class Wait:
+class RequeueAfter:
     """There is nothing to do for so long."""
 
     seconds: float
 
 
-QuarantineStep = Guard | Approve | Hold | Flag | Release | Report | StartProbe | EndProbe | Delete | Unguard | Wait
+QuarantineStep = AddFinalizer | ApproveQuarantine | HoldNode | FlagNode | ReleaseNode | WriteQuarantineStatus | StartProbe | EndProbe | DeleteQuarantine | RemoveFinalizer | RequeueAfter
 
 
-def told(quarantine: Quarantine, phase: QuarantinePhase, verdict: Verdict, message: str, now: float) -> Report:
+def build_status_write(quarantine: Quarantine, phase: QuarantinePhase, verdict: QuarantineVerdict, message: str, now: float) -> WriteQuarantineStatus:
     """The status with its phase, and with the condition `Quarantined` that goes with it."""
     held = phase in (QuarantinePhase.ACTIVE, QuarantinePhase.PROBING)
     condition = (QuarantineCondition.QUARANTINED, "True" if held else "False", str(verdict), message)
     status = replace(quarantine.status, phase=phase, message=message)
-    return Report(_with_condition(quarantine, status, condition, now))
+    return WriteQuarantineStatus(_with_condition(quarantine, status, condition, now))
 
 
-def witnessed(quarantine: Quarantine, found: Report, witness: Witness | None, message: str, now: float) -> Report:
+def add_witness_condition(quarantine: Quarantine, found: WriteQuarantineStatus, witness: Witness | None, message: str, now: float) -> WriteQuarantineStatus:
     """`found` with the condition `Witnessed`; without a witness it is False, or Unknown after a probe in vain."""
     if witness is not None:
         condition = (QuarantineCondition.WITNESSED, "True", str(witness), message)
-    elif quarantine.probes_in_vain:
+    elif quarantine.inconclusive_probes:
         condition = (QuarantineCondition.WITNESSED, "Unknown", "ProbeInconclusive", message)
     else:
         condition = (QuarantineCondition.WITNESSED, "False", "NoWitness", message)
     return replace(found, status=_with_condition(quarantine, found.status, condition, now))
 
 
-def unless_known(quarantine: Quarantine, found: Report, seconds: float) -> Report | Wait:
+def skip_if_written(quarantine: Quarantine, found: WriteQuarantineStatus, seconds: float) -> WriteQuarantineStatus | RequeueAfter:
     """`found`, or a pause of so long where it is written already."""
-    return Wait(seconds) if found.status == quarantine.status else found
+    return RequeueAfter(seconds) if found.status == quarantine.status else found
 
 
-def clock(time: float) -> str:
+def format_clock_time(time: float) -> str:
     """To the second."""
     return format_time(time)[:19] + "Z"
 

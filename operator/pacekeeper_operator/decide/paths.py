@@ -10,20 +10,20 @@ import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pacekeeper_analysis.plan import LEAST_PORTS, Hop, Paths, Plan, PlannedPath
+from pacekeeper_analysis.plan import MIN_JOB_PORTS, Hop, Paths, Plan, PlannedPath
 from pacekeeper_analysis.reports import PathFault, PathReport
 
 from ..api import FabricSpec, PathControl
 from ..manifests import uses_gpus
-from ..network import JobTraffic, Network, Pair, Ports, Replanned, Seat
+from ..network import JobTraffic, NetworkState, RankPair, PortRange, ReplanProposal, NodeRanks
 from ..observation import Observation, Policy
-from ..state import Draft, WayChange
+from ..state import DesiredState, RouteChange
 from . import traffic
-from .wiring import spine_of, way_of
+from .wiring import format_spine_name, parse_spine_name
 
-PORTS = 2 * LEAST_PORTS
+PORTS_PER_JOB = 2 * MIN_JOB_PORTS
 """Of a job."""
-FAULTS: Mapping[PathFault, str] = {
+PATH_FAULT_ADVICE: Mapping[PathFault, str] = {
     PathFault.NO_SHIM: "the image has no shim for its C library or architecture",
     PathFault.PORTS_TAKEN: "somebody on the node has the job's ports: choose others in the Fabric's pathControl.ports",
     PathFault.FILTERED: "no switch on the way says where packets end: let ICMP time exceeded through",
@@ -33,20 +33,20 @@ FAULTS: Mapping[PathFault, str] = {
     PathFault.NOT_TAKEN: "the connection has come about from another port",
 }
 """Why a flow is not on its planned way, and what to do, for people."""
-MOST = 2**13
+MAX_PATHS_PER_JOB = 2**13
 """Paths of a job, so that its bookkeeping stays below what etcd takes; a ring in order has two for each leaf."""
 
 
-def step(observation: Observation, _policy: Policy) -> Draft:
+def update_planned_paths(observation: Observation, _policy: Policy) -> DesiredState:
     """The plan with its paths: none where no Fabric controls them, or there are no members."""
-    network, draft = observation.surroundings.network, observation.draft
+    network, draft = observation.cluster_view.network, observation.desired
     if network is None:
         return draft  # this operator has not looked yet
     mode, plan = network.spec.path_control.mode, draft.plan
-    if mode is PathControl.PROBE and plan.members and _are_put_back(draft):
+    if mode is PathControl.PROBE and plan.members and _are_paths_restored(draft):
         wanted = plan.paths
     elif mode is PathControl.PROBE and plan.members:
-        wanted = plan.paths if observation.training_since is not None else planned(observation, network)
+        wanted = plan.paths if observation.training_since is not None else plan_job_paths(observation, network)
     elif mode is PathControl.REROLL and plan.paths is not None:
         wanted = None if any(path.spine for path in plan.paths.wanted) else plan.paths
     else:
@@ -54,9 +54,9 @@ def step(observation: Observation, _policy: Policy) -> Draft:
     return draft if wanted == plan.paths else draft.with_plan(paths=wanted)
 
 
-def due(observation: Observation) -> Replanned | None:
+def get_due_reroute(observation: Observation) -> ReplanProposal | None:
     """What joint planning has found for this very membership, and what of it can be followed; None: nothing is."""
-    network, name = observation.surroundings.network, (observation.job.namespace, observation.job.name)
+    network, name = observation.cluster_view.network, (observation.job.namespace, observation.job.name)
     if network is None or network.traffic is None or network.spec.path_control.mode is not PathControl.PROBE:
         return None
     looked_at = network.jobs.get(name)
@@ -64,18 +64,18 @@ def due(observation: Observation) -> Replanned | None:
         return None
     found = network.traffic.due.get(name) or network.traffic.recommended.get(name)
     # For want of ports, or of a spine's address; what is only recommended stands in no plan.
-    followed = name not in network.traffic.due or planned(observation, network) != observation.plan.paths
+    followed = name not in network.traffic.due or plan_job_paths(observation, network) != observation.plan.paths
     return found if followed else None
 
 
-def adrift(observation: Observation, network: Network) -> frozenset[Pair]:
+def find_drifted_flows(observation: Observation, network: NetworkState) -> frozenset[RankPair]:
     """Flows whose leaves choose among other spines than when their round was planned: they may have left their ways."""
-    own = _own(observation)
-    now = traffic.among(network.wiring, own, own.ways)
+    own = _build_own_traffic(observation)
+    now = traffic.fingerprint_live_routes(network.wiring, own, own.ways)
     return frozenset(pair for pair in own.ways if now.get(pair, 0) != own.among.get(pair, 0))
 
 
-def told(observation: Observation) -> Mapping[Pair, PathReport]:
+def collect_path_reports(observation: Observation) -> Mapping[RankPair, PathReport]:
     """What has become of the plan's paths, as senders' launchers tell it of this membership."""
     wanted = observation.plan.paths.wanted if observation.plan.paths is not None else ()
     pairs = {(path.source, path.destination) for path in wanted}
@@ -84,79 +84,79 @@ def told(observation: Observation) -> Mapping[Pair, PathReport]:
     return {(one.source, one.destination): one for one in reports if (one.source, one.destination) in pairs}
 
 
-def changes(before: Paths | None, after: Paths | None) -> Iterator[WayChange]:
+def list_path_changes(before: Paths | None, after: Paths | None) -> Iterator[RouteChange]:
     """Of each pair whose path is another one."""
-    was, now = _by_pair(before), _by_pair(after)
+    was, now = _index_paths(before), _index_paths(after)
     for pair in sorted(was.keys() | now.keys()):
         one, other = was.get(pair, PlannedPath(*pair)), now.get(pair, PlannedPath(*pair))
         if one != other:
-            yield WayChange(*pair, one.spine, one.draw, other.spine, other.draw)
+            yield RouteChange(*pair, one.spine, one.draw, other.spine, other.draw)
 
 
-def put_back(observation: Observation, changed: tuple[WayChange, ...]) -> Paths | None:
+def restore_paths(observation: Observation, changed: tuple[RouteChange, ...]) -> Paths | None:
     """The plan's paths as they were before these changes, as far as they can be followed."""
-    present, network = observation.plan.paths, observation.surroundings.network
+    present, network = observation.plan.paths, observation.cluster_view.network
     if present is None or network is None:
         return present
     before = (PlannedPath(one.source, one.destination, one.spine_before, one.draw_before) for one in changed)
-    own = _own(observation)
-    alive = _living(network, own)
+    own = _build_own_traffic(observation)
+    alive = _make_liveness_test(network, own)
     spines = {hop.spine for hop in present.hops}
-    wanted = _by_pair(present) | {pair: path for pair, path in _by_pair_of(before).items() if alive(path)}
+    wanted = _index_paths(present) | {pair: path for pair, path in _index_by_pair(before).items() if alive(path)}
     kept = tuple(path for _, path in sorted(wanted.items()) if path.spine in spines or path.draw)
-    kept = _among(network, own, kept)
+    kept = _refresh_fingerprints(network, own, kept)
     return Paths(kept, present.hops, present.first_port, present.last_port) if kept else None
 
 
-def _living(network: Network, own: JobTraffic) -> Callable[[PlannedPath], bool]:
+def _make_liveness_test(network: NetworkState, own: JobTraffic) -> Callable[[PlannedPath], bool]:
     """Whether what a path goes by carries anything; what names no spine goes by whatever does."""
     topology, leaf_of = network.wiring.topology, network.wiring.leaf_of
     leaf = {rank: leaf_of.get(seat.node) for seat in own.seats for rank in seat.ranks}
 
     def alive(path: PlannedPath) -> bool:
-        way, source, destination = way_of(path.spine), leaf.get(path.source), leaf.get(path.destination)
+        way, source, destination = parse_spine_name(path.spine), leaf.get(path.source), leaf.get(path.destination)
         if way is None:
             return True
-        if topology is None or source is None or destination is None or way >= topology.ways:
+        if topology is None or source is None or destination is None or way >= topology.routes:
             return False
         return bool(topology.up[source, way] and topology.down[destination, way])
 
     return alive
 
 
-def _among(network: Network, own: JobTraffic, wanted: Sequence[PlannedPath]) -> tuple[PlannedPath, ...]:
+def _refresh_fingerprints(network: NetworkState, own: JobTraffic, wanted: Sequence[PlannedPath]) -> tuple[PlannedPath, ...]:
     """As they are chosen now."""
-    ways = {(path.source, path.destination): way_of(path.spine) for path in wanted}
-    among = traffic.among(network.wiring, own, {pair: way for pair, way in ways.items() if way is not None})
+    ways = {(path.source, path.destination): parse_spine_name(path.spine) for path in wanted}
+    among = traffic.fingerprint_live_routes(network.wiring, own, {pair: way for pair, way in ways.items() if way is not None})
     return tuple(replace(path, among=among.get((path.source, path.destination), 0)) for path in wanted)
 
 
-def _by_pair(paths: Paths | None) -> dict[Pair, PlannedPath]:
-    return {} if paths is None else _by_pair_of(paths.wanted)
+def _index_paths(paths: Paths | None) -> dict[RankPair, PlannedPath]:
+    return {} if paths is None else _index_by_pair(paths.wanted)
 
 
-def _by_pair_of(paths: Iterable[PlannedPath]) -> dict[Pair, PlannedPath]:
+def _index_by_pair(paths: Iterable[PlannedPath]) -> dict[RankPair, PlannedPath]:
     return {(path.source, path.destination): path for path in paths}
 
 
-def _are_put_back(draft: Draft) -> bool:
+def _are_paths_restored(draft: DesiredState) -> bool:
     """This membership goes by the ways of before, whatever is planned by now."""
     trial = draft.state.adaptation.way_trial
     return trial is not None and not trial.incident and trial.membership == draft.plan.membership
 
 
-def rerolled(observation: Observation, pair: Pair) -> Paths | None:
+def reroll_ports(observation: Observation, pair: RankPair) -> Paths | None:
     """The plan's paths with other ports drawn for what goes from one rank to another; None: there are no ports."""
-    network, present = observation.surroundings.network, observation.plan.paths
-    ports = ports_of(observation.plan) or (None if network is None else _ports(network, _own(observation)))
+    network, present = observation.cluster_view.network, observation.plan.paths
+    ports = get_port_range(observation.plan) or (None if network is None else _choose_port_range(network, _build_own_traffic(observation)))
     if ports is None:
         return None
     others = [path for path in (present.wanted if present else ()) if (path.source, path.destination) != pair]
-    path = PlannedPath(*pair, draw=draws(observation, pair) + 1)
-    return Paths((*others, path)[-MOST:], present.hops if present else (), *ports)
+    path = PlannedPath(*pair, draw=count_port_draws(observation, pair) + 1)
+    return Paths((*others, path)[-MAX_PATHS_PER_JOB:], present.hops if present else (), *ports)
 
 
-def draws(observation: Observation, pair: Pair) -> int:
+def count_port_draws(observation: Observation, pair: RankPair) -> int:
     """How often ports have been drawn for it, those that were put back counted."""
     wanted = observation.plan.paths.wanted if observation.plan.paths is not None else ()
     tried = observation.state.adaptation.ways_tried
@@ -165,32 +165,32 @@ def draws(observation: Observation, pair: Pair) -> int:
     return max([*drawn, *in_vain], default=0)
 
 
-def ways_of(plan: Plan) -> Mapping[Pair, int]:
+def get_planned_routes(plan: Plan) -> Mapping[RankPair, int]:
     """That it names, by pairs of ranks."""
     named = plan.paths.wanted if plan.paths is not None else ()
-    ways = ((path.source, path.destination, way_of(path.spine)) for path in named)
+    ways = ((path.source, path.destination, parse_spine_name(path.spine)) for path in named)
     return {(source, destination): way for source, destination, way in ways if way is not None}
 
 
-def among_of(plan: Plan) -> Mapping[Pair, int]:
+def get_route_fingerprints(plan: Plan) -> Mapping[RankPair, int]:
     """What each of them was chosen among, where not among all."""
     named = plan.paths.wanted if plan.paths is not None else ()
     return {(path.source, path.destination): path.among for path in named if path.among}
 
 
-def ports_of(plan: Plan) -> Ports | None:
+def get_port_range(plan: Plan) -> PortRange | None:
     return None if plan.paths is None else (plan.paths.first_port, plan.paths.last_port)
 
 
-def hops_of(spec: FabricSpec) -> tuple[Hop, ...]:
+def list_spine_hops(spec: FabricSpec) -> tuple[Hop, ...]:
     """Addresses that answer for spines that there are; what is no address answers for nobody."""
-    known = {spine_of(way) for way in range(spec.planes * spec.spines)}
-    named = {_address(text): spine for text, spine in sorted(spec.hops.items()) if spine in known}
+    known = {format_spine_name(way) for way in range(spec.planes * spec.spines)}
+    named = {_normalize_address(text): spine for text, spine in sorted(spec.hops.items()) if spine in known}
     hops = (Hop(address, spine) for address, spine in named.items() if address)
     return tuple(sorted(hops, key=lambda hop: (hop.spine, hop.address)))
 
 
-def _address(text: str) -> str:
+def _normalize_address(text: str) -> str:
     """As the kernel writes it; "": it is none."""
     try:
         return str(ipaddress.ip_address(text))
@@ -198,42 +198,42 @@ def _address(text: str) -> str:
         return ""
 
 
-def planned(observation: Observation, network: Network) -> Paths | None:
+def plan_job_paths(observation: Observation, network: NetworkState) -> Paths | None:
     """What the job's next round is to follow of the joint plan; None: nothing."""
-    own = _own(observation)
-    hops, ports = hops_of(network.spec), _ports(network, own)
+    own = _build_own_traffic(observation)
+    hops, ports = list_spine_hops(network.spec), _choose_port_range(network, own)
     answering = {hop.spine for hop in hops}
     paths = [
-        PlannedPath(*pair, spine_of(way))
-        for pair, way in sorted(_ways(network, own).items())
-        if spine_of(way) in answering
+        PlannedPath(*pair, format_spine_name(way))
+        for pair, way in sorted(_get_joint_routes(network, own).items())
+        if format_spine_name(way) in answering
     ]
-    return None if ports is None or not paths else Paths(_among(network, own, paths[:MOST]), hops, *ports)
+    return None if ports is None or not paths else Paths(_refresh_fingerprints(network, own, paths[:MAX_PATHS_PER_JOB]), hops, *ports)
 
 
-def _own(observation: Observation) -> JobTraffic:
+def _build_own_traffic(observation: Observation) -> JobTraffic:
     job, plan = observation.job, observation.plan
     node = {view.name: view.node for view in observation.workers}
     return JobTraffic(
         (job.namespace, job.name),
-        tuple(Seat(node.get(member.worker, ""), member.ranks) for member in plan.members),
+        tuple(NodeRanks(node.get(member.worker, ""), member.ranks) for member in plan.members),
         plan.membership,
-        ways_of(plan),
-        among_of(plan),
+        get_planned_routes(plan),
+        get_route_fingerprints(plan),
         by_nccl=uses_gpus(job),
-        ports=ports_of(plan),
+        ports=get_port_range(plan),
     )
 
 
-def _ways(network: Network, own: JobTraffic) -> Mapping[Pair, int]:
+def _get_joint_routes(network: NetworkState, own: JobTraffic) -> Mapping[RankPair, int]:
     looked_at, planned = network.jobs.get(own.name), network.traffic
     if planned is not None and looked_at is not None and looked_at.seats == own.seats and own.name in planned.ways:
         return planned.ways[own.name]
     # Its members have just changed.
-    return traffic.place(network.wiring, (job for name, job in network.jobs.items() if name != own.name), own)
+    return traffic.plan_job_routes(network.wiring, (job for name, job in network.jobs.items() if name != own.name), own)
 
 
-def _ports(network: Network, own: JobTraffic) -> Ports | None:
+def _choose_port_range(network: NetworkState, own: JobTraffic) -> PortRange | None:
     """A range that no other job has on its nodes: its own as long as it is one, else the first; None: there is none."""
     first, last = network.spec.path_control.ports
     nodes = {seat.node for seat in own.seats}
@@ -242,13 +242,13 @@ def _ports(network: Network, own: JobTraffic) -> Ports | None:
         for name, job in network.jobs.items()
         if name != own.name and job.ports is not None and not nodes.isdisjoint(seat.node for seat in job.seats)
     }
-    ranges = [(start, start + PORTS - 1) for start in range(first, last - PORTS + 2, PORTS)]
+    ranges = [(start, start + PORTS_PER_JOB - 1) for start in range(first, last - PORTS_PER_JOB + 2, PORTS_PER_JOB)]
     # Of two jobs that have taken the same at once, one gives way.
     before = [ports for name, ports in taken.items() if name < own.name]
-    if own.ports in ranges and not any(_overlap(own.ports, other) for other in before):
+    if own.ports in ranges and not any(_are_overlapping(own.ports, other) for other in before):
         return own.ports
-    return next((one for one in ranges if not any(_overlap(one, other) for other in taken.values())), None)
+    return next((one for one in ranges if not any(_are_overlapping(one, other) for other in taken.values())), None)
 
 
-def _overlap(one: Ports, other: Ports) -> bool:
+def _are_overlapping(one: PortRange, other: PortRange) -> bool:
     return one[0] <= other[1] and other[0] <= one[1]

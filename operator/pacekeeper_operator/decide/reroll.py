@@ -7,50 +7,50 @@ times.
 from __future__ import annotations
 
 from pacekeeper_analysis import price
-from pacekeeper_analysis.diagnose.link_probe import Verdict
+from pacekeeper_analysis.diagnose.link_probe import LinkProbeVerdict
 
-from ..api import Cause, Class, PathControl, Remedy
+from ..api import IncidentCause, IncidentClass, PathControl, Remedy
 from ..decision import Decision, PlanTraffic
 from ..observation import Observation, Policy
-from ..subject import Subject
+from ..subject import IncidentKey
 from . import links, paths
-from .pricing import plan_traffic_option, written
+from .pricing import build_plan_traffic_option, build_remedy_prices
 
-MOST_DRAWS = 4
+MAX_PORT_DRAWS = 4
 """Of a pair: where so many have led nowhere, all ways are slow, or there is one alone."""
 
 
-def check(observation: Observation, policy: Policy) -> Decision | None:
-    network, seen = observation.surroundings.network, observation.state.adaptation.link
+def check_port_reroll(observation: Observation, policy: Policy) -> Decision | None:
+    network, seen = observation.cluster_view.network, observation.state.adaptation.link
     if network is None or network.spec.path_control.mode is not PathControl.REROLL or seen is None or not seen.probe:
         return None
-    told, incident = links.told(observation), observation.state.incidents.find(seen.incident)
+    told, incident = links.get_probe_result(observation), observation.state.incidents.find(seen.incident)
     pair = seen.source, seen.destination
-    if told is None or told.verdict is not Verdict.LINK or incident is None:
+    if told is None or told.verdict is not LinkProbeVerdict.LINK or incident is None:
         return None
-    if paths.draws(observation, pair) >= MOST_DRAWS or paths.rerolled(observation, pair) is None:
+    if paths.count_port_draws(observation, pair) >= MAX_PORT_DRAWS or paths.reroll_ports(observation, pair) is None:
         return None
-    now = links.left(incident)
+    now = links.get_remaining_slowdown(incident)
     elapsed = observation.now - incident.first_sign
-    past = observation.surroundings.past_seconds.get(Cause.SLOW_COMMUNICATION, ())
-    choice = price.choose(
-        (plan_traffic_option(observation, policy),),
+    past = observation.cluster_view.past_durations.get(IncidentCause.SLOW_COMMUNICATION, ())
+    choice = price.choose_remedy(
+        (build_plan_traffic_option(observation, policy),),
         slowdown=now,
-        lost_seconds=elapsed * price.loss_rate(now),
-        remaining_seconds=price.expected_remaining(elapsed, past, links.PRIOR_SECONDS),
+        lost_seconds=elapsed * price.compute_loss_rate(now),
+        remaining_seconds=price.estimate_remaining_seconds(elapsed, past, links.SLOW_COMMUNICATION_PRIOR_SECONDS),
     )
     if choice.chosen is None:
         return None
     return Decision(
-        subject=Subject(Cause.SLOW_COMMUNICATION, observation.round),
-        class_=Class.PERFORMANCE,
+        incident_key=IncidentKey(IncidentCause.SLOW_COMMUNICATION, observation.round),
+        class_=IncidentClass.PERFORMANCE,
         message=f"the link {pair[0]} → {pair[1]} is slow, and other ports may lead another way: {told.words}",
         first_sign=incident.first_sign,
-        actions=(PlanTraffic(reroll=pair, paces={pair: seen.bytes_per_second}),),
+        actions=(PlanTraffic(reroll=pair, rates={pair: seen.bytes_per_second}),),
         remedy=Remedy.PLAN_TRAFFIC,
-        remedies=(*incident.remedies, *written(choice.prices, choice.chosen)),
+        remedies=(*incident.remedies, *build_remedy_prices(choice.prices, choice.chosen)),
         evidence=incident.evidence,
-        continues=incident.name if incident.outcome is None else "",
+        continued_incident=incident.name if incident.outcome is None else "",
         last_step=observation.step,
         slowdown_before=now,
         slowdown_after=1.0,

@@ -10,7 +10,7 @@ from pacekeeper_analysis.reports import Heartbeat, StartStage
 
 from ..api import Restart, RestartPart, RestartPartName
 
-_NAMES = {
+_STAGE_TO_PART = {
     StartStage.DEVICE: RestartPartName.PROCESS,
     StartStage.COMMUNICATORS: RestartPartName.COMMUNICATORS,
     StartStage.SCRIPT: RestartPartName.SCRIPT,
@@ -19,7 +19,7 @@ _NAMES = {
 }
 
 
-def fold(seconds: float, beats: Sequence[Heartbeat], ranks: int) -> Restart | None:
+def break_down_restart(seconds: float, heartbeats: Sequence[Heartbeat], ranks: int) -> Restart | None:
     """What `seconds` of recovery went to, by the members' heartbeats after the first step; None: nobody tells.
 
     A stage is reached when the last rank of all has reached it, and a part lasts from stage to stage, so that the parts
@@ -29,13 +29,13 @@ def fold(seconds: float, beats: Sequence[Heartbeat], ranks: int) -> Restart | No
     ranks: of the job; who is none of them is not named.
     """
     reached: dict[StartStage, tuple[float, int]] = {}
-    for told in (one for beat in beats for one in beat.start):
+    for told in (one for beat in heartbeats for one in beat.start):
         reached[told.stage] = max(reached.get(told.stage, (0.0, told.rank)), (told.seconds, told.rank))
     if StartStage.FIRST_STEP not in reached:
         return None
     seconds = max(0.0, seconds)
     started = min(seconds, reached[StartStage.FIRST_STEP][0])
-    teardown = min(seconds - started, max(beat.teardown_seconds for beat in beats))
+    teardown = min(seconds - started, max(beat.teardown_seconds for beat in heartbeats))
     moments = [(stage, min(started, reached[stage][0]), reached[stage][1]) for stage in StartStage if stage in reached]
     ends = [0.0]
     for _, at, _ in moments:
@@ -44,16 +44,16 @@ def fold(seconds: float, beats: Sequence[Heartbeat], ranks: int) -> Restart | No
         RestartPart(RestartPartName.TEARDOWN, teardown),
         RestartPart(RestartPartName.WAIT, seconds - started - teardown),
         *(
-            RestartPart(_NAMES[stage], after - before, rank if rank < ranks else None)
+            RestartPart(_STAGE_TO_PART[stage], after - before, rank if rank < ranks else None)
             for (stage, _, rank), (before, after) in zip(moments, pairwise(ends), strict=True)
         ),
     )
     longest = max(parts, key=lambda part: part.seconds)
     who = "" if longest.rank is None else f" (rank {longest.rank})"
-    return Restart(parts, _origin(beats), f"{longest.name}{who}")
+    return Restart(parts, _find_state_origin(heartbeats), f"{longest.name}{who}")
 
 
-def _origin(beats: Sequence[Heartbeat]) -> str | None:
+def _find_state_origin(heartbeats: Sequence[Heartbeat]) -> str | None:
     """The farthest that any member tells of, in a word for people; None: none does."""
-    found = max((StateOrigin[beat.origin] for beat in beats), default=StateOrigin.UNKNOWN)
+    found = max((StateOrigin[beat.origin] for beat in heartbeats), default=StateOrigin.UNKNOWN)
     return None if found is StateOrigin.UNKNOWN else found.name.capitalize()

@@ -14,120 +14,120 @@ from functools import partial
 import numpy as np
 
 from pacekeeper_analysis import adapt, price, staged
-from pacekeeper_analysis.adapt import Diagnosis, Trouble, Way
-from pacekeeper_analysis.diagnose.finding import Finding, join
-from pacekeeper_analysis.diagnose.windows import steps_in_window
+from pacekeeper_analysis.adapt import Diagnosis, Bottleneck, Strategy
+from pacekeeper_analysis.diagnose.finding import Finding, merge_findings
+from pacekeeper_analysis.diagnose.windows import count_window_steps
 from pacekeeper_analysis.plan import EvidencePart, Stop, SyncMode
 from pacekeeper_analysis.price import Choice, Option
 
-from ..api import Cause, Class, Remedy, WantedMode
+from ..api import IncidentCause, IncidentClass, Remedy, RequestedSyncMode
 from ..decision import Action, Adapt, Decision, PlanTraffic, ReplaceWorker
-from ..observation import Lasting, Observation, Policy
-from ..state import Draft, Suspicion, Vain
-from ..subject import Subject
+from ..observation import PersistentSlowness, Observation, Policy
+from ..state import DesiredState, StragglerInvestigation, FruitlessInvestigation
+from ..subject import IncidentKey
 from . import gpu_warning, links, other_ways, waits
-from .pricing import exchange_seconds, replace_option, written
+from .pricing import estimate_exchange_seconds, build_replace_option, build_remedy_prices
 
-SYNC = SyncMode.SYNC
-BROKEN = adapt.BROKEN
+EXACT_SYNC_MODE = SyncMode.SYNC
+SPARE_FIRST_SLOWDOWN = adapt.MIN_BROKEN_RANK_SLOWDOWN
 """From this slowdown of a rank on, a spare that is due comes before shares, unless they mend it."""
-WILD = 1.3
+VOLATILE_SLOWDOWN = 1.3
 """From this slowdown on, slow ranks that come and go are more than what processors shared with others always show."""
-RECOVERED = 0.5
+RECOVERED_SHARE = 0.5
 """A rank that has lost this part of its slowness since it was asked is getting well."""
-WAITING = 0.1
+MIN_WAITING_SHARE = 0.1
 """From this share of a step on, waits in which no rank works are worth a look at where they come from."""
-LESS_WAITING = 0.8
+WAITING_HYSTERESIS = 0.8
 """Times that, below which waits that are looked into are over: by nature many jobs wait for about a tenth of a step."""
-ASK_SECONDS, LONGEST_ASK_SECONDS = 1.5, 120.0
+MIN_EVIDENCE_REQUEST_SECONDS, MAX_EVIDENCE_REQUEST_SECONDS = 1.5, 120.0
 """Between two requests for evidence at least, and at most."""
-ANSWER_SECONDS = 5.0
+EVIDENCE_ANSWER_SECONDS = 5.0
 """So long ranks may take to answer before they are asked anew."""
-MOVED_BEFORE = 2
+MIN_SLOW_WORKERS = 2
 """A rank that was slow on so many other workers lately is slow by what it does."""
-PATIENCE_SECONDS = 20.0
+WAITING_INVESTIGATION_SECONDS = 20.0
 """So long waits are looked into at least, before they are taken for the job's own way."""
-NAMING_SECONDS = 15.0
+BOTTLENECK_NAMING_SECONDS = 15.0
 """So long a trouble about which nothing can be done may take to show where it is, before it is told without."""
-NEWS = 0.25
+SIGNIFICANT_GROWTH_SHARE = 0.25
 """Of the threshold's excess: steps that are longer by so much than those that were looked into in vain are news. What
 garbage and lengths cost is much less than the threshold when it is worth mending."""
-KNOWN_WINDOWS = 10
+LASTING_SLOWNESS_WINDOWS = 10
 """After so many, of figures, all ranks are known that are a little slow together: the first ones after four."""
-FIRST_HOLD_SECONDS, LONGEST_HOLD_SECONDS = 60.0, 3600.0
+FIRST_NEGATIVE_CACHE_SECONDS, MAX_NEGATIVE_CACHE_SECONDS = 60.0, 3600.0
 """After a look in vain, the next one that nothing new calls for; doubled each time."""
-CAUSES = {
-    Trouble.COMPUTE: Cause.STRAGGLER,
-    Trouble.COMMUNICATION: Cause.SLOW_COMMUNICATION,
-    Trouble.VOLATILE: Cause.VOLATILE,
-    Trouble.GARBAGE: Cause.GARBAGE,
-    Trouble.LENGTHS: Cause.UNEVEN_LENGTHS,
+BOTTLENECK_TO_CAUSE = {
+    Bottleneck.COMPUTE: IncidentCause.STRAGGLER,
+    Bottleneck.COMMUNICATION: IncidentCause.SLOW_COMMUNICATION,
+    Bottleneck.VOLATILE: IncidentCause.VOLATILE,
+    Bottleneck.GARBAGE: IncidentCause.GARBAGE,
+    Bottleneck.LENGTHS: IncidentCause.UNEVEN_LENGTHS,
 }
-PRIOR_SECONDS = {Trouble.COMMUNICATION: links.PRIOR_SECONDS}
-OTHER_PRIOR_SECONDS = 600.0
+BOTTLENECK_PRIOR_SECONDS = {Bottleneck.COMMUNICATION: links.SLOW_COMMUNICATION_PRIOR_SECONDS}
+DEFAULT_PRIOR_SECONDS = 600.0
 """Mean durations before this cluster has a history: communication 24 minutes, compute 10 (Greyhound, ATC'25)."""
 
 
-def check(observation: Observation, policy: Policy) -> Decision | None:
-    due = _spare_is_due(observation, policy)
-    found = _found(observation, policy, observation.job.spec.detection.straggler_slowdown if due else BROKEN)
+def check_stragglers(observation: Observation, policy: Policy) -> Decision | None:
+    due = _is_spare_due(observation, policy)
+    found = _diagnose_actionable(observation, policy, observation.job.spec.detection.straggler_slowdown if due else SPARE_FIRST_SLOWDOWN)
     if found is None:
         return None
-    little = due or _lasting(observation) is not None if found.culprits else _shares_misfit(observation, found)
-    if found.trouble is Trouble.NONE and little:  # but for long
-        found = replace(found, trouble=Trouble.COMPUTE, slowdown=found.effects[Trouble.COMPUTE])
-    if found.trouble is Trouble.NONE or _as_ever(observation, found) or _is_looked_into(observation, found):
+    little = due or _get_lasting_slowness(observation) is not None if found.culprits else _shares_misfit(observation, found)
+    if found.trouble is Bottleneck.NONE and little:  # but for long
+        found = replace(found, trouble=Bottleneck.COMPUTE, slowdown=found.effects[Bottleneck.COMPUTE])
+    if found.trouble is Bottleneck.NONE or _is_already_optimal(observation, found) or _is_explained_by_profile(observation, found):
         return None
-    return _decide(observation, policy, found)
+    return _decide_remedy(observation, policy, found)
 
 
-def _found(observation: Observation, policy: Policy, slow: float = BROKEN) -> Diagnosis | None:
+def _diagnose_actionable(observation: Observation, policy: Policy, slow: float = SPARE_FIRST_SLOWDOWN) -> Diagnosis | None:
     """What the evidence says (`diagnose`), without the little that nobody may, or can, be rid of: named, it would hide
     a rank that is slow by no more."""
-    found = diagnose(observation, slow)
-    if found is None or found.trouble not in adapt.MENDED_FOR_GOOD:
+    found = diagnose_evidence(observation, slow)
+    if found is None or found.trouble not in adapt.FREE_LASTING_REMEDIES:
         return found
     if found.slowdown >= observation.job.spec.detection.straggler_slowdown:
         return found
-    stays = not policy.acts or all(way.refused for way in _permitted(observation, policy, found))
-    return replace(found, trouble=Trouble.NONE) if stays else found
+    stays = not policy.applies_remedies or all(way.refused for way in _list_permitted_strategies(observation, policy, found))
+    return replace(found, trouble=Bottleneck.NONE) if stays else found
 
 
-def diagnose(observation: Observation, slow: float = BROKEN) -> Diagnosis | None:
+def diagnose_evidence(observation: Observation, slow: float = SPARE_FIRST_SLOWDOWN) -> Diagnosis | None:
     """What the evidence says; None: it is incomplete, or in a Local-SGD mode no rank takes `slow` × its peers' time."""
     if observation.state.adaptation.suspicion is None or not observation.plan.evidence_request:
         return None  # or what was answered is from before a change of this pass
-    if not steady(observation):
+    if not is_steady(observation):
         return None
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if len(windows) != observation.plan.world_size:
         return None
     threshold = observation.job.spec.detection.straggler_slowdown
-    if observation.plan.sync_mode is SYNC:
-        if waits.may_have_stages(observation):
+    if observation.plan.sync_mode is EXACT_SYNC_MODE:
+        if waits.can_have_pipeline_stages(observation):
             return None  # the next answer tells what its ranks do together
-        lasting = _lasting(observation)
-        known = None if lasting is None else lasting.paces
-        of_stages = waits.of_stages(observation)
-        alone = (Trouble.COMMUNICATION,) if observation.plan.world_size == 1 else ()  # it waits for nobody
-        found = of_stages or adapt.diagnose(windows, threshold, known, usual=alone)
-        if found is None or found.trouble is not Trouble.VOLATILE or not _in_turns_as_ever(found, threshold):
+        lasting = _get_lasting_slowness(observation)
+        known = None if lasting is None else lasting.relative_times
+        of_stages = waits.diagnose_stages(observation)
+        alone = (Bottleneck.COMMUNICATION,) if observation.plan.world_size == 1 else ()  # it waits for nobody
+        found = of_stages or adapt.diagnose_bottleneck(windows, threshold, known, suppressed=alone)
+        if found is None or found.trouble is not Bottleneck.VOLATILE or not _is_usual_volatility(found, threshold):
             return found
         if of_stages is not None:
-            return staged.without(of_stages, Trouble.VOLATILE, threshold)
-        return adapt.diagnose(windows, threshold, known, usual=(Trouble.VOLATILE, *alone))
-    return adapt.broken(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
+            return staged.exclude_bottleneck(of_stages, Bottleneck.VOLATILE, threshold)
+        return adapt.diagnose_bottleneck(windows, threshold, known, suppressed=(Bottleneck.VOLATILE, *alone))
+    return adapt.diagnose_broken_ranks(windows, observation.plan, threshold=slow, global_batch=observation.global_batch)
 
 
-def _is_looked_into(observation: Observation, found: Diagnosis) -> bool:
+def _is_explained_by_profile(observation: Observation, found: Diagnosis) -> bool:
     """A behaviour window is to tell why all ranks' own work takes longer, or has told: their transfers say nothing."""
     profiling = observation.state.profiling
     told = bool(profiling.shown_in) and profiling.round == observation.round
     window = observation.plan.profile is not None or told
-    return window and found.trouble is Trouble.COMMUNICATION and all_work_has_grown(observation)
+    return window and found.trouble is Bottleneck.COMMUNICATION and has_all_work_grown(observation)
 
 
-def all_work_has_grown(observation: Observation) -> bool:
+def has_all_work_grown(observation: Observation) -> bool:
     """Own work takes longer than in the job's first steady steps, on most ranks: that makes transfers late, too."""
     windows = [window for answer in observation.evidence for window in answer.windows if window.steps]
     known = [w for w in windows if w.baseline_own_seconds > 0]
@@ -135,177 +135,177 @@ def all_work_has_grown(observation: Observation) -> bool:
     return bool(grown) and float(np.median(grown)) >= observation.job.spec.detection.straggler_slowdown
 
 
-def _in_turns_as_ever(found: Diagnosis, threshold: float) -> bool:
+def _is_usual_volatility(found: Diagnosis, threshold: float) -> bool:
     """Ranks that are slow in turns are the job's own way since its first steady steps, or where it is by little and
     steps are not much longer than those."""
     first, now = found.window.baseline_seconds, float(np.median(found.window.step_seconds))
-    little = found.slowdown < WILD and now < WILD * first
+    little = found.slowdown < VOLATILE_SLOWDOWN and now < VOLATILE_SLOWDOWN * first
     return little or not now >= threshold * first > 0
 
 
-def _as_ever(observation: Observation, found: Diagnosis) -> bool:
+def _is_already_optimal(observation: Observation, found: Diagnosis) -> bool:
     """Lengths and garbage that are planned, and cannot be planned better, are left alone."""
     plan = observation.plan
-    planned = {Trouble.LENGTHS: plan.sequence_cost is not None, Trouble.GARBAGE: plan.garbage_every > 0}
-    return planned.get(found.trouble, False) and all(way.refused for way in _ways(observation, found))
+    planned = {Bottleneck.LENGTHS: plan.sequence_cost is not None, Bottleneck.GARBAGE: plan.garbage_every > 0}
+    return planned.get(found.trouble, False) and all(way.refused for way in _list_strategies(observation, found))
 
 
-def suspect(observation: Observation, policy: Policy) -> Draft:
+def update_investigation(observation: Observation, policy: Policy) -> DesiredState:
     """Ask for evidence while the metrics look like trouble, and drop it when they no longer do."""
-    if observation.state.life.over:
-        return observation.draft
-    observation = observation.with_draft(_forget(observation, policy))
-    draft, suspicion, now = observation.draft, observation.state.adaptation.suspicion, observation.now
+    if observation.state.life.is_over:
+        return observation.desired
+    observation = observation.with_desired(_reset_suppression(observation, policy))
+    draft, suspicion, now = observation.desired, observation.state.adaptation.suspicion, observation.now
     if observation.plan.stop is not Stop.NO:
         return draft if suspicion is None else draft.with_adaptation(suspicion=None)
-    if observation.plan.sync_mode is not SYNC:
-        return _suspect_broken(observation, policy)
-    if not steady(observation):
+    if observation.plan.sync_mode is not EXACT_SYNC_MODE:
+        return _investigate_broken(observation, policy)
+    if not is_steady(observation):
         asking = bool(observation.plan.evidence_request)
-        return _drop(draft) if asking or suspicion is not None else draft
-    slow = _slow(observation)
-    waits = (_waits(observation) or _shares_outlived(observation)) and not _held(observation)
+        return _drop_investigation(draft) if asking or suspicion is not None else draft
+    slow = _has_slow_rank(observation)
+    waits = (_has_long_waits(observation) or _has_outdated_shares(observation)) and not _is_negatively_cached(observation)
     if suspicion is None:
-        looked_into = _tolerated(observation) and not _spare_is_due(observation, policy)
+        looked_into = _is_suppressed(observation) and not _is_spare_due(observation, policy)
         wanted = (slow and not looked_into) or waits
-        return _ask(observation, _begun(observation)) if wanted else draft
+        return _request_evidence(observation, _begin_investigation(observation)) if wanted else draft
     grown = observation.step_seconds > suspicion.step_seconds * observation.job.spec.detection.straggler_slowdown
-    if grown and (not slow or now - suspicion.since > PATIENCE_SECONDS):  # another trouble, now
+    if grown and (not slow or now - suspicion.since > WAITING_INVESTIGATION_SECONDS):  # another trouble, now
         suspicion = replace(suspicion, since=now, step=observation.step, step_seconds=observation.step_seconds)
-    elif waits and not slow and _in_vain(observation, suspicion) and not _shows(observation, policy):
-        return _give_up(observation, suspicion.step_seconds)
+    elif waits and not slow and _is_fruitless(observation, suspicion) and not _has_bottleneck(observation, policy):
+        return _cache_negative_result(observation, suspicion.step_seconds)
     recovering = _has_recovered(observation, suspicion.asked_pace)
-    if now - suspicion.asked_at <= (ASK_SECONDS if recovering else pause_between_questions(now - suspicion.since)):
+    if now - suspicion.asked_at <= (MIN_EVIDENCE_REQUEST_SECONDS if recovering else compute_evidence_pause(now - suspicion.since)):
         return draft
     if not slow and not waits:
-        return _drop(draft)
+        return _drop_investigation(draft)
     awaited = bool(observation.plan.evidence_request) and len(observation.evidence) < len(observation.plan.members)
-    if awaited and now - suspicion.asked_at <= ANSWER_SECONDS:
+    if awaited and now - suspicion.asked_at <= EVIDENCE_ANSWER_SECONDS:
         return draft
-    found = None if recovering else _found(observation, policy)  # what was answered is over
+    found = None if recovering else _diagnose_actionable(observation, policy)  # what was answered is over
     if found is not None:
-        shown = Trouble.NONE if _as_ever(observation, found) else found.trouble
-        if shown is suspicion.shown is Trouble.NONE and observation.step == suspicion.asked_step:
+        shown = Bottleneck.NONE if _is_already_optimal(observation, found) else found.trouble
+        if shown is suspicion.shown is Bottleneck.NONE and observation.step == suspicion.asked_step:
             return draft  # of the same steps the ranks would say the same
-        clear_at = now if shown is Trouble.NONE else suspicion.clear_at
+        clear_at = now if shown is Bottleneck.NONE else suspicion.clear_at
         suspicion = replace(suspicion, shown=shown, clear_at=clear_at)
-        draft = _account(observation.with_draft(draft), found)
-        settled = _shares_fit(observation, found) or _cannot_be_helped(observation, policy, found)
-        if slow and settled and not _spare_is_due(observation.with_draft(draft), policy):
-            return _tolerate(_give_up(observation.with_draft(draft), observation.step_seconds), observation)
-    return _ask(observation.with_draft(draft), suspicion)
+        draft = _account_loss(observation.with_desired(draft), found)
+        settled = _shares_fit(observation, found) or _is_beyond_remedy(observation, policy, found)
+        if slow and settled and not _is_spare_due(observation.with_desired(draft), policy):
+            return _suppress_current_times(_cache_negative_result(observation.with_desired(draft), observation.step_seconds), observation)
+    return _request_evidence(observation.with_desired(draft), suspicion)
 
 
-def _begun(observation: Observation) -> Suspicion:
-    return Suspicion(since=observation.now, step=observation.step, step_seconds=observation.step_seconds)
+def _begin_investigation(observation: Observation) -> StragglerInvestigation:
+    return StragglerInvestigation(since=observation.now, step=observation.step, step_seconds=observation.step_seconds)
 
 
-def _forget(observation: Observation, policy: Policy) -> Draft:
+def _reset_suppression(observation: Observation, policy: Policy) -> DesiredState:
     """What was let be is looked at anew once a remedy may be applied, or once no rank is slow any more."""
-    draft, vain = observation.draft, observation.state.adaptation.vain
-    if vain is not None and vain.forbidden and policy.acts:
+    draft, vain = observation.desired, observation.state.adaptation.vain
+    if vain is not None and vain.forbidden and policy.applies_remedies:
         return draft.with_adaptation(vain=None, tolerated_pace=0.0, tolerated_behind=0.0)
-    if vain is not None and _is_over(observation, vain):
+    if vain is not None and _is_slowness_over(observation, vain):
         draft = draft.with_adaptation(vain=replace(vain, step_seconds=observation.step_seconds))
     adaptation = draft.state.adaptation
-    settled = _alike(observation) and steady(observation) and not observation.metrics.unsettled
+    settled = _are_ranks_alike(observation) and is_steady(observation) and not observation.metrics.unsettled
     if (adaptation.tolerated_pace or adaptation.loss is not None) and settled:
-        if _shares_outlived(observation):
+        if _has_outdated_shares(observation):
             draft = draft.with_adaptation(vain=None)
         return draft.with_adaptation(tolerated_pace=0.0, tolerated_behind=0.0, loss=None)
     return draft
 
 
-def _is_over(observation: Observation, vain: Vain) -> bool:
+def _is_slowness_over(observation: Observation, vain: FruitlessInvestigation) -> bool:
     """Nobody waits, and steps are faster than as they were looked into: what makes them as long again is news."""
     faster = 0 < observation.step_seconds * observation.job.spec.detection.straggler_slowdown <= vain.step_seconds
-    return faster and observation.metrics.waiting is not None and not _waits(observation) and steady(observation)
+    return faster and observation.metrics.waiting is not None and not _has_long_waits(observation) and is_steady(observation)
 
 
-def _account(observation: Observation, found: Diagnosis) -> Draft:
+def _account_loss(observation: Observation, found: Diagnosis) -> DesiredState:
     """With what slow ranks have cost until now, and cost from now on. One that is as slow as ever, and not named since
     it has fewer samples, costs what it was to cost with these: by few steps that is less, or more, by luck."""
-    draft, adaptation = observation.draft, observation.state.adaptation
+    draft, adaptation = observation.desired, observation.state.adaptation
     if not found.culprits and (adaptation.loss is None or observation.has_straggler):
         return draft
-    slowdown = found.effects[Trouble.COMPUTE] if found.culprits else 1.0
-    return draft.with_adaptation(loss=adaptation.lost_by(observation.now, slowdown, _since(observation, found)))
+    slowdown = found.effects[Bottleneck.COMPUTE] if found.culprits else 1.0
+    return draft.with_adaptation(loss=adaptation.accumulate_loss(observation.now, slowdown, _find_first_sign(observation, found)))
 
 
-def _since(observation: Observation, found: Diagnosis) -> float:
+def _find_first_sign(observation: Observation, found: Diagnosis) -> float:
     """The first sign of the trouble that the answers show: of the metrics, or before that the steps that they tell of.
     In a Local-SGD mode these are drawn."""
     suspicion = observation.state.adaptation.suspicion
     assert suspicion is not None
-    if observation.plan.sync_mode is not SYNC:
+    if observation.plan.sync_mode is not EXACT_SYNC_MODE:
         return suspicion.first_sign
     lasted = float(np.median(found.window.step_seconds, axis=1).sum())
     since = min(suspicion.first_sign, suspicion.asked_at - lasted)
-    lasting, slow = observation.metrics.lasting, found.trouble in {Trouble.NONE, Trouble.COMPUTE} and found.culprits
-    return min(since, lasting.since) if lasting is not None and slow and {*slow} <= {*lasting.paces.of_rank} else since
+    lasting, slow = observation.metrics.lasting, found.trouble in {Bottleneck.NONE, Bottleneck.COMPUTE} and found.culprits
+    return min(since, lasting.since) if lasting is not None and slow and {*slow} <= {*lasting.relative_times.of_rank} else since
 
 
-def _suspect_broken(observation: Observation, policy: Policy) -> Draft:
+def _investigate_broken(observation: Observation, policy: Policy) -> DesiredState:
     """In a Local-SGD mode, where the way back asks the ranks now and then: since when has one been broken, or cost as
     much as a spare?"""
-    draft, suspicion, pace = observation.draft, observation.state.adaptation.suspicion, observation.metrics.pace
-    is_broken = pace is not None and pace >= BROKEN
-    if not (is_broken or _spare_is_due(observation, policy)) or not steady(observation):
+    draft, suspicion, pace = observation.desired, observation.state.adaptation.suspicion, observation.metrics.pace
+    is_broken = pace is not None and pace >= SPARE_FIRST_SLOWDOWN
+    if not (is_broken or _is_spare_due(observation, policy)) or not is_steady(observation):
         return draft if suspicion is None else draft.with_adaptation(suspicion=None)
     if suspicion is not None:
         return draft
-    return draft.with_adaptation(suspicion=_begun(observation))
+    return draft.with_adaptation(suspicion=_begin_investigation(observation))
 
 
-def pause_between_questions(elapsed: float) -> float:
+def compute_evidence_pause(elapsed: float) -> float:
     """A tenth of the time that it has gone on for, within limits: windows move on, and so does what they show."""
-    return min(max(ASK_SECONDS, 0.1 * elapsed), LONGEST_ASK_SECONDS)
+    return min(max(MIN_EVIDENCE_REQUEST_SECONDS, 0.1 * elapsed), MAX_EVIDENCE_REQUEST_SECONDS)
 
 
-def steady(observation: Observation) -> bool:
+def is_steady(observation: Observation) -> bool:
     """All members train in the mode that is wanted, and tell how, in a round that is old enough for its windows."""
     if observation.training_since is None or observation.metrics.untold:
         return False
     if observation.sync_modes - {"", observation.plan.sync_mode}:
         return False
     busy = any(incident.recovered is None and not incident.live for incident in observation.state.incidents.open)
-    return not busy and observation.steps_in_round >= window_steps(observation)
+    return not busy and observation.steps_in_round >= get_window_steps(observation)
 
 
-def window_steps(observation: Observation) -> int:
+def get_window_steps(observation: Observation) -> int:
     """That are judged together, and that the metrics are of."""
-    return steps_in_window(observation.job.spec.detection.window_steps, observation.step_seconds)
+    return count_window_steps(observation.job.spec.detection.window_steps, observation.step_seconds)
 
 
-def _slow(observation: Observation) -> bool:
+def _has_slow_rank(observation: Observation) -> bool:
     """Some rank's own work takes longer than its peers', by much or for long."""
-    return observation.has_straggler or (observation.metrics.pace is not None and _lasting(observation) is not None)
+    return observation.has_straggler or (observation.metrics.pace is not None and _get_lasting_slowness(observation) is not None)
 
 
-def _lasting(observation: Observation) -> Lasting | None:
+def _get_lasting_slowness(observation: Observation) -> PersistentSlowness | None:
     """Ranks that are a little slower than their peers, window after window. In a script that is only watched they may
     differ by nature."""
-    return observation.metrics.lasting if steered(observation) else None
+    return observation.metrics.lasting if is_managed(observation) else None
 
 
-def _alike(observation: Observation) -> bool:
+def _are_ranks_alike(observation: Observation) -> bool:
     """No rank's does, as far as is known."""
-    return observation.metrics.pace is not None and not _slow(observation)
+    return observation.metrics.pace is not None and not _has_slow_rank(observation)
 
 
-def _waits(observation: Observation) -> bool:
+def _has_long_waits(observation: Observation) -> bool:
     """Even the rank that waits least waits for a good part of each step: for a link, or for slow ranks that change."""
     waiting, looked_into = observation.metrics.waiting, observation.state.adaptation.suspicion is not None
-    return waiting is not None and waiting >= WAITING * (LESS_WAITING if looked_into else 1.0)
+    return waiting is not None and waiting >= MIN_WAITING_SHARE * (WAITING_HYSTERESIS if looked_into else 1.0)
 
 
-def _shares_outlived(observation: Observation) -> bool:
+def _has_outdated_shares(observation: Observation) -> bool:
     """The ranks are alike, but their shares are not: the straggler for whom they were made has recovered."""
     shares = observation.plan.shares
-    return _alike(observation) and shares is not None and max(shares) - min(shares) > 1
+    return _are_ranks_alike(observation) and shares is not None and max(shares) - min(shares) > 1
 
 
-def _tolerated(observation: Observation) -> bool:
+def _is_suppressed(observation: Observation) -> bool:
     """This pace of the slowest rank has been dealt with: mended by the present shares, or recommended upon.
 
     It may hide another rank that has become slow since, which shows in the own work of a step. Shares that were made
@@ -314,7 +314,7 @@ def _tolerated(observation: Observation) -> bool:
     adaptation, pace, behind = observation.state.adaptation, observation.metrics.pace, observation.metrics.behind
     if not adaptation.tolerated_pace or pace is None or pace >= adaptation.tolerated_pace * 1.1:
         return False
-    if _being_measured(observation):
+    if _is_remedy_measured(observation):
         return True
     if observation.plan.shares is not None and pace <= adaptation.tolerated_pace / 1.1:
         return False
@@ -322,90 +322,90 @@ def _tolerated(observation: Observation) -> bool:
     return behind is None or behind < worst
 
 
-def _being_measured(observation: Observation) -> bool:
+def _is_remedy_measured(observation: Observation) -> bool:
     """A live remedy has been applied, and the metrics are in part of the time before it."""
-    return any(i.live and i.class_ is Class.PERFORMANCE for i in observation.state.incidents.open)
+    return any(i.live and i.class_ is IncidentClass.PERFORMANCE for i in observation.state.incidents.open)
 
 
 def _shares_fit(observation: Observation, found: Diagnosis) -> bool:
     """The present shares have mended most of what a slow rank costs, and no others would win anything."""
-    exact = [way for way in _ways(observation, found) if way.mode is SYNC]
-    if observation.plan.shares is None or _being_measured(observation) or not all(way.refused for way in exact):
+    exact = [way for way in _list_strategies(observation, found) if way.mode is EXACT_SYNC_MODE]
+    if observation.plan.shares is None or _is_remedy_measured(observation) or not all(way.refused for way in exact):
         return False
-    if found.trouble is Trouble.NONE:
+    if found.trouble is Bottleneck.NONE:
         return True
-    return bool(adapt.exact_helps(found, exact)) and max(found.rank_slowdown) < BROKEN
+    return bool(adapt.explain_exact_preference(found, exact)) and max(found.rank_slowdown) < SPARE_FIRST_SLOWDOWN
 
 
-def _cannot_be_helped(observation: Observation, policy: Policy, found: Diagnosis) -> bool:
+def _is_beyond_remedy(observation: Observation, policy: Policy, found: Diagnosis) -> bool:
     """What is slow is so by little, and nothing that may be done would win anything. Of a node's ranks some are known
     before the others, whom all would wait for without them."""
-    lasting = _lasting(observation)
-    if lasting is None or observation.has_straggler or found.trouble is not Trouble.NONE:
+    lasting = _get_lasting_slowness(observation)
+    if lasting is None or observation.has_straggler or found.trouble is not Bottleneck.NONE:
         return False
-    if observation.now - lasting.since < KNOWN_WINDOWS * window_steps(observation) * observation.step_seconds:
+    if observation.now - lasting.since < LASTING_SLOWNESS_WINDOWS * get_window_steps(observation) * observation.step_seconds:
         return False
-    if not price.wins(found.effects[Trouble.COMPUTE], 1.0, price.LASTING_WIN):  # by one answer, more may be luck
+    if not price.is_worth_change(found.effects[Bottleneck.COMPUTE], 1.0, price.MIN_LASTING_WIN):  # by one answer, more may be luck
         return True
-    spare = _spare(observation, policy, observation.metrics.slowest_rank)
-    return bool(spare.refused) and all(way.refused for way in _ways(observation, found))
+    spare = _build_spare_option(observation, policy, observation.metrics.slowest_rank)
+    return bool(spare.refused) and all(way.refused for way in _list_strategies(observation, found))
 
 
 def _shares_misfit(observation: Observation, found: Diagnosis) -> bool:
     """The straggler for whom they were made has recovered, and others would win something."""
-    return _shares_outlived(observation) and any(not way.refused for way in _ways(observation, found))
+    return _has_outdated_shares(observation) and any(not way.refused for way in _list_strategies(observation, found))
 
 
-def _held(observation: Observation) -> bool:
+def _is_negatively_cached(observation: Observation) -> bool:
     """Waits have been looked into, and steps have not become longer since; nor had they when the look that is under way
     began: it ends as the last one did, or what is longer by luck would be news each time."""
     vain, suspicion = observation.state.adaptation.vain, observation.state.adaptation.suspicion
     if vain is None or observation.now - vain.at > vain.hold:
         return False
     longest = max(observation.step_seconds, 0.0 if suspicion is None else suspicion.step_seconds)
-    return longest < vain.step_seconds * (1.0 + NEWS * (observation.job.spec.detection.straggler_slowdown - 1.0))
+    return longest < vain.step_seconds * (1.0 + SIGNIFICANT_GROWTH_SHARE * (observation.job.spec.detection.straggler_slowdown - 1.0))
 
 
-def _in_vain(observation: Observation, suspicion: Suspicion) -> bool:
+def _is_fruitless(observation: Observation, suspicion: StragglerInvestigation) -> bool:
     """A whole window of steps has been done since the first sign, and shows no trouble. While the job evaluates, or
     writes a checkpoint, none are."""
-    done = observation.step - suspicion.step >= window_steps(observation)
-    quiet = suspicion.shown in (None, Trouble.NONE)
-    return quiet and done and observation.now - suspicion.since > PATIENCE_SECONDS
+    done = observation.step - suspicion.step >= get_window_steps(observation)
+    quiet = suspicion.shown in (None, Bottleneck.NONE)
+    return quiet and done and observation.now - suspicion.since > WAITING_INVESTIGATION_SECONDS
 
 
-def _shows(observation: Observation, policy: Policy) -> bool:
+def _has_bottleneck(observation: Observation, policy: Policy) -> bool:
     """The answers at hand show trouble, which those before them did not."""
-    found = _found(observation, policy)
-    return found is not None and found.trouble is not Trouble.NONE and not _as_ever(observation, found)
+    found = _diagnose_actionable(observation, policy)
+    return found is not None and found.trouble is not Bottleneck.NONE and not _is_already_optimal(observation, found)
 
 
-def left_alone(observation: Observation, *, forbidden: bool) -> Draft:
+def suppress_bottleneck(observation: Observation, *, forbidden: bool) -> DesiredState:
     """After trouble was written down without a remedy being applied: it is not looked into at once again.
 
     forbidden: a remedy was only recommended, because none may be applied now.
     """
-    return _tolerate(_give_up(observation, observation.step_seconds, forbidden), observation)
+    return _suppress_current_times(_cache_negative_result(observation, observation.step_seconds, forbidden), observation)
 
 
-def _tolerate(draft: Draft, observation: Observation) -> Draft:
+def _suppress_current_times(draft: DesiredState, observation: Observation) -> DesiredState:
     """The ranks' pace as it is now is looked into only once it changes."""
     metrics = observation.metrics
     return draft.with_adaptation(tolerated_pace=metrics.pace or 0.0, tolerated_behind=metrics.behind or 0.0)
 
 
-def _give_up(observation: Observation, step_seconds: float, forbidden: bool = False) -> Draft:
+def _cache_negative_result(observation: Observation, step_seconds: float, forbidden: bool = False) -> DesiredState:
     """`step_seconds`: that were looked into; longer ones are news."""
     before = observation.state.adaptation.vain
-    hold = FIRST_HOLD_SECONDS if before is None else min(2 * before.hold, LONGEST_HOLD_SECONDS)
-    return _drop(observation.draft).with_adaptation(vain=Vain(observation.now, hold, step_seconds, forbidden))
+    hold = FIRST_NEGATIVE_CACHE_SECONDS if before is None else min(2 * before.hold, MAX_NEGATIVE_CACHE_SECONDS)
+    return _drop_investigation(observation.desired).with_adaptation(vain=FruitlessInvestigation(observation.now, hold, step_seconds, forbidden))
 
 
-def _ask(observation: Observation, suspicion: Suspicion) -> Draft:
-    draft, now = observation.draft, observation.now
+def _request_evidence(observation: Observation, suspicion: StragglerInvestigation) -> DesiredState:
+    draft, now = observation.desired, observation.now
     request = f"straggler-{draft.plan.version + 1}"
-    slow_links = suspicion.shown is Trouble.COMMUNICATION or links.pace_is_wanted(draft, now)
-    most = waits.MOST_ASKED if suspicion.request else waits.ASKED_AT_ONCE
+    slow_links = suspicion.shown is Bottleneck.COMMUNICATION or links.needs_pair_throughput(draft, now)
+    most = waits.SECOND_REQUEST_MAX_RANKS if suspicion.request else waits.FIRST_REQUEST_MAX_RANKS
     collectives = draft.plan.world_size <= most
     asked = {EvidencePart.WINDOWS: True, EvidencePart.OPERATIONS: collectives, EvidencePart.LINKS: slow_links}
     parts = tuple(part for part, wanted in asked.items() if wanted)
@@ -420,42 +420,42 @@ def _ask(observation: Observation, suspicion: Suspicion) -> Draft:
     )
 
 
-def _drop(draft: Draft) -> Draft:
+def _drop_investigation(draft: DesiredState) -> DesiredState:
     changed = draft.with_adaptation(suspicion=None)
     return changed.with_plan(evidence_request="") if draft.plan.evidence_request else changed
 
 
-def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decision | None:
+def _decide_remedy(observation: Observation, policy: Policy, found: Diagnosis) -> Decision | None:
     assert observation.state.adaptation.suspicion is not None
-    culprit = _culprit(found)
-    worker = None if culprit is None else observation.worker_of_rank(culprit)
-    view = None if worker is None else observation.worker(worker)
-    if culprit is not None and (view is None or view.record.leaving or not _holds_up(observation, found, culprit)):
+    culprit = _find_culprit(found)
+    worker = None if culprit is None else observation.find_worker_of_rank(culprit)
+    view = None if worker is None else observation.find_worker(worker)
+    if culprit is not None and (view is None or view.record.leaving or not _is_holding_up_peers(observation, found, culprit)):
         return None
-    subject = Subject(CAUSES[found.trouble], observation.round, rank=-1 if culprit is None else culprit)
-    choice, action = _weigh(observation, policy, found, culprit)
+    subject = IncidentKey(BOTTLENECK_TO_CAUSE[found.trouble], observation.round, rank=-1 if culprit is None else culprit)
+    choice, action = _weigh_remedies(observation, policy, found, culprit)
     chosen = choice.chosen
-    if other_ways.are_awaited(observation, choice):
+    if other_ways.is_reroute_awaited(observation, choice):
         return None
-    unsure = found.trouble is not observation.state.adaptation.suspicion.shown or _mode_held(observation)
-    if chosen is None and (found.trouble is Trouble.COMPUTE or unsure or earlier(observation, subject)):
+    unsure = found.trouble is not observation.state.adaptation.suspicion.shown or _is_mode_in_cool_down(observation)
+    if chosen is None and (found.trouble is Bottleneck.COMPUTE or unsure or get_last_incident_number(observation, subject)):
         return None  # a dear remedy waits for the loss to be worth it, a mode for its time; the rest is known
-    finding = _finding(observation, found, culprit)
-    if chosen is None and not finding.culprit and (found.slowdown < WILD or _young(observation, found)):
+    finding = _build_finding(observation, found, culprit)
+    if chosen is None and not finding.culprit and (found.slowdown < VOLATILE_SLOWDOWN or _is_bottleneck_recent(observation, found)):
         return None  # nobody is named (yet), nothing can be done, and networks that others use are like that
     return Decision(
-        subject=replace(subject, number=1 + earlier(observation, subject)),
-        class_=Class.PERFORMANCE,
-        message=_message(found, culprit, worker),
-        first_sign=_since(observation, found),
+        incident_key=replace(subject, number=1 + get_last_incident_number(observation, subject)),
+        class_=IncidentClass.PERFORMANCE,
+        message=_build_message(found, culprit, worker),
+        first_sign=_find_first_sign(observation, found),
         actions=() if action is None else (action,),
         remedy=None if chosen is None else Remedy(chosen.option.remedy),
-        remedies=written(choice.prices, chosen),
-        evidence=(*found.evidence, *gpu_warning.words_of(observation, view)),
+        remedies=build_remedy_prices(choice.prices, chosen),
+        evidence=(*found.evidence, *gpu_warning.describe_gpu_signs(observation, view)),
         rank=culprit,
         worker=worker,
         node=None if view is None else view.record.node or None,
-        continues=_open_incident(observation, subject.cause, culprit),
+        continued_incident=_find_open_incident(observation, subject.cause, culprit),
         live=not isinstance(action, ReplaceWorker | PlanTraffic),
         last_step=observation.step,
         slowdown_before=found.slowdown,
@@ -466,104 +466,104 @@ def _decide(observation: Observation, policy: Policy, found: Diagnosis) -> Decis
     )
 
 
-def _culprit(found: Diagnosis) -> int | None:
+def _find_culprit(found: Diagnosis) -> int | None:
     """The slowest rank, where slow ranks are what it is."""
-    ranks = found.culprits if found.trouble is Trouble.COMPUTE else ()
+    ranks = found.culprits if found.trouble is Bottleneck.COMPUTE else ()
     return max(ranks, key=lambda rank: found.rank_slowdown[rank], default=None)
 
 
-def _young(observation: Observation, found: Diagnosis) -> bool:
+def _is_bottleneck_recent(observation: Observation, found: Diagnosis) -> bool:
     """The trouble, for the windows of connections that may still name its place."""
     seen = observation.state.adaptation.link
-    return seen is not None and seen.known and observation.now - _since(observation, found) < NAMING_SECONDS
+    return seen is not None and seen.known and observation.now - _find_first_sign(observation, found) < BOTTLENECK_NAMING_SECONDS
 
 
-def _holds_up(observation: Observation, found: Diagnosis, culprit: int) -> bool:
-    return found.trouble is not Trouble.COMPUTE or waits.holds_up(observation, found, culprit)
+def _is_holding_up_peers(observation: Observation, found: Diagnosis, culprit: int) -> bool:
+    return found.trouble is not Bottleneck.COMPUTE or waits.is_holding_up_peers(observation, found, culprit)
 
 
-def _finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
-    of_links = links.finding(observation, found)
+def _build_finding(observation: Observation, found: Diagnosis, culprit: int | None) -> Finding:
+    of_links = links.build_communication_finding(observation, found)
     if of_links is None:
-        of_work = waits.finding(observation, found, culprit)
-        function = _function(observation, culprit)
-        return of_work if function is None else join(of_work, function)
-    of_groups = waits.slow_groups(observation)
-    return of_links if of_groups is None else join(of_groups, of_links)
+        of_work = waits.build_wait_finding(observation, found, culprit)
+        function = _find_slow_function(observation, culprit)
+        return of_work if function is None else merge_findings(of_work, function)
+    of_groups = waits.find_slow_groups(observation)
+    return of_links if of_groups is None else merge_findings(of_groups, of_links)
 
 
-def _function(observation: Observation, culprit: int | None) -> Finding | None:
+def _find_slow_function(observation: Observation, culprit: int | None) -> Finding | None:
     """What a behaviour window of this round has shown of this rank."""
-    done, profiling = observation.localised, observation.state.profiling
+    done, profiling = observation.localized_profile, observation.state.profiling
     if done is None or done.window != profiling.shown or profiling.round != observation.round:
         return None
-    return next((each.finding for each in done.localisation.explanations if culprit in each.ranks), None)
+    return next((each.finding for each in done.localization.explanations if culprit in each.ranks), None)
 
 
-def _weigh(
+def _weigh_remedies(
     observation: Observation, policy: Policy, found: Diagnosis, culprit: int | None
 ) -> tuple[Choice, Action | None]:
     """All remedies with their prices, and what the chosen one does: the ways to train, a spare for a culprit, for slow
     communication other ways through the fabric."""
     adaptation, threshold = observation.state.adaptation, observation.job.spec.detection.straggler_slowdown
-    since = _since(observation, found)
-    past = observation.surroundings.past_seconds.get(CAUSES[found.trouble], ())
-    broken = culprit is not None and found.rank_slowdown[culprit] >= BROKEN
+    since = _find_first_sign(observation, found)
+    past = observation.cluster_view.past_durations.get(BOTTLENECK_TO_CAUSE[found.trouble], ())
+    broken = culprit is not None and found.rank_slowdown[culprit] >= SPARE_FIRST_SLOWDOWN
     choose = partial(
-        price.choose,
+        price.choose_remedy,
         slowdown=found.slowdown,
-        lost_seconds=adaptation.lost_by(observation.now, found.slowdown, since).seconds,
-        remaining_seconds=price.expected_remaining(
-            observation.now - since, past, PRIOR_SECONDS.get(found.trouble, OTHER_PRIOR_SECONDS)
+        lost_seconds=adaptation.accumulate_loss(observation.now, found.slowdown, since).seconds,
+        remaining_seconds=price.estimate_remaining_seconds(
+            observation.now - since, past, BOTTLENECK_PRIOR_SECONDS.get(found.trouble, DEFAULT_PRIOR_SECONDS)
         ),
         mended=threshold,
         bearable=threshold if broken else math.inf,
     )
-    ways = _permitted(observation, policy, found)
-    exact = adapt.exact_helps(found, ways)
-    options = [way.option(exact if way.mode is not SYNC else "") for way in ways]
+    ways = _list_permitted_strategies(observation, policy, found)
+    exact = adapt.explain_exact_preference(found, ways)
+    options = [way.to_option(exact if way.mode is not EXACT_SYNC_MODE else "") for way in ways]
     best = choose(options).chosen
     after = found.slowdown if best is None else best.option.slowdown_after
     mended = (best is not None or bool(exact)) and (not broken or after < threshold)
     actions: list[Action] = [Adapt(way, found.trouble, mended) for way in ways]
-    if culprit is not None and found.trouble is Trouble.COMPUTE:
-        spare = _spare(observation, policy, culprit, found.rank_slowdown[culprit])
-        options.append(replace(spare, slowdown_after=_without(observation, found, culprit)))
+    if culprit is not None and found.trouble is Bottleneck.COMPUTE:
+        spare = _build_spare_option(observation, policy, culprit, found.rank_slowdown[culprit])
+        options.append(replace(spare, slowdown_after=_compute_slowdown_without(observation, found, culprit)))
         words = f"rank {culprit} has cost as much as a spare does"
-        actions.append(ReplaceWorker(observation.worker_of_rank(culprit) or "", words, dead=False))
-    around = other_ways.option(observation, policy, found.slowdown)
-    if around is not None and found.trouble is Trouble.COMMUNICATION:
+        actions.append(ReplaceWorker(observation.find_worker_of_rank(culprit) or "", words, dead=False))
+    around = other_ways.build_alternative_option(observation, policy, found.slowdown)
+    if around is not None and found.trouble is Bottleneck.COMMUNICATION:
         options.append(around)
-        actions.append(PlanTraffic(paces=links.rates(observation)))
+        actions.append(PlanTraffic(rates=links.measure_pair_rates(observation)))
     open_ = observation.state.incidents.open
-    measured = {i.remedy for i in open_ if i.live and i.class_ is Class.PERFORMANCE}
-    choice = choose([_once(option) if option.remedy in measured else option for option in options])
+    measured = {i.remedy for i in open_ if i.live and i.class_ is IncidentClass.PERFORMANCE}
+    choice = choose([_refuse_repetition(option) if option.remedy in measured else option for option in options])
     return choice, None if choice.chosen is None else actions[choice.prices.index(choice.chosen)]
 
 
-def _without(observation: Observation, found: Diagnosis, culprit: int) -> float:
+def _compute_slowdown_without(observation: Observation, found: Diagnosis, culprit: int) -> float:
     """What is left of the slowdown without the culprit's worker: others may be as slow."""
-    worker = observation.worker_of_rank(culprit)
+    worker = observation.find_worker_of_rank(culprit)
     member = next((member for member in observation.plan.members if member.worker == worker), None)
     others = set(found.culprits) - set(() if member is None else member.ranks)
-    return adapt.with_slow(found, others, observation.job.spec.detection.straggler_slowdown) if others else 1.0
+    return adapt.estimate_remaining_slowdown(found, others, observation.job.spec.detection.straggler_slowdown) if others else 1.0
 
 
-def _once(option: Option) -> Option:
+def _refuse_repetition(option: Option) -> Option:
     """The same does not come again while it is measured, and keeps nothing else off."""
     return replace(option, refused=option.refused or "it has been done, and is still measured")
 
 
-def _spare(observation: Observation, policy: Policy, rank: int | None, answered: float = 1.0) -> Option:
+def _build_spare_option(observation: Observation, policy: Policy, rank: int | None, answered: float = 1.0) -> Option:
     """For a slow rank; None: not known which. answered: how many times its peers' time it takes by its last answer."""
-    if _alike(observation) or _has_recovered(observation, answered):
+    if _are_ranks_alike(observation) or _has_recovered(observation, answered):
         refused = "no rank is so slow any more"
     else:
-        refused = _why_not_move(observation, policy, rank)
+        refused = _explain_stay(observation, policy, rank)
     # What is left of a rank that is slow for sure may be little; of one that is a little slow, it may be luck.
-    least = price.LASTING_WIN if observation.has_straggler else price.MINIMAL_WIN
-    option = replace_option(observation, policy, refused=refused)
-    return replace(option, cost_seconds=exchange_seconds(observation), least_win=least)
+    least = price.MIN_LASTING_WIN if observation.has_straggler else price.MIN_REMEDY_WIN
+    option = build_replace_option(observation, policy, refused=refused)
+    return replace(option, cost_seconds=estimate_exchange_seconds(observation), least_win=least)
 
 
 def _has_recovered(observation: Observation, answered: float) -> bool:
@@ -571,119 +571,119 @@ def _has_recovered(observation: Observation, answered: float) -> bool:
     peers' time. The figures are of now, but means over a window: before that part of one is done they cannot have
     fallen so far, and of a rank that has just become slow they are still rising."""
     pace, suspicion = observation.metrics.pace, observation.state.adaptation.suspicion
-    since = window_steps(observation) if suspicion is None else observation.step - suspicion.asked_step
-    is_told = since >= RECOVERED * window_steps(observation)
-    return is_told and pace is not None and pace - 1.0 < RECOVERED * (answered - 1.0)
+    since = get_window_steps(observation) if suspicion is None else observation.step - suspicion.asked_step
+    is_told = since >= RECOVERED_SHARE * get_window_steps(observation)
+    return is_told and pace is not None and pace - 1.0 < RECOVERED_SHARE * (answered - 1.0)
 
 
-def _spare_is_due(observation: Observation, policy: Policy) -> bool:
+def _is_spare_due(observation: Observation, policy: Policy) -> bool:
     """Slow ranks, mended in part or not at all, have cost as much by now as a spare that could be taken. What was done
     before is measured first."""
     loss = observation.state.adaptation.loss
-    if loss is None or not policy.acts or _being_measured(observation):
+    if loss is None or not policy.applies_remedies or _is_remedy_measured(observation):
         return False
-    spare = _spare(observation, policy, observation.metrics.slowest_rank)
-    is_worth_it = price.wins(loss.slowdown, 1.0, spare.least_win) and loss.by(observation.now) >= spare.cost_seconds
+    spare = _build_spare_option(observation, policy, observation.metrics.slowest_rank)
+    is_worth_it = price.is_worth_change(loss.slowdown, 1.0, spare.least_win) and loss.compute_seconds(observation.now) >= spare.cost_seconds
     return is_worth_it and not spare.refused
 
 
-def _why_not_move(observation: Observation, policy: Policy, rank: int | None) -> str:
+def _explain_stay(observation: Observation, policy: Policy, rank: int | None) -> str:
     """Why this rank gets no other worker (any more); "": it may."""
-    since, here = observation.now - policy.restart_window, None if rank is None else observation.worker_of_rank(rank)
-    if observation.budget_is_spent(policy):
+    since, here = observation.now - policy.restart_window, None if rank is None else observation.find_worker_of_rank(rank)
+    if observation.is_budget_spent(policy):
         return "no restart is left in this window"
     slow_on = {
         past.worker
         for past in observation.state.incidents.past
-        if past.cause is Cause.STRAGGLER and past.rank == rank and past.at > since
+        if past.cause is IncidentCause.STRAGGLER and past.rank == rank and past.at > since
     }
     others = sorted(worker for worker in slow_on if worker is not None and worker != here)
-    return f"it was slow on {', '.join(others)}, too: look at the script" if len(others) >= MOVED_BEFORE else ""
+    return f"it was slow on {', '.join(others)}, too: look at the script" if len(others) >= MIN_SLOW_WORKERS else ""
 
 
-def _ways(observation: Observation, found: Diagnosis) -> tuple[Way, ...]:
+def _list_strategies(observation: Observation, found: Diagnosis) -> tuple[Strategy, ...]:
     """From mode Sync on; out of a Local-SGD mode there is the way back alone."""
-    if observation.plan.sync_mode is not SYNC:
+    if observation.plan.sync_mode is not EXACT_SYNC_MODE:
         return ()
     threshold = observation.job.spec.detection.straggler_slowdown
     plan = observation.plan
-    return adapt.ways(found, threshold=threshold, sequence_cost=plan.sequence_cost, garbage_every=plan.garbage_every)
+    return adapt.propose_strategies(found, threshold=threshold, sequence_cost=plan.sequence_cost, garbage_every=plan.garbage_every)
 
 
-def _permitted(observation: Observation, policy: Policy, found: Diagnosis) -> list[Way]:
+def _list_permitted_strategies(observation: Observation, policy: Policy, found: Diagnosis) -> list[Strategy]:
     """The same, refused as well where this job may not train in that way."""
     return [
-        replace(way, refused=way.refused or _refusal(observation, policy, found, way))
-        for way in _ways(observation, found)
+        replace(way, refused=way.refused or _explain_refusal(observation, policy, found, way))
+        for way in _list_strategies(observation, found)
     ]
 
 
-def _refusal(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:
+def _explain_refusal(observation: Observation, policy: Policy, found: Diagnosis, strategy: Strategy) -> str:
     """Why this job may not train in that way (now); "": it may."""
     assert observation.state.adaptation.suspicion is not None
-    if refusal := policy.refusal(Remedy(way.remedy)):
+    if refusal := policy.find_refusal(Remedy(strategy.remedy)):
         return refusal
-    if way.mode is not SYNC and observation.job.spec.sync_mode is not WantedMode.AUTO:
+    if strategy.mode is not EXACT_SYNC_MODE and observation.job.spec.sync_mode is not RequestedSyncMode.AUTO:
         return f"spec.syncMode is {observation.job.spec.sync_mode}"
-    if not steered(observation):
+    if not is_managed(observation):
         return "the script does not use the library, so it cannot be steered"
-    if way.remedy == Remedy.REBALANCE and observation.state.adaptation.shares_refusal:
+    if strategy.remedy == Remedy.REBALANCE and observation.state.adaptation.shares_refusal:
         return f"the ranks refused it: {observation.state.adaptation.shares_refusal}"
-    if way.mode is SYNC:
-        return _puts_off(observation, policy, found, way)
+    if strategy.mode is EXACT_SYNC_MODE:
+        return _explain_deferral(observation, policy, found, strategy)
     if found.trouble is not observation.state.adaptation.suspicion.shown:
         return "the next steps have to show the same first"
     if any(view.heartbeat is not None and not view.heartbeat.sync_mode for view in observation.members):
         return "the ranks do not tell the mode that they train in: is their library older than the operator?"
     if observation.state.adaptation.mode_refusal:
         return f"the ranks refused it: {observation.state.adaptation.mode_refusal}"
-    if _mode_held(observation):
+    if _is_mode_in_cool_down(observation):
         last = observation.state.adaptation.mode_changes
         seconds = last.changed_at + last.hold_seconds - observation.now
         return f"the mode has changed lately and stays for another {seconds:.0f} s"
     return ""
 
 
-def _puts_off(observation: Observation, policy: Policy, found: Diagnosis, way: Way) -> str:
+def _explain_deferral(observation: Observation, policy: Policy, found: Diagnosis, strategy: Strategy) -> str:
     """Shares that mend a little of little leave less than a spare is taken for, for as long as it lasts."""
-    culprit = _culprit(found)
-    if culprit is None or way.remedy != Remedy.REBALANCE or price.wins(found.slowdown, way.slowdown_after):
+    culprit = _find_culprit(found)
+    if culprit is None or strategy.remedy != Remedy.REBALANCE or price.is_worth_change(found.slowdown, strategy.slowdown_after):
         return ""
-    is_better = _without(observation, found, culprit) < way.slowdown_after
-    if not is_better or _spare(observation, policy, culprit).refused:
+    is_better = _compute_slowdown_without(observation, found, culprit) < strategy.slowdown_after
+    if not is_better or _build_spare_option(observation, policy, culprit).refused:
         return ""
     return "it wins so little that a spare is the better remedy, once it is due"
 
 
-def steered(observation: Observation) -> bool:
+def is_managed(observation: Observation) -> bool:
     """Whether the script uses the library, as far as is heard, and so trains as the plan says."""
     return all(view.heartbeat is None or view.heartbeat.steered for view in observation.members)
 
 
-def _mode_held(observation: Observation) -> bool:
+def _is_mode_in_cool_down(observation: Observation) -> bool:
     return not observation.state.adaptation.mode_changes.allows(observation.now)
 
 
-def _message(found: Diagnosis, culprit: int | None, worker: str | None) -> str:
-    if culprit is not None and found.trouble is Trouble.COMPUTE:
+def _build_message(found: Diagnosis, culprit: int | None, worker: str | None) -> str:
+    if culprit is not None and found.trouble is Bottleneck.COMPUTE:
         return f"rank {culprit} on {worker} takes {found.rank_slowdown[culprit]:.2f} × its peers' time a sample"
     words = {
-        Trouble.COMPUTE: "the shares of the batch do not fit the ranks",
-        Trouble.COMMUNICATION: "communication takes longer than in the job's first steady steps",
-        Trouble.VOLATILE: "slow ranks come and go, and all wait for each of them",
-        Trouble.GARBAGE: "garbage collections of different ranks fall into different steps, and all wait for each",
-        Trouble.LENGTHS: "sequence lengths are dealt unevenly over the ranks",
+        Bottleneck.COMPUTE: "the shares of the batch do not fit the ranks",
+        Bottleneck.COMMUNICATION: "communication takes longer than in the job's first steady steps",
+        Bottleneck.VOLATILE: "slow ranks come and go, and all wait for each of them",
+        Bottleneck.GARBAGE: "garbage collections of different ranks fall into different steps, and all wait for each",
+        Bottleneck.LENGTHS: "sequence lengths are dealt unevenly over the ranks",
     }
     return f"steps take {found.slowdown:.2f} × as long as they need: {words[found.trouble]}"
 
 
-def _open_incident(observation: Observation, cause: Cause, rank: int | None) -> str:
+def _find_open_incident(observation: Observation, cause: IncidentCause, rank: int | None) -> str:
     """Name of the incident of this trouble that is still open: what was done has not mended it."""
     names = (i.name for i in observation.state.incidents.open if i.cause is cause and i.rank == rank)
     return next(names, "")
 
 
-def earlier(observation: Observation, subject: Subject) -> int:
+def get_last_incident_number(observation: Observation, subject: IncidentKey) -> int:
     """The highest number of an incident of this trouble in this round: shares first, a spare later."""
-    names = observation.state.incidents.names()
-    return max((subject.number_of(name, observation.job) for name in names), default=0)
+    names = observation.state.incidents.list_names()
+    return max((subject.find_occurrence(name, observation.job) for name in names), default=0)

@@ -18,39 +18,39 @@ from statistics import median
 from pacekeeper_analysis import price
 from pacekeeper_analysis.plan import EvidencePart
 
-from ..api import Cause, Class, Outcome, Remedy
+from ..api import IncidentCause, IncidentClass, IncidentOutcome, Remedy
 from ..decision import Decision, PlanTraffic
 from ..observation import Observation, Policy
-from ..state import MAX_WAYS_TRIED, Draft, Incident, WayTrial, WayTried
-from ..subject import Subject
+from ..state import MAX_FAILED_ROUTES, DesiredState, Incident, RouteTrial, FailedRoute
+from ..subject import IncidentKey
 from . import links, paths
-from .pricing import plan_traffic_option, written
-from .straggler import earlier, steady
-from .traffic import HORIZON_SECONDS
+from .pricing import build_plan_traffic_option, build_remedy_prices
+from .straggler import get_last_incident_number, is_steady
+from .traffic import TRAFFIC_HORIZON_SECONDS
 
-BETTER = 1.1
+BETTER_ROUTE_RATIO = 1.1
 """× the pace of before, for a way to be better."""
-NOISE = 0.02
+STEP_TIME_NOISE = 0.02
 """Steps that have changed by less are as they were."""
-LINKS_SECONDS = 30.0
+THROUGHPUT_WAIT_SECONDS = 30.0
 """So long the connections may take to tell their pace: afterwards the steps alone say how it goes."""
-MEASURE_SECONDS = 120.0
-TRY_AGAIN_SECONDS = 1800.0
+ROUTE_TRIAL_MEASURE_SECONDS = 120.0
+TRIED_ROUTE_TTL_SECONDS = 1800.0
 """So long what was no better is not tried again, and so long the way back is open."""
-LATELY_SECONDS = 30.0
+REROUTE_EVIDENCE_TTL_SECONDS = 30.0
 """Before a round the connections are not asked again within so long."""
-AGAIN_SECONDS = 5.0
+ROUTE_EVIDENCE_PERIOD_SECONDS = 5.0
 """Between two questions of our own: a window of the connections' figures."""
-REQUEST = "ways-"
+ROUTE_EVIDENCE_PREFIX = "ways-"
 
 
-def is_known_before(observation: Observation) -> bool:
+def is_baseline_known(observation: Observation) -> bool:
     """The connections have told their pace by the ways so far, or have had their time to."""
     ago = observation.now - observation.state.adaptation.ways_asked_at
-    return links.is_told(observation) or links.BEFORE_SECONDS < ago <= LATELY_SECONDS
+    return links.has_link_evidence(observation) or links.REROUTE_EVIDENCE_WAIT_SECONDS < ago <= REROUTE_EVIDENCE_TTL_SECONDS
 
 
-def went_on(draft: Draft, incident: Incident) -> Draft:
+def begin_trial_measurement(draft: DesiredState, incident: Incident) -> DesiredState:
     """With the first step by other ways: what the round has cost, and since when they are measured."""
     trial = draft.state.adaptation.way_trial
     assert trial is not None
@@ -61,79 +61,79 @@ def went_on(draft: Draft, incident: Incident) -> Draft:
     return draft.with_adaptation(way_trial=replace(trial, since=incident.recovered))
 
 
-def judge(observation: Observation, incident: Incident, trial: WayTrial) -> Incident:
+def evaluate_route_trial(observation: Observation, incident: Incident, trial: RouteTrial) -> Incident:
     """The incident with what is known by now, since its round's first step; with an outcome once that is enough."""
     if observation.plan.membership != trial.membership or observation.plan.sync_mode is not trial.sync_mode:
-        return replace(incident, outcome=Outcome.SUPERSEDED, shown="the job has changed before it was measured")
-    found, before = _measured(observation, trial), incident.slowdown_before or 1.0
+        return replace(incident, outcome=IncidentOutcome.SUPERSEDED, shown="the job has changed before it was measured")
+    found, before = _measure_trial(observation, trial), incident.slowdown_before or 1.0
     if found is None:
-        if observation.now - trial.since <= MEASURE_SECONDS or observation.metrics.untold:
+        if observation.now - trial.since <= ROUTE_TRIAL_MEASURE_SECONDS or observation.metrics.untold:
             return incident
-        return replace(incident, outcome=Outcome.MITIGATED, shown="what they are worth could not be measured")
-    after = max(1.0, before * found.slower)
+        return replace(incident, outcome=IncidentOutcome.MITIGATED, shown="what they are worth could not be measured")
+    after = max(1.0, before * found.step_time_ratio)
     limit = observation.job.spec.detection.straggler_slowdown
-    outcome = Outcome.RECOVERED if after < limit else Outcome.MITIGATED
+    outcome = IncidentOutcome.RECOVERED if after < limit else IncidentOutcome.MITIGATED
     return replace(
         incident,
         slowdown_after=after,
-        measured_gain=(price.loss_rate(before) - price.loss_rate(after)) * HORIZON_SECONDS,
-        outcome=outcome if found.better else Outcome.NOT_HELPED,
-        shown=f"{found.words}: {'kept' if found.better else 'no better, and not tried again for a while'}",
+        measured_gain=(price.compute_loss_rate(before) - price.compute_loss_rate(after)) * TRAFFIC_HORIZON_SECONDS,
+        outcome=outcome if found.is_better else IncidentOutcome.NOT_HELPED,
+        shown=f"{found.summary}: {'kept' if found.is_better else 'no better, and not tried again for a while'}",
     )
 
 
-def conclude(observation: Observation, draft: Draft, incident: Incident, trial: WayTrial) -> Draft:
+def conclude_route_trial(observation: Observation, draft: DesiredState, incident: Incident, trial: RouteTrial) -> DesiredState:
     """With what follows from the outcome for ways to come."""
-    found = _measured(observation, trial) if incident.outcome is Outcome.NOT_HELPED else None
+    found = _measure_trial(observation, trial) if incident.outcome is IncidentOutcome.NOT_HELPED else None
     if found is None:
         return draft.with_adaptation(way_trial=None)
-    tried = tuple(WayTried(observation.now, c.source, c.destination, c.spine, c.draw) for c in trial.changes)
-    is_worse = found.slower > 1 + NOISE and trial.changes
+    tried = tuple(FailedRoute(observation.now, c.source, c.destination, c.spine, c.draw) for c in trial.changes)
+    is_worse = found.step_time_ratio > 1 + STEP_TIME_NOISE and trial.changes
     return draft.with_adaptation(
-        ways_tried=(*draft.state.adaptation.ways_tried, *tried)[-MAX_WAYS_TRIED:],
-        way_trial=replace(trial, slower=found.slower) if is_worse else None,
+        ways_tried=(*draft.state.adaptation.ways_tried, *tried)[-MAX_FAILED_ROUTES:],
+        way_trial=replace(trial, slower=found.step_time_ratio) if is_worse else None,
     )
 
 
-def step(observation: Observation, policy: Policy) -> Draft:
+def advance_route_trial(observation: Observation, policy: Policy) -> DesiredState:
     """Asks for the connections where they are to be measured and nobody has asked; forgets what is too old."""
-    draft, now, adaptation = observation.draft, observation.now, observation.state.adaptation
-    tried = tuple(one for one in adaptation.ways_tried if now - one.at < TRY_AGAIN_SECONDS)
+    draft, now, adaptation = observation.desired, observation.now, observation.state.adaptation
+    tried = tuple(one for one in adaptation.ways_tried if now - one.at < TRIED_ROUTE_TTL_SECONDS)
     if tried != adaptation.ways_tried:
         draft = draft.with_adaptation(ways_tried=tried)
-    if adaptation.way_trial is not None and _is_over(observation, adaptation.way_trial):
+    if adaptation.way_trial is not None and _is_trial_over(observation, adaptation.way_trial):
         draft = draft.with_adaptation(way_trial=None)
-    asked = now - adaptation.ways_asked_at <= LATELY_SECONDS or links.is_told(observation)
-    if not asked and policy.acts and steady(observation) and paths.due(observation) is not None:
+    asked = now - adaptation.ways_asked_at <= REROUTE_EVIDENCE_TTL_SECONDS or links.has_link_evidence(observation)
+    if not asked and policy.applies_remedies and is_steady(observation) and paths.get_due_reroute(observation) is not None:
         draft = draft.with_adaptation(ways_asked_at=now)
-    return _with_a_question(observation.with_draft(draft))
+    return _request_link_evidence(observation.with_desired(draft))
 
 
-def check(observation: Observation, policy: Policy) -> Decision | None:
+def check_worse_routes(observation: Observation, policy: Policy) -> Decision | None:
     """The ways of before, where steps have become longer without them, and have lost by now what a round costs."""
     trial = observation.state.adaptation.way_trial
-    if trial is None or not trial.slower or trial.membership != observation.plan.membership or not steady(observation):
+    if trial is None or not trial.slower or trial.membership != observation.plan.membership or not is_steady(observation):
         return None
     slower = min(trial.slower, observation.step_seconds / trial.step_seconds)  # it may have passed
-    if paths.put_back(observation, trial.changes) == observation.plan.paths:
+    if paths.restore_paths(observation, trial.changes) == observation.plan.paths:
         return None
-    choice = price.choose(
-        (plan_traffic_option(observation, policy),),
+    choice = price.choose_remedy(
+        (build_plan_traffic_option(observation, policy),),
         slowdown=slower,
-        lost_seconds=(observation.now - trial.since) * price.loss_rate(slower),
-        remaining_seconds=HORIZON_SECONDS,
+        lost_seconds=(observation.now - trial.since) * price.compute_loss_rate(slower),
+        remaining_seconds=TRAFFIC_HORIZON_SECONDS,
     )
     if choice.chosen is None:
         return None
-    subject = Subject(Cause.SLOW_COMMUNICATION, observation.round)
+    subject = IncidentKey(IncidentCause.SLOW_COMMUNICATION, observation.round)
     return Decision(
-        subject=replace(subject, number=1 + earlier(observation, subject)),
-        class_=Class.PERFORMANCE,
+        incident_key=replace(subject, number=1 + get_last_incident_number(observation, subject)),
+        class_=IncidentClass.PERFORMANCE,
         message=f"steps take {slower:.2f} × as long by the ways that were tried: those of before come back",
         first_sign=trial.since,
-        actions=(PlanTraffic(back=True),),
+        actions=(PlanTraffic(revert=True),),
         remedy=Remedy.PLAN_TRAFFIC,
-        remedies=written(choice.prices, choice.chosen),
+        remedies=build_remedy_prices(choice.prices, choice.chosen),
         last_step=observation.step,
         slowdown_before=slower,
         slowdown_after=1.0,
@@ -141,38 +141,38 @@ def check(observation: Observation, policy: Policy) -> Decision | None:
     )
 
 
-def _with_a_question(observation: Observation) -> Draft:
+def _request_link_evidence(observation: Observation) -> DesiredState:
     """Of our own, where nobody else asks any: again where the answers have said too little."""
-    draft, now = observation.draft, observation.now
+    draft, now = observation.desired, observation.now
     request, asked_at = draft.plan.evidence_request, draft.state.adaptation.ways_asked_at
-    if not links.pace_is_wanted(draft, now):
-        return draft.with_plan(evidence_request="") if request.startswith(REQUEST) else draft
-    again = request.startswith(REQUEST) and links.is_told(observation) and now - asked_at >= AGAIN_SECONDS
-    if (request and not again) or draft.state.adaptation.suspicion is not None or not steady(observation):
+    if not links.needs_pair_throughput(draft, now):
+        return draft.with_plan(evidence_request="") if request.startswith(ROUTE_EVIDENCE_PREFIX) else draft
+    again = request.startswith(ROUTE_EVIDENCE_PREFIX) and links.has_link_evidence(observation) and now - asked_at >= ROUTE_EVIDENCE_PERIOD_SECONDS
+    if (request and not again) or draft.state.adaptation.suspicion is not None or not is_steady(observation):
         return draft
     parts = (EvidencePart.WINDOWS, EvidencePart.LINKS)
-    draft = draft.with_plan(evidence_request=f"{REQUEST}{draft.plan.version + 1}", evidence_parts=parts)
+    draft = draft.with_plan(evidence_request=f"{ROUTE_EVIDENCE_PREFIX}{draft.plan.version + 1}", evidence_parts=parts)
     return draft.with_adaptation(ways_asked_at=now)
 
 
 @dataclass(frozen=True)
-class _Measured:
-    slower: float  # the time of a step over that of before
-    faster: float | None  # the pace of the connections over that of before, in the middle; None: not known
-    words: str
+class _RouteTrialResult:
+    step_time_ratio: float  # the time of a step over that of before
+    throughput_ratio: float | None  # the pace of the connections over that of before, in the middle; None: not known
+    summary: str
 
     @property
-    def better(self) -> bool:
-        return self.slower < 1 - NOISE if self.faster is None else self.faster >= BETTER
+    def is_better(self) -> bool:
+        return self.step_time_ratio < 1 - STEP_TIME_NOISE if self.throughput_ratio is None else self.throughput_ratio >= BETTER_ROUTE_RATIO
 
 
-def _measured(observation: Observation, trial: WayTrial) -> _Measured | None:
+def _measure_trial(observation: Observation, trial: RouteTrial) -> _RouteTrialResult | None:
     """None: not yet."""
-    if not trial.since or not steady(observation) or not trial.step_seconds or not observation.step_seconds:
+    if not trial.since or not is_steady(observation) or not trial.step_seconds or not observation.step_seconds:
         return None
     slower = observation.step_seconds / trial.step_seconds
     words = f"steps took {trial.step_seconds:.3g} s before, and {observation.step_seconds:.3g} s now"
-    now = links.paces(observation)
+    now = links.measure_pair_throughputs(observation)
     pairs = [(c, now[c.source, c.destination]) for c in trial.changes if (c.source, c.destination) in now]
     known = [(change, pace.bytes_per_second) for change, pace in pairs if change.bytes_per_second]
     if known:
@@ -180,15 +180,15 @@ def _measured(observation: Observation, trial: WayTrial) -> _Measured | None:
         slowest = f"from rank {change.source} to rank {change.destination}"
         rates = f"{change.bytes_per_second / 1e6:.3g} MB/s before, and {pace / 1e6:.3g} MB/s now"
         faster = median(pace / change.bytes_per_second for change, pace in known)
-        return _Measured(slower, faster, f"{slowest} {rates}; {words}")
-    awaited = trial.knows_paces and observation.now - trial.since <= LINKS_SECONDS
-    return None if awaited else _Measured(slower, None, words)
+        return _RouteTrialResult(slower, faster, f"{slowest} {rates}; {words}")
+    awaited = trial.has_rates and observation.now - trial.since <= THROUGHPUT_WAIT_SECONDS
+    return None if awaited else _RouteTrialResult(slower, None, words)
 
 
-def _is_over(observation: Observation, trial: WayTrial) -> bool:
+def _is_trial_over(observation: Observation, trial: RouteTrial) -> bool:
     """Another membership goes by other ways; those of before are in force again; or nobody has needed the way back."""
     if trial.membership != observation.plan.membership:
         return True
     if not trial.incident:
         return observation.training_since is not None
-    return bool(trial.slower) and observation.now - trial.since > TRY_AGAIN_SECONDS
+    return bool(trial.slower) and observation.now - trial.since > TRIED_ROUTE_TTL_SECONDS

@@ -6,78 +6,78 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pacekeeper_analysis import adapt
-from pacekeeper_analysis.adapt import Trouble
+from pacekeeper_analysis.adapt import Bottleneck
 from pacekeeper_analysis.plan import EvidencePart, Plan, Stop, SyncMode
 from pacekeeper_analysis.reports import RankWindow
 
 from .. import modes
 from ..api import Remedy
 from ..observation import Observation, Policy
-from ..state import Draft, LocalSgd
+from ..state import DesiredState, LocalSgdChoice
 from . import links
-from .straggler import ASK_SECONDS, WILD, pause_between_questions, steady
+from .straggler import MIN_EVIDENCE_REQUEST_SECONDS, VOLATILE_SLOWDOWN, compute_evidence_pause, is_steady
 
-ANSWERS = 2
+MIN_REVERT_ANSWERS = 2
 """So many answers in a row must say that it is over: one may be luck."""
-STEPS = 32
+MIN_REVERT_STEPS = 32
 """Over so many steps answers must say that slow ranks come and go no more: in a window of eight, all ranks may have
 been spared, or hit alike."""
 
-MORE_THAN_A_STEP = 1.3
+SYNC_COST_RATIO = 1.3
 """A synchronisation does more than the all-reduce of a step, so the S that is reckoned from its time is too high by
 about this. A link that is still a little slow brings the mode back, and each such return doubles the time it stays."""
 
 
-def step(observation: Observation, policy: Policy) -> Draft:
+def consider_revert_to_sync(observation: Observation, policy: Policy) -> DesiredState:
     """The draft with the next question, or in mode Sync again."""
-    draft, adaptation = observation.draft, observation.state.adaptation.local_sgd
+    draft, adaptation = observation.desired, observation.state.adaptation.local_sgd
     if adaptation is None or observation.plan.stop is not Stop.NO:
         return draft
-    if observation.refused:
-        return modes.refused(draft, observation.refused, observation.now)
-    if not steady(observation):
+    if observation.refusal:
+        return modes.reject_local_sgd(draft, observation.refusal, observation.now)
+    if not is_steady(observation):
         return draft
-    return _judge(observation, policy, adaptation) or _ask(observation, adaptation)
+    return _evaluate_answers(observation, policy, adaptation) or _request_evidence(observation, adaptation)
 
 
-def _judge(observation: Observation, policy: Policy, adaptation: LocalSgd) -> Draft | None:
+def _evaluate_answers(observation: Observation, policy: Policy, adaptation: LocalSgdChoice) -> DesiredState | None:
     """The draft after a complete answer; None: there is none."""
     windows = tuple(window for evidence in observation.evidence for window in evidence.windows)
     if not observation.plan.evidence_request or len(windows) != observation.plan.world_size:
         return None
-    draft = observation.draft.with_plan(evidence_request="")
-    way = adapt.way_back(
+    draft = observation.desired.with_plan(evidence_request="")
+    way = adapt.propose_revert_to_sync(
         windows,
         threshold=observation.job.spec.detection.straggler_slowdown,
-        trouble=adaptation.trouble,
+        bottleneck=adaptation.trouble,
         global_batch=observation.global_batch,
-        usual={
-            Trouble.VOLATILE: 1 + (WILD - 1) / 2 if adaptation.trouble is Trouble.VOLATILE else WILD,
-            Trouble.COMMUNICATION: MORE_THAN_A_STEP,
+        usual_slowdowns={
+            Bottleneck.VOLATILE: 1 + (VOLATILE_SLOWDOWN - 1) / 2 if adaptation.trouble is Bottleneck.VOLATILE else VOLATILE_SLOWDOWN,
+            Bottleneck.COMMUNICATION: SYNC_COST_RATIO,
         },
     )
     if way is None:
         stays = draft.with_adaptation(local_sgd=replace(adaptation, over=0))
-        return replace(stays, plan=_rarer(observation, stays.plan, windows, adaptation))
+        return replace(stays, plan=_space_out_syncs(observation, stays.plan, windows, adaptation))
     since = adaptation.over_since if adaptation.over else observation.step
     adaptation = replace(adaptation, over=adaptation.over + 1, over_since=since)
-    sure = adaptation.over >= ANSWERS and (
-        adaptation.trouble is not Trouble.VOLATILE or observation.step >= adaptation.over_since + STEPS
+    sure = adaptation.over >= MIN_REVERT_ANSWERS and (
+        adaptation.trouble is not Bottleneck.VOLATILE or observation.step >= adaptation.over_since + MIN_REVERT_STEPS
     )
     if not sure or not draft.state.adaptation.mode_changes.allows(observation.now):
         return draft.with_adaptation(local_sgd=adaptation)
-    plan = way.applied_to(draft.plan)
-    if policy.refusal(Remedy.REBALANCE):
+    plan = way.apply_to(draft.plan)
+    if policy.find_refusal(Remedy.REBALANCE):
         plan = replace(plan, shares=None)
-    return modes.left(replace(draft, plan=plan), way.reason)
+    return modes.revert_to_sync(replace(draft, plan=plan), way.reason)
 
 
-def _rarer(observation: Observation, plan: Plan, windows: Sequence[RankWindow], adaptation: LocalSgd) -> Plan:
+def _space_out_syncs(observation: Observation, plan: Plan, windows: Sequence[RankWindow], adaptation: LocalSgdChoice) -> Plan:
     """The plan for a trouble that lasts."""
     if plan.sync_mode is not SyncMode.ASYNC_EDIT:
         return plan
     stayed = observation.now - adaptation.since
-    seconds = adapt.rarer(
+    seconds = adapt.lengthen_sync_interval(
         windows,
         plan.sync_seconds,
         stayed,
@@ -87,14 +87,14 @@ def _rarer(observation: Observation, plan: Plan, windows: Sequence[RankWindow], 
     return replace(plan, sync_seconds=seconds)
 
 
-def _ask(observation: Observation, adaptation: LocalSgd) -> Draft:
+def _request_evidence(observation: Observation, adaptation: LocalSgdChoice) -> DesiredState:
     now = observation.now
     # Twice as often as what slows a job down is asked for: a mode that is not exact should not outlast its reason.
-    pause = ASK_SECONDS if adaptation.over else max(ASK_SECONDS, pause_between_questions(now - adaptation.since) / 2)
+    pause = MIN_EVIDENCE_REQUEST_SECONDS if adaptation.over else max(MIN_EVIDENCE_REQUEST_SECONDS, compute_evidence_pause(now - adaptation.since) / 2)
     if now - max(adaptation.asked_at, adaptation.since) < pause:
-        return observation.draft
+        return observation.desired
     request = f"way-back-{observation.plan.version + 1}"
-    parts = (EvidencePart.WINDOWS, *((EvidencePart.LINKS,) if links.wanted(observation) else ()))
-    return observation.draft.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
+    parts = (EvidencePart.WINDOWS, *((EvidencePart.LINKS,) if links.needs_link_evidence(observation) else ()))
+    return observation.desired.with_plan(evidence_request=request, evidence_parts=parts).with_adaptation(
         local_sgd=replace(adaptation, asked_at=now)
     )

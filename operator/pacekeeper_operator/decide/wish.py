@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from pacekeeper_analysis.plan import Stop, SyncMode
 
-from ..api import WantedMode
+from ..api import RequestedSyncMode
 from ..observation import Observation, Policy
-from ..state import Draft
+from ..state import DesiredState
 
 
-def step(observation: Observation, _policy: Policy) -> Draft:
+def apply_requested_sync_mode(observation: Observation, _policy: Policy) -> DesiredState:
     """The draft in the wanted mode. Pauses and caps are about remedies; this is the user's own choice."""
-    draft, wanted = observation.draft, observation.job.spec.sync_mode
+    draft, wanted = observation.desired, observation.job.spec.sync_mode
     own = draft.state.adaptation.local_sgd
-    if observation.plan.stop is not Stop.NO or observation.state.life.over:
+    if observation.plan.stop is not Stop.NO or observation.state.life.is_over:
         return draft
-    if wanted is WantedMode.AUTO and own is not None:
+    if wanted is RequestedSyncMode.AUTO and own is not None:
         return draft
-    mode = SyncMode.SYNC if wanted is WantedMode.AUTO else SyncMode(wanted)
+    mode = SyncMode.SYNC if wanted is RequestedSyncMode.AUTO else SyncMode(wanted)
     if draft.plan.sync_mode is not mode:
         draft = draft.with_plan(sync_mode=mode, evidence_request="").with_adaptation(
-            mode_changes=draft.state.adaptation.mode_changes.changed(observation.now),
+            mode_changes=draft.state.adaptation.mode_changes.with_change(observation.now),
             mode_reason=f"spec.syncMode is {wanted}",
             suspicion=None,
         )

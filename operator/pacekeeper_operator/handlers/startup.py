@@ -12,14 +12,14 @@ import kopf
 import orjson
 
 from ..api import FINALIZER_JOB
-from ..cluster import PAGE, parse
-from ..transfer import Response, lines, session_options
-from ..trimming import trim
+from ..cluster import LIST_PAGE_OBJECTS, parse_response
+from ..transfer import BoundedResponse, read_lines, build_session_options
+from ..trimming import trim_job
 
-_JOB = "TrainingJob"
+_JOB_KIND = "TrainingJob"
 
 
-class _NoDifferences(kopf.DiffBaseStorage):
+class _NullDiffBaseStorage(kopf.DiffBaseStorage):
     """kopf would copy every object that a watch tells of three times over, to find what has changed for handlers of
     changes. There are none: that took 2 ms an event, of 3 in all."""
 
@@ -34,10 +34,10 @@ class _NoDifferences(kopf.DiffBaseStorage):
 
 
 @kopf.on.startup()
-async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+async def configure_kopf(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.peering.standalone = True  # leadership is by our own Lease
     settings.persistence.finalizer = FINALIZER_JOB
-    settings.persistence.diffbase_storage = _NoDifferences()
+    settings.persistence.diffbase_storage = _NullDiffBaseStorage()
     settings.networking.request_timeout = 15
     settings.networking.connect_timeout = 5
     settings.networking.error_backoffs = [0.5, 1, 2, 3] + [
@@ -46,7 +46,7 @@ async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
     settings.queueing.error_delays = [1, 1, 2, 3, 5, 8]
     settings.posting.enabled = False  # we tell Events ourselves
     settings.watching.connect_timeout = 5
-    settings.watching.chunk_size = PAGE  # at most: the session's middleware bounds the bytes
+    settings.watching.chunk_size = LIST_PAGE_OBJECTS  # at most: the session's middleware bounds the bytes
     settings.watching.server_timeout = 300
     settings.background.cancellation_polling = 1
     settings.background.instant_exit_timeout = 2  # a loop ends after the call to the API server that it is in
@@ -63,13 +63,13 @@ class _TrimmedLines:
         return getattr(self._content, name)
 
     async def iter_chunked(self, _size: int) -> AsyncGenerator[bytes]:
-        async for line in lines(self._content):
-            event = parse(line)
-            _trim(event.get("object"))
+        async for line in read_lines(self._content):
+            event = parse_response(line)
+            _trim_job(event.get("object"))
             yield orjson.dumps(event) + b"\n"
 
 
-class TrimmedResponse(Response):
+class TrimmedResponse(BoundedResponse):
     """To kopf, which keeps each object as it came."""
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
@@ -82,21 +82,21 @@ class TrimmedResponse(Response):
         """Raises what aiohttp does."""
         if self.status >= 300:
             return await super().json(**options)
-        found = parse(await self.read())
-        if found.get("kind") == f"{_JOB}List":
+        found = parse_response(await self.read())
+        if found.get("kind") == f"{_JOB_KIND}List":
             for item in found.get("items") or ():
-                trim(item)
-        _trim(found)
+                trim_job(item)
+        _trim_job(found)
         return found
 
 
-def _trim(found: Any) -> None:
-    if isinstance(found, dict) and found.get("kind") == _JOB:
-        trim(found)
+def _trim_job(found: Any) -> None:
+    if isinstance(found, dict) and found.get("kind") == _JOB_KIND:
+        trim_job(found)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Session(kopf.AiohttpSession):
+class _KopfSession(kopf.AiohttpSession):
     """As good as another one with the same credentials: kopf does not try again those that were refused."""
 
     aiohttp_session: aiohttp.ClientSession = field(compare=False)
@@ -116,7 +116,7 @@ async def log_in(settings: kopf.OperatorSettings, **_: Any) -> kopf.AiohttpSessi
         found = kopf.login_with_kubeconfig(settings=settings)
     if found is None:
         return None
-    return _Session(
+    return _KopfSession(
         server=found.server,
         priority=found.priority,
         default_namespace=found.default_namespace,
@@ -127,6 +127,6 @@ async def log_in(settings: kopf.OperatorSettings, **_: Any) -> kopf.AiohttpSessi
             headers=found.as_http_headers(),
             proxy=found.proxy_url,
             trust_env=found.trust_env,
-            **session_options() | {"response_class": TrimmedResponse},
+            **build_session_options() | {"response_class": TrimmedResponse},
         ),
     )

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from sys import getsizeof
 
-from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_analysis.reports import FaultReport, FaultKind
 
-MAX_OF_WORKER = 32
-MAX_BYTES_OF_WORKER = 4 * 2**20
-FEW_CHARACTERS = 500
-MAX_FOR_EACH_WORKER = 4
-MAX_BESIDE = 64
+MAX_FAULTS_PER_WORKER = 32
+MAX_FAULT_BYTES_PER_WORKER = 4 * 2**20
+SHORTENED_FAULT_CHARACTERS = 500
+MAX_JOB_FAULTS_PER_WORKER = 4
+MAX_JOB_FAULTS_BASE = 64
 """Of one job: so many for each of its workers, and so many beside."""
 
 
-class OpenFaults(Mapping[str, Fault]):
+class OpenFaults(Mapping[str, FaultReport]):
     """By name. What came first stays; what is too much is not taken, and comes again once there is room.
 
     Of a worker's stalls the newest one only: it tells all anew, and a rank may keep thousands waiting rightly for half
@@ -25,50 +25,50 @@ class OpenFaults(Mapping[str, Fault]):
     """
 
     def __init__(self) -> None:
-        self.held = 0
+        self.total_bytes = 0
         """Bytes of them all, about."""
-        self._faults: dict[str, Fault] = {}
+        self._faults: dict[str, FaultReport] = {}
         self._count: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
-        self._stalls: dict[str, Fault] = {}  # by worker
+        self._stalls: dict[str, FaultReport] = {}  # by worker
 
-    def take(self, fault: Fault, workers: int) -> str:
+    def add(self, fault: FaultReport, workers: int) -> str:
         """Why it is not taken; "": it is, or was before, or is told anew. `workers`: how many the job has."""
-        if fault.name in self._faults or self.is_told_anew(fault):
+        if fault.name in self._faults or self.is_superseded(fault):
             return ""
         before = self._stalls.get(fault.worker) if fault.kind is FaultKind.STALLED else None
-        count, weight = (0, 0) if before is None else (1, _weight(before))  # of the one whose place it takes
-        if self._count[fault.worker] - count >= MAX_OF_WORKER:
-            return f"worker {fault.worker} has {MAX_OF_WORKER} faults that are not dealt with yet"
-        if self._bytes[fault.worker] - weight + _weight(fault) > MAX_BYTES_OF_WORKER:
-            return f"worker {fault.worker} has faults of {MAX_BYTES_OF_WORKER} bytes that are not dealt with yet"
-        if len(self._faults) - count >= MAX_FOR_EACH_WORKER * workers + MAX_BESIDE:
+        count, weight = (0, 0) if before is None else (1, _estimate_bytes(before))  # of the one whose place it takes
+        if self._count[fault.worker] - count >= MAX_FAULTS_PER_WORKER:
+            return f"worker {fault.worker} has {MAX_FAULTS_PER_WORKER} faults that are not dealt with yet"
+        if self._bytes[fault.worker] - weight + _estimate_bytes(fault) > MAX_FAULT_BYTES_PER_WORKER:
+            return f"worker {fault.worker} has faults of {MAX_FAULT_BYTES_PER_WORKER} bytes that are not dealt with yet"
+        if len(self._faults) - count >= MAX_JOB_FAULTS_PER_WORKER * workers + MAX_JOB_FAULTS_BASE:
             return f"the job has {len(self._faults)} faults that are not dealt with yet"
         if before is not None:
             del self._faults[before.name]
             self._count[fault.worker] -= count
             self._bytes[fault.worker] -= weight
-            self.held -= weight
-        self._add(fault)
+            self.total_bytes -= weight
+        self._insert(fault)
         return ""
 
-    def held_of(self, worker: str) -> int:
+    def get_worker_bytes(self, worker: str) -> int:
         """Bytes of this worker's, about."""
         return self._bytes[worker]
 
-    def is_told_anew(self, fault: Fault) -> bool:
+    def is_superseded(self, fault: FaultReport) -> bool:
         """By a later stall of its worker's."""
         newest = self._stalls.get(fault.worker)
-        return fault.kind is FaultKind.STALLED and newest is not None and _order(fault) < _order(newest)
+        return fault.kind is FaultKind.STALLED and newest is not None and _get_stall_order(fault) < _get_stall_order(newest)
 
-    def keep(self, wanted: Callable[[Fault], bool]) -> None:
+    def retain(self, wanted: Callable[[FaultReport], bool]) -> None:
         """Forget all others."""
         faults = [fault for fault in self._faults.values() if wanted(fault)]
-        self._faults, self._count, self._bytes, self._stalls, self.held = {}, Counter(), Counter(), {}, 0
+        self._faults, self._count, self._bytes, self._stalls, self.total_bytes = {}, Counter(), Counter(), {}, 0
         for fault in faults:
-            self._add(fault)
+            self._insert(fault)
 
-    def __getitem__(self, name: str) -> Fault:
+    def __getitem__(self, name: str) -> FaultReport:
         return self._faults[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -77,27 +77,27 @@ class OpenFaults(Mapping[str, Fault]):
     def __len__(self) -> int:
         return len(self._faults)
 
-    def _add(self, fault: Fault) -> None:
+    def _insert(self, fault: FaultReport) -> None:
         self._faults[fault.name] = fault
         self._count[fault.worker] += 1
-        weight = _weight(fault)
+        weight = _estimate_bytes(fault)
         self._bytes[fault.worker] += weight
-        self.held += weight
+        self.total_bytes += weight
         if fault.kind is FaultKind.STALLED:
             self._stalls[fault.worker] = fault
 
 
-def in_few_words(fault: Fault) -> Fault:
+def shorten_fault(fault: FaultReport) -> FaultReport:
     """What it takes to judge it: of each stack the innermost call."""
-    ranks = tuple(replace(rank, stack=rank.stack.strip().rpartition("\n")[2][-FEW_CHARACTERS:]) for rank in fault.ranks)
-    return replace(fault, error=fault.error[-FEW_CHARACTERS:], ranks=ranks, ras="", transfers="")
+    ranks = tuple(replace(rank, stack=rank.stack.strip().rpartition("\n")[2][-SHORTENED_FAULT_CHARACTERS:]) for rank in fault.ranks)
+    return replace(fault, error=fault.error[-SHORTENED_FAULT_CHARACTERS:], ranks=ranks, ras="", transfers="")
 
 
-def _order(stall: Fault) -> tuple[int, int, float]:
+def _get_stall_order(stall: FaultReport) -> tuple[int, int, float]:
     return stall.membership, stall.round, stall.noticed_at
 
 
-def _weight(fault: Fault) -> int:
+def _estimate_bytes(fault: FaultReport) -> int:
     """About the bytes that it holds. What is long in it is text, of which one odd character has each take four."""
     texts = (fault.error, fault.ras, fault.transfers, *fault.unreachable, *fault.missing)
     held = sum(map(getsizeof, texts)) + 256 * (len(fault.blocked) + 2)

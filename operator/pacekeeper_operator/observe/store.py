@@ -17,7 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from ..cluster import Change, Cluster, Denied, Kind
+from ..cluster import WatchEvent, Cluster, Denied, ResourceKind
 
 View = TypeVar("View")
 log = logging.getLogger(__name__)
@@ -32,28 +32,28 @@ class Entry(Generic[View]):
 
 
 @dataclass
-class Shelf(Generic[View]):
+class ResourceStore(Generic[View]):
     """All objects of one kind, each reduced to what decisions need."""
 
-    kind: Kind
+    kind: ResourceKind
     reduce: Callable[[Mapping[str, Any]], View]
     labels: str = ""
     group: Callable[[Key, View], object] = lambda key, _: key
     """What objects are asked for by; by default each stands alone."""
-    changed: Callable[[Key, View], None] = lambda *_: None
+    on_change: Callable[[Key, View], None] = lambda *_: None
     """Called for every object that has appeared, gone, or become another to decisions."""
-    went_back: Callable[[], None] = lambda: None
+    on_restore: Callable[[], None] = lambda: None
     """Called when a list has shown that the API server was restored from a backup."""
-    steady: bool = False  # what an object is reduced to hangs on the object alone: the same state is the same view
-    unheard: int = 0  # changes in a row that lists have shown and no watch had told
-    heard: bool = False  # some watch has told something
-    changes: int = 0  # so many objects have appeared, gone, or become others to decisions
-    newest: int = 0  # resourceVersion up to which a watch or a list has told anything
+    is_reduction_pure: bool = False  # what an object is reduced to hangs on the object alone: the same state is the same view
+    missed_changes: int = 0  # changes in a row that lists have shown and no watch had told
+    has_watch_events: bool = False  # some watch has told something
+    change_count: int = 0  # so many objects have appeared, gone, or become others to decisions
+    newest_version: int = 0  # resourceVersion up to which a watch or a list has told anything
     listed: asyncio.Event = field(default_factory=asyncio.Event)
     _entries: dict[Key, Entry[View]] = field(default_factory=dict)
     _groups: dict[object, set[Key]] = field(default_factory=dict)
     _ordered: dict[object, tuple[Key, ...]] = field(default_factory=dict)  # groups that were asked for, by their names
-    _gone: dict[Key, int] = field(default_factory=dict)  # at which resourceVersion, since the last list
+    _deleted: dict[Key, int] = field(default_factory=dict)  # at which resourceVersion, since the last list
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -71,7 +71,7 @@ class Shelf(Generic[View]):
         entry = self._entries.get(key)
         return None if entry is None else entry.view
 
-    def of(self, group: object) -> tuple[View, ...]:
+    def get_group(self, group: object) -> tuple[View, ...]:
         """All of a group, in the order of their names."""
         if group not in self._groups:
             return ()
@@ -80,22 +80,22 @@ class Shelf(Generic[View]):
             keys = self._ordered[group] = tuple(sorted(self._groups[group]))
         return tuple(self._entries[key].view for key in keys)
 
-    def hear_of(self, change: Change) -> None:
+    def apply_change(self, change: WatchEvent) -> None:
         """A watch's word; that it has nothing new to tell is one, too."""
-        self.heard, self.unheard = True, 0
-        self.newest = max(self.newest, change.version)
+        self.has_watch_events, self.missed_changes = True, 0
+        self.newest_version = max(self.newest_version, change.version)
         if change.body is not None:
-            self.hear(change.body, deleted=change.deleted)
+            self.apply_event(change.body, deleted=change.deleted)
 
-    def hear(self, body: Mapping[str, Any], *, deleted: bool) -> None:
+    def apply_event(self, body: Mapping[str, Any], *, deleted: bool) -> None:
         """What a watch tells of an object."""
-        self.heard, self.unheard = True, 0
+        self.has_watch_events, self.missed_changes = True, 0
         if deleted:
-            self._remove(key_of(body), version_of(body))
+            self._remove(get_object_key(body), get_resource_version(body))
         else:
             self._put(body)
 
-    def take(self, body: Mapping[str, Any]) -> None:
+    def update(self, body: Mapping[str, Any]) -> None:
         """The API server's own answer, which may be ahead of the watch."""
         self._put(body)
 
@@ -106,15 +106,15 @@ class Shelf(Generic[View]):
         if body is None:
             self.drop(key)
             return None
-        if known is not None and version_of(body) < known.version:
+        if known is not None and get_resource_version(body) < known.version:
             self.notice_restore()
-        self.take(body)
+        self.update(body)
         return body
 
     def contradicts(self, body: Mapping[str, Any], newest: int) -> bool:
         """Whether this object of a list was known in a later version when the list was asked for, up to `newest`."""
-        known = self._entries.get(key_of(body))
-        return known is not None and version_of(body) < known.version <= newest
+        known = self._entries.get(get_object_key(body))
+        return known is not None and get_resource_version(body) < known.version <= newest
 
     def drop(self, key: Key) -> None:
         """It was asked for, and is not there."""
@@ -122,37 +122,37 @@ class Shelf(Generic[View]):
         if entry is not None:
             self._remove(key, entry.version)
 
-    async def read(self, cluster: Cluster, namespaces: Sequence[str]) -> None:
+    async def refresh(self, cluster: Cluster, namespaces: Sequence[str]) -> None:
         """See `read`."""
-        await read(cluster, (self,), namespaces)
+        await refresh_stores(cluster, (self,), namespaces)
 
-    def proven(self) -> None:
+    def mark_listed(self) -> None:
         """All that there are has been taken."""
-        self._gone.clear()
+        self._deleted.clear()
         self.listed.set()
 
-    def prove(self) -> None:
+    def invalidate(self) -> None:
         """What is known counts for nothing until the next list has been read."""
         self.listed.clear()
-        self.unheard = 0
+        self.missed_changes = 0
 
-    def go_back(self) -> None:
+    def reset_versions(self) -> None:
         """Any version is newer than what is known, which stays until lists have shown what there is."""
         self._entries = {key: Entry(0, entry.view) for key, entry in self._entries.items()}
-        self._gone.clear()
-        self.newest = 0
-        self.went_back()
+        self._deleted.clear()
+        self.newest_version = 0
+        self.on_restore()
 
     def notice_restore(self) -> None:
         """Something was known in a later version than the API server's own."""
         log.warning("%s have gone back to a backup: all is read anew", self.kind.plural)
-        self.go_back()
+        self.reset_versions()
 
-    def take_all(self, bodies: Sequence[Mapping[str, Any]]) -> None:
+    def update_page(self, bodies: Sequence[Mapping[str, Any]]) -> None:
         """A part of a list."""
-        self._untold(sum(self._put(body) for body in bodies))
+        self._count_missed(sum(self._put(body) for body in bodies))
 
-    def keep_only(self, there: Container[Key], version: int, namespace: str) -> None:
+    def remove_missing(self, there: Container[Key], version: int, namespace: str) -> None:
         """These are all that there were of a namespace ("": of all) at that resourceVersion."""
         missing = [
             key
@@ -161,47 +161,47 @@ class Shelf(Generic[View]):
         ]
         for key in missing:
             self._remove(key, version)
-        self._untold(len(missing))
+        self._count_missed(len(missing))
 
-    def _untold(self, changes: int) -> None:
+    def _count_missed(self, changes: int) -> None:
         if self.listed.is_set():
-            self.unheard += changes
+            self.missed_changes += changes
 
     def _put(self, body: Mapping[str, Any]) -> bool:
         """Whether this is news to decisions."""
-        key, version = key_of(body), version_of(body)
+        key, version = get_object_key(body), get_resource_version(body)
         before = self._entries.get(key)
-        if version < max(self._gone.get(key, 0), before.version if before else 0):
+        if version < max(self._deleted.get(key, 0), before.version if before else 0):
             return False  # a list that was taken before a watch told better
-        if self.steady and before is not None and version == before.version > 0:
+        if self.is_reduction_pure and before is not None and version == before.version > 0:
             return False
         view = self.reduce(body)
         group = self.group(key, view)
         if before is None or self.group(key, before.view) != group:
             if before is not None:
-                self._forget(key, before.view)
+                self._remove_from_group(key, before.view)
             self._groups.setdefault(group, set()).add(key)
             self._ordered.pop(group, None)
         self._entries[key] = Entry(version, view)
         if before is not None and before.view == view:
             return False
-        self._tell(key, view)
+        self._notify(key, view)
         return True
 
     def _remove(self, key: Key, version: int) -> None:
         before = self._entries.get(key)
-        self._gone[key] = max(version, self._gone.get(key, 0))
+        self._deleted[key] = max(version, self._deleted.get(key, 0))
         if before is None or before.version > version:
             return
-        self._forget(key, before.view)
+        self._remove_from_group(key, before.view)
         del self._entries[key]
-        self._tell(key, before.view)
+        self._notify(key, before.view)
 
-    def _tell(self, key: Key, view: View) -> None:
-        self.changes += 1
-        self.changed(key, view)
+    def _notify(self, key: Key, view: View) -> None:
+        self.change_count += 1
+        self.on_change(key, view)
 
-    def _forget(self, key: Key, view: View) -> None:
+    def _remove_from_group(self, key: Key, view: View) -> None:
         group = self.group(key, view)
         self._ordered.pop(group, None)
         self._groups[group].discard(key)
@@ -209,51 +209,51 @@ class Shelf(Generic[View]):
             del self._groups[group]
 
 
-async def read(cluster: Cluster, shelves: Sequence[Shelf[Any]], namespaces: Sequence[str]) -> dict[str, int]:
+async def refresh_stores(cluster: Cluster, stores: Sequence[ResourceStore[Any]], namespaces: Sequence[str]) -> dict[str, int]:
     """Prove what shelves of one kind know by lists, of the given namespaces (none: of all); as of which
     resourceVersion, by namespace.
 
     Raises what `Cluster.pages` does; they then know no less than before. A namespace that may not be read (it is being
     deleted, say) is passed over."""
     found: dict[str, int] = {}
-    for place in shelves[0].kind.places(namespaces):
+    for place in stores[0].kind.list_scopes(namespaces):
         try:
-            found[place] = await read_place(cluster, shelves, place)
+            found[place] = await refresh_namespace(cluster, stores, place)
         except Denied as error:
             if not place:
                 raise
-            log.warning("%s of namespace %s cannot be listed: %s", shelves[0].kind.plural, place, error)
-    for shelf in shelves:
-        shelf.proven()
+            log.warning("%s of namespace %s cannot be listed: %s", stores[0].kind.plural, place, error)
+    for shelf in stores:
+        shelf.mark_listed()
     return found
 
 
-async def read_place(cluster: Cluster, shelves: Sequence[Shelf[Any]], namespace: str) -> int:
+async def refresh_namespace(cluster: Cluster, stores: Sequence[ResourceStore[Any]], namespace: str) -> int:
     """Tell shelves of one kind of all that there are of a namespace ("": of all); as of which resourceVersion. It
     proves nothing: not all places may have been listed. Raises what `Cluster.pages` does."""
     there: set[Key] = set()
-    version, known = 0, [shelf.newest for shelf in shelves]
-    async with aclosing(cluster.pages(shelves[0].kind, namespace, labels=shelves[0].labels)) as pages:
+    version, known = 0, [shelf.newest_version for shelf in stores]
+    async with aclosing(cluster.list_pages(stores[0].kind, namespace, labels=stores[0].labels)) as pages:
         async for page in pages:
-            there.update(map(key_of, page.items))
-            for shelf, newest in zip(shelves, known, strict=True):
+            there.update(map(get_object_key, page.items))
+            for shelf, newest in zip(stores, known, strict=True):
                 older = not version and page.version < newest
                 if older or any(shelf.contradicts(body, newest) for body in page.items):
                     shelf.notice_restore()
             version = page.version
-            for shelf in shelves:
-                shelf.take_all(page.items)
-    for shelf in shelves:
-        shelf.newest = max(shelf.newest, version)
-        shelf.keep_only(there, version, namespace)
+            for shelf in stores:
+                shelf.update_page(page.items)
+    for shelf in stores:
+        shelf.newest_version = max(shelf.newest_version, version)
+        shelf.remove_missing(there, version, namespace)
     return version
 
 
-def key_of(body: Mapping[str, Any]) -> Key:
+def get_object_key(body: Mapping[str, Any]) -> Key:
     return body["metadata"].get("namespace") or "", body["metadata"]["name"]
 
 
-def version_of(body: Mapping[str, Any]) -> int:
+def get_resource_version(body: Mapping[str, Any]) -> int:
     """Kubernetes promises that they can be compared as numbers; where one is none, the last word counts."""
     text = body["metadata"].get("resourceVersion", "")
     return int(text) if text.isdecimal() else 0

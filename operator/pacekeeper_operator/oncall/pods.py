@@ -8,7 +8,7 @@ from itertools import islice
 from pacekeeper_analysis.errors import InputError
 
 from ..api import Object, parse_time
-from .text import duration, paragraph
+from .text import format_elapsed, format_paragraph
 
 MOST_PODS, MOST_EVENTS = 3, 3
 """Pods, and events of each, that are shown. A job whose workers do not start has the same reason for most of them."""
@@ -35,12 +35,12 @@ def describe(pod: Object, events: Sequence[Object], now: float) -> str:
     phase = pod.get("status", {}).get("phase", "Pending")
     title = f"Pod {metadata['name']}{where} is {phase} (kubectl describe pod {metadata['name']}):"
     shown = islice(sorted(by_reason.values(), key=_last_seen, reverse=True), MOST_EVENTS)
-    return "\n".join([paragraph(title), *(paragraph(_say(event, now), "    ", "  ") for event in shown)])
+    return "\n".join([format_paragraph(title), *(format_paragraph(_say(event, now), "    ", "  ") for event in shown)])
 
 
 def _say(event: Object, now: float) -> str:
     seen = _last_seen(event)
-    ago = f"{duration(max(0.0, now - seen))} ago" if seen else ""
+    ago = f"{format_elapsed(max(0.0, now - seen))} ago" if seen else ""
     count = int(event.get("count") or (event.get("series") or {}).get("count") or 1)
     often = f"{count} times, the last" if count > 1 else ""
     when = " ".join(filter(None, (often, ago)))

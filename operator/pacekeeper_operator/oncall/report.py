@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
-from ..api import Cause, Class, format_time
+from ..api import IncidentCause, IncidentClass, format_time
 from . import incidents as words
-from .seen import SeenIncident, SeenJob
-from .text import duration, plain
+from .seen import LoadedIncident, LoadedJob
+from .text import format_elapsed, strip_control_characters
 
-MOVES = frozenset({Cause.GPU_WARNING, Cause.NODE_LEAVING})
+MOVE_CAUSES = frozenset({IncidentCause.GPU_WARNING, IncidentCause.NODE_LEAVING})
 """The job trains on until its worker moves."""
-WIDTH, HEIGHT, MARGIN, TOP, BOTTOM = 1100, 96, 8, 20, 22
+TIMELINE_WIDTH, TIMELINE_HEIGHT, TIMELINE_MARGIN, TIMELINE_TOP, TIMELINE_BOTTOM = 1100, 96, 8, 20, 22
 """Of the timeline, in its own units."""
-TICKS = 6
+TIMELINE_TICKS = 6
 
-_STYLE = """
+_JOB_REPORT_STYLE = """
 td, th { text-align: left; vertical-align: top; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 .scroll { overflow-x: auto; }
@@ -38,7 +38,7 @@ details h3 { font-size: 13px; margin: 8px 0 0 16px; color: var(--soft); }
 
 
 @dataclass(frozen=True)
-class Loss:
+class CauseLoss:
     """What one kind of incident has cost a job."""
 
     cause: str
@@ -47,55 +47,55 @@ class Loss:
     steps: int
 
 
-def page(seen: SeenJob, incidents: Sequence[SeenIncident], now: float) -> str:
+def render_page(seen: LoadedJob, incidents: Sequence[LoadedIncident], now: float) -> str:
     """`incidents`: the job's own; those whose retention is over are not among them."""
-    own = sorted(incidents, key=lambda one: one.began)
-    first = min([seen.status.start_time or now, *(one.began for one in own)])
+    own = sorted(incidents, key=lambda one: one.started_at)
+    first = min([seen.status.start_time or now, *(one.started_at for one in own)])
     last = max(seen.status.completion_time or now, first + 1.0)
     title = f"{seen.job.name} in {seen.job.namespace}"
     sections = (
-        _section("", f'<div class="figures">{_figures(seen, own, first, last)}</div>'),
-        _section("Its life", f'<div class="scroll">{_timeline(own, first, last)}</div>{_hint(own)}'),
-        _section("What its time was lost to", _losses(losses(own, last), last - first)),
-        _section("Incidents", _overview(own, first) + "".join(_details(at, one) for at, one in enumerate(own, 1))),
+        _render_section("", f'<div class="figures">{_render_statistics(seen, own, first, last)}</div>'),
+        _render_section("Its life", f'<div class="scroll">{_render_timeline(own, first, last)}</div>{_render_hint(own)}'),
+        _render_section("What its time was lost to", _render_losses(compute_losses(own, last), last - first)),
+        _render_section("Incidents", _render_overview(own, first) + "".join(_render_details(at, one) for at, one in enumerate(own, 1))),
     )
     style = files("pacekeeper_analysis.pages").joinpath("common.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{_text(title)}</title><style>{style}{_STYLE}</style></head><body><main>
-<header><h1>{_text(title)}</h1><p class="hint">{_moment(first)} – {_moment(last)}</p></header>
+<title>{_escape_text(title)}</title><style>{style}{_JOB_REPORT_STYLE}</style></head><body><main>
+<header><h1>{_escape_text(title)}</h1><p class="hint">{_format_moment(first)} – {_format_moment(last)}</p></header>
 {"".join(sections)}</main></body></html>
 """
 
 
-def losses(incidents: Sequence[SeenIncident], end: float) -> list[Loss]:
+def compute_losses(incidents: Sequence[LoadedIncident], end: float) -> list[CauseLoss]:
     """By cause, the dearest first. `end`: of the job, or now. Seconds since the epoch."""
-    of_cause = defaultdict[str, list[SeenIncident]](list)
+    of_cause = defaultdict[str, list[LoadedIncident]](list)
     for one in incidents:
         of_cause[one.spec.cause].append(one)
     found = [
-        Loss(cause, len(of), sum(lost_seconds(one, end) for one in of), sum(one.status.steps_lost or 0 for one in of))
+        CauseLoss(cause, len(of), sum(compute_lost_seconds(one, end) for one in of), sum(one.status.steps_lost or 0 for one in of))
         for cause, of in of_cause.items()
     ]
     return sorted(found, key=lambda loss: -loss.seconds)
 
 
-def lost_seconds(incident: SeenIncident, end: float) -> float:
+def compute_lost_seconds(incident: LoadedIncident, end: float) -> float:
     """Of training: all of a standstill, and of slow steps what they take longer than they need. Where several overlap,
     each is counted in full."""
     status, spec = incident.status, incident.spec
-    if spec.cause in MOVES:
+    if spec.cause in MOVE_CAUSES:
         return 0.0
     over = status.recovered_seconds
     if over is None:
-        over = 0.0 if status.outcome else max(0.0, end - incident.began)
-    if spec.class_ is not Class.PERFORMANCE:
+        over = 0.0 if status.outcome else max(0.0, end - incident.started_at)
+    if spec.class_ is not IncidentClass.PERFORMANCE:
         return over
     slowdown = status.slowdown_before or 1.0
     return over * (1.0 - 1.0 / max(1.0, slowdown))
 
 
-def _figures(seen: SeenJob, incidents: Sequence[SeenIncident], first: float, last: float) -> str:
+def _render_statistics(seen: LoadedJob, incidents: Sequence[LoadedIncident], first: float, last: float) -> str:
     told = seen.status
     goodput = "–" if told.goodput is None else f"{told.goodput:.0%}"
     of = f" of {told.total_steps}" if told.total_steps else ""
@@ -104,120 +104,120 @@ def _figures(seen: SeenJob, incidents: Sequence[SeenIncident], first: float, las
         ("stage", told.phase or "not looked at yet", "phase"),
         ("main", goodput, "of the time since the first step not lost to incidents"),
         ("", "–" if told.step is None else str(told.step), f"steps{of}"),
-        ("", duration(last - first), "since it was taken up"),
+        ("", format_elapsed(last - first), "since it was taken up"),
         ("", str(len(incidents)), "incidents, as far as they are kept"),
         ("", str(told.restarts or 0), "restarts that count"),
         ("", str(lost), "steps lost"),
     )
     return "".join(
-        f'<div class="{kind}"><b>{_text(figure)}</b><span>{_text(what)}</span></div>' for kind, figure, what in shown
+        f'<div class="{kind}"><b>{_escape_text(figure)}</b><span>{_escape_text(what)}</span></div>' for kind, figure, what in shown
     )
 
 
-def _timeline(incidents: Sequence[SeenIncident], first: float, last: float) -> str:
+def _render_timeline(incidents: Sequence[LoadedIncident], first: float, last: float) -> str:
     """A bar from the beginning to the end, with a piece from each incident's first sign to its recovery."""
 
     def x(at: float) -> float:
-        return MARGIN + (min(max(at, first), last) - first) / (last - first) * (WIDTH - 2 * MARGIN)
+        return TIMELINE_MARGIN + (min(max(at, first), last) - first) / (last - first) * (TIMELINE_WIDTH - 2 * TIMELINE_MARGIN)
 
-    inner = HEIGHT - TOP - BOTTOM
-    parts = [f'<rect class="life" x="{MARGIN}" y="{TOP}" width="{WIDTH - 2 * MARGIN}" height="{inner}" rx="3"/>']
+    inner = TIMELINE_HEIGHT - TIMELINE_TOP - TIMELINE_BOTTOM
+    parts = [f'<rect class="life" x="{TIMELINE_MARGIN}" y="{TIMELINE_TOP}" width="{TIMELINE_WIDTH - 2 * TIMELINE_MARGIN}" height="{inner}" rx="3"/>']
     for number, one in enumerate(incidents, 1):
-        left, right = x(one.began), x(_end(one, last))
-        kind = "slow" if one.spec.class_ is Class.PERFORMANCE or one.spec.cause in MOVES else "lost"
-        tip = f"<title>{_text(f'{number} {one.spec.cause}: {one.spec.message}')}</title>"
-        box = f'x="{left:.1f}" y="{TOP}" width="{max(2.0, right - left):.1f}" height="{inner}"'
+        left, right = x(one.started_at), x(_compute_end(one, last))
+        kind = "slow" if one.spec.class_ is IncidentClass.PERFORMANCE or one.spec.cause in MOVE_CAUSES else "lost"
+        tip = f"<title>{_escape_text(f'{number} {one.spec.cause}: {one.spec.message}')}</title>"
+        box = f'x="{left:.1f}" y="{TIMELINE_TOP}" width="{max(2.0, right - left):.1f}" height="{inner}"'
         parts.append(f'<rect class="{kind}" {box}>{tip}</rect>')
-        parts.append(f'<text class="name" x="{left:.1f}" y="{TOP - 6}">{number}</text>')
-    for tick in range(TICKS + 1):
-        at = first + (last - first) * tick / TICKS
-        anchor = "start" if tick == 0 else "end" if tick == TICKS else "middle"
+        parts.append(f'<text class="name" x="{left:.1f}" y="{TIMELINE_TOP - 6}">{number}</text>')
+    for tick in range(TIMELINE_TICKS + 1):
+        at = first + (last - first) * tick / TIMELINE_TICKS
+        anchor = "start" if tick == 0 else "end" if tick == TIMELINE_TICKS else "middle"
         parts.append(
-            f'<text class="axis" x="{x(at):.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{duration(at - first)}</text>'
+            f'<text class="axis" x="{x(at):.1f}" y="{TIMELINE_HEIGHT - 6}" text-anchor="{anchor}">{format_elapsed(at - first)}</text>'
         )
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="incidents over time">{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 {TIMELINE_WIDTH} {TIMELINE_HEIGHT}" role="img" aria-label="incidents over time">{"".join(parts)}</svg>'
 
 
-def _hint(incidents: Sequence[SeenIncident]) -> str:
+def _render_hint(incidents: Sequence[LoadedIncident]) -> str:
     told = (
         "From first sign to recovery: dark where it stood still, light where it trained on." if incidents else "None."
     )
     return f'<p class="hint">{told}</p>'
 
 
-def _losses(found: Sequence[Loss], life: float) -> str:
+def _render_losses(found: Sequence[CauseLoss], life: float) -> str:
     rows = [
-        (loss.cause, str(loss.incidents), duration(loss.seconds), f"{loss.seconds / life:.1%}", str(loss.steps))
+        (loss.cause, str(loss.incidents), format_elapsed(loss.seconds), f"{loss.seconds / life:.1%}", str(loss.steps))
         for loss in found
     ]
-    return _table(("cause", "incidents", "time of training, about", "of its life", "steps"), rows)
+    return _render_table(("cause", "incidents", "time of training, about", "of its life", "steps"), rows)
 
 
-def _overview(incidents: Sequence[SeenIncident], first: float) -> str:
+def _render_overview(incidents: Sequence[LoadedIncident], first: float) -> str:
     rows = [
         (
             str(number),
-            duration(one.began - first),
+            format_elapsed(one.started_at - first),
             one.spec.cause,
-            words.who(one),
+            words.name_target(one),
             one.status.remedy or "–",
-            _after(one, one.status.detected),
-            _after(one, one.status.decided),
-            _after(one, one.status.recovered),
+            _format_delay(one, one.status.detected),
+            _format_delay(one, one.status.decided),
+            _format_delay(one, one.status.recovered),
             "" if one.status.steps_lost is None else str(one.status.steps_lost),
             one.status.outcome or "open",
         )
         for number, one in enumerate(incidents, 1)
     ]
     heads = ("#", "at", "cause", "who", "remedy", "detected", "decided", "recovered", "steps lost", "outcome")
-    return _table(heads, rows)
+    return _render_table(heads, rows)
 
 
-def _details(number: int, incident: SeenIncident) -> str:
-    parts = [f"<p>{_text(incident.spec.message)}</p>"]
+def _render_details(number: int, incident: LoadedIncident) -> str:
+    parts = [f"<p>{_escape_text(incident.spec.message)}</p>"]
     lists = (
-        ("diagnosis", words.verdict(incident)),
-        ("considered", [words.price(one) for one in incident.status.considered]),
-        ("outcome", [words.outcome(incident)]),
+        ("diagnosis", words.describe_diagnosis(incident)),
+        ("considered", [words.format_price(one) for one in incident.status.considered]),
+        ("outcome", [words.describe_outcome(incident)]),
         ("evidence", incident.spec.evidence),
     )
     for title, lines in lists:
         if lines:
-            parts.append(f"<h3>{title}</h3>" + "".join(f"<p>{_text(line)}</p>" for line in lines))
-    return f"<details><summary>{number} {_text(incident.name)}</summary>{''.join(parts)}</details>"
+            parts.append(f"<h3>{title}</h3>" + "".join(f"<p>{_escape_text(line)}</p>" for line in lines))
+    return f"<details><summary>{number} {_escape_text(incident.name)}</summary>{''.join(parts)}</details>"
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _render_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return '<p class="hint">None.</p>'
     return (
-        f'<div class="scroll"><table><thead><tr>{"".join(_cells("th", heads))}</tr></thead><tbody>'
-        + "".join(f"<tr>{''.join(_cells('td', row))}</tr>" for row in rows)
+        f'<div class="scroll"><table><thead><tr>{"".join(_render_cells("th", heads))}</tr></thead><tbody>'
+        + "".join(f"<tr>{''.join(_render_cells('td', row))}</tr>" for row in rows)
         + "</tbody></table></div>"
     )
 
 
-def _cells(tag: str, cells: Sequence[str]) -> Iterator[str]:
-    return (f"<{tag}>{_text(cell)}</{tag}>" for cell in cells)
+def _render_cells(tag: str, cells: Sequence[str]) -> Iterator[str]:
+    return (f"<{tag}>{_escape_text(cell)}</{tag}>" for cell in cells)
 
 
-def _section(title: str, content: str) -> str:
+def _render_section(title: str, content: str) -> str:
     return f'<section class="all">{f"<h2>{title}</h2>" if title else ""}{content}</section>'
 
 
-def _end(incident: SeenIncident, last: float) -> float:
+def _compute_end(incident: LoadedIncident, last: float) -> float:
     if incident.status.recovered is not None:
         return incident.status.recovered
-    return incident.began if incident.status.outcome else last
+    return incident.started_at if incident.status.outcome else last
 
 
-def _after(incident: SeenIncident, at: float | None) -> str:
-    return "" if at is None else duration(max(0.0, at - incident.began))
+def _format_delay(incident: LoadedIncident, at: float | None) -> str:
+    return "" if at is None else format_elapsed(max(0.0, at - incident.started_at))
 
 
-def _moment(at: float) -> str:
+def _format_moment(at: float) -> str:
     return f"{format_time(at)[:19]}Z"
 
 
-def _text(value: str) -> str:
-    return escape(" ".join(map(plain, value.splitlines())))
+def _escape_text(value: str) -> str:
+    return escape(" ".join(map(strip_control_characters, value.splitlines())))

@@ -9,11 +9,11 @@ from typing import Self, TypeVar
 from pacekeeper_analysis.errors import InputError
 
 from ..api import (
-    Condition,
+    JobCondition,
     ConditionStatus,
     IncidentSpec,
     IncidentStatus,
-    Job,
+    TrainingJob,
     JobStatus,
     Object,
     QuarantineSpec,
@@ -25,30 +25,30 @@ Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
-class SeenJob:
-    job: Job
+class LoadedJob:
+    job: TrainingJob
     status: JobStatus
 
     @classmethod
-    def of(cls, body: Object) -> Self:
-        return cls(_read(body, Job.parse), _read(body, lambda found: JobStatus.parse(found.get("status") or {})))
+    def from_object(cls, body: Object) -> Self:
+        return cls(_parse_object(body, TrainingJob.parse), _parse_object(body, lambda found: JobStatus.parse(found.get("status") or {})))
 
-    def true(self, *types: Condition) -> tuple[ConditionStatus, ...]:
+    def find_true_conditions(self, *types: JobCondition) -> tuple[ConditionStatus, ...]:
         """Those of the conditions that are True, in this order."""
         known = {condition.type: condition for condition in self.status.conditions}
         return tuple(known[one] for one in types if one in known and known[one].status == "True")
 
-    def condition(self, type_: Condition) -> ConditionStatus | None:
+    def find_condition(self, type_: JobCondition) -> ConditionStatus | None:
         return next((condition for condition in self.status.conditions if condition.type == type_), None)
 
     @property
-    def unseen(self) -> bool:
+    def is_unobserved(self) -> bool:
         """No operator has looked at its newest spec."""
         return (self.status.observed_generation or -1) < self.job.generation
 
 
 @dataclass(frozen=True)
-class SeenIncident:
+class LoadedIncident:
     namespace: str
     name: str
     created_at: float
@@ -56,45 +56,45 @@ class SeenIncident:
     status: IncidentStatus
 
     @classmethod
-    def of(cls, body: Object) -> Self:
+    def from_object(cls, body: Object) -> Self:
         metadata = body["metadata"]
         return cls(
             metadata["namespace"],
             metadata["name"],
             parse_time(metadata["creationTimestamp"]),
-            _read(body, lambda found: IncidentSpec.parse(found["spec"])),
-            _read(body, lambda found: IncidentStatus.parse(found.get("status") or {})),
+            _parse_object(body, lambda found: IncidentSpec.parse(found["spec"])),
+            _parse_object(body, lambda found: IncidentStatus.parse(found.get("status") or {})),
         )
 
     @property
-    def began(self) -> float:
+    def started_at(self) -> float:
         return self.created_at if self.status.first_sign is None else self.status.first_sign
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return self.status.outcome is None
 
 
 @dataclass(frozen=True)
-class SeenQuarantine:
+class LoadedQuarantine:
     node: str
     spec: QuarantineSpec
     status: QuarantineStatus
 
     @classmethod
-    def of(cls, body: Object) -> Self:
+    def from_object(cls, body: Object) -> Self:
         return cls(
             body["metadata"]["name"],
-            _read(body, lambda found: QuarantineSpec.parse(found["spec"])),
-            _read(body, lambda found: QuarantineStatus.parse(found.get("status") or {})),
+            _parse_object(body, lambda found: QuarantineSpec.parse(found["spec"])),
+            _parse_object(body, lambda found: QuarantineStatus.parse(found.get("status") or {})),
         )
 
 
-def newest_first(bodies: Sequence[Object]) -> list[SeenIncident]:
-    return sorted(map(SeenIncident.of, bodies), key=lambda incident: incident.began, reverse=True)
+def parse_newest_first(bodies: Sequence[Object]) -> list[LoadedIncident]:
+    return sorted(map(LoadedIncident.from_object, bodies), key=lambda incident: incident.started_at, reverse=True)
 
 
-def _read(body: Object, read: Callable[[Object], Read]) -> Read:
+def _parse_object(body: Object, read: Callable[[Object], Read]) -> Read:
     """Raises InputError that names object and remedy."""
     try:
         return read(body)

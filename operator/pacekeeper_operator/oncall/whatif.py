@@ -11,57 +11,57 @@ import numpy as np
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import SyncMode
-from pacekeeper_analysis.records import STATE
-from pacekeeper_analysis.whatif.causes import diagnose
-from pacekeeper_analysis.whatif.figures import analyse
-from pacekeeper_analysis.whatif.inputs import load
-from pacekeeper_analysis.whatif.report.terminal import render
+from pacekeeper_analysis.records import RING_STATE
+from pacekeeper_analysis.whatif.causes import diagnose_cause
+from pacekeeper_analysis.whatif.figures import analyze_window
+from pacekeeper_analysis.whatif.inputs import load_window
+from pacekeeper_analysis.whatif.report.terminal import render_summary
 
-from ..api import LABEL_JOB, TRAINER
+from ..api import LABEL_JOB, TRAINER_CONTAINER
 from ..manifests import RUNTIME_PATH
 from .kubectl import Kubectl, KubectlError
-from .seen import SeenJob
-from .text import WIDTH
+from .seen import LoadedJob
+from .text import TEXT_WIDTH
 
-RINGS = f"{RUNTIME_PATH}/rings"
-MOST_RANKS = 256
+RINGS_PATH = f"{RUNTIME_PATH}/rings"
+MAX_COPIED_RANKS = 256
 """A ring has some megabytes."""
-AT_ONCE = 8
+MAX_CONCURRENT_KUBECTL = 8
 
 
-def told(kubectl: Kubectl, seen: SeenJob) -> str:
+def report_whatif(kubectl: Kubectl, seen: LoadedJob) -> str:
     """What stragglers cost in the last steps, and who they are. Raises InputError."""
     if seen.status.sync_mode not in (None, SyncMode.SYNC):
         raise InputError(f"{seen.job.name} trains in {seen.status.sync_mode}, in which no rank waits for another")
     ranks = seen.job.spec.replicas * seen.job.spec.nproc_per_node
-    if ranks > MOST_RANKS:
+    if ranks > MAX_COPIED_RANKS:
         raise InputError(f"{ranks} ranks are too many to copy: read the Incidents, or take a trace (docs/whatif.md)")
     pods = [body["metadata"]["name"] for body in kubectl.list("pods", labels=f"{LABEL_JOB}={seen.job.name}")]
-    with ThreadPoolExecutor(AT_ONCE) as pool, tempfile.TemporaryDirectory() as folder:
-        found = [ring for rings in pool.map(lambda pod: _rings(kubectl, pod), pods) for ring in rings]
+    with ThreadPoolExecutor(MAX_CONCURRENT_KUBECTL) as pool, tempfile.TemporaryDirectory() as folder:
+        found = [ring for rings in pool.map(lambda pod: _copy_rings(kubectl, pod), pods) for ring in rings]
         paths = []
-        for rank, content in _newest(found).items():
+        for rank, content in _select_newest_round(found).items():
             paths.append(Path(folder, str(rank)))
             paths[-1].write_bytes(content)
         if not paths:
             raise InputError(f"{seen.job.name} has no ranks that train: kubectl pacekeeper why {seen.job.name}")
-        whatif = analyse(load(paths).window)
-    return render(whatif, diagnose(whatif), width=WIDTH, colour=False)
+        whatif = analyze_window(load_window(paths).window)
+    return render_summary(whatif, diagnose_cause(whatif), width=TEXT_WIDTH, color=False)
 
 
-def _rings(kubectl: Kubectl, pod: str) -> list[bytes]:
+def _copy_rings(kubectl: Kubectl, pod: str) -> list[bytes]:
     """Of the ranks in a pod: none in a spare, or in one that has just gone."""
     try:
-        names = kubectl.run("exec", pod, *kubectl.place, "-c", TRAINER, "--", "ls", RINGS).split()
+        names = kubectl.run("exec", pod, *kubectl.namespace_options, "-c", TRAINER_CONTAINER, "--", "ls", RINGS_PATH).split()
     except KubectlError as error:
         if "forbidden" in str(error).lower():
             raise
         return []
-    return [kubectl.read(pod, TRAINER, f"{RINGS}/{name}") for name in names if name.isdigit()]
+    return [kubectl.read_file(pod, TRAINER_CONTAINER, f"{RINGS_PATH}/{name}") for name in names if name.isdigit()]
 
 
-def _newest(rings: list[bytes]) -> Mapping[int, bytes]:
+def _select_newest_round(rings: list[bytes]) -> Mapping[int, bytes]:
     """By rank; those of earlier rounds are left out."""
-    heads = [(np.frombuffer(ring[: STATE.itemsize], STATE)[0], ring) for ring in rings if len(ring) >= STATE.itemsize]
+    heads = [(np.frombuffer(ring[: RING_STATE.itemsize], RING_STATE)[0], ring) for ring in rings if len(ring) >= RING_STATE.itemsize]
     newest = max((int(head["round"]) for head, _ in heads), default=0)
     return {int(head["rank"]): ring for head, ring in heads if head["round"] == newest}

@@ -6,62 +6,62 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from pacekeeper_analysis.behaviour.localise import judge, sentences
-from pacekeeper_analysis.behaviour.page import page
+from pacekeeper_analysis.behaviour.localise import localize_in_table, describe_localization
+from pacekeeper_analysis.behaviour.page import write_profile_page
 from pacekeeper_analysis.behaviour.table import read_table
 
 from ..api import API_VERSION, LABEL_JOB
-from ..cluster import BEHAVIOURS, INCIDENTS, Conflict, NotFound, Object
-from ..effects import KeepBehaviour, Localise
-from ..observation import Localised
-from ..runtime import Runtime
+from ..cluster import PROFILE_WINDOWS, INCIDENT_OBJECTS, Conflict, NotFound, Object
+from ..effects import SaveProfile, LocalizeProfile
+from ..observation import LocalizedProfile
+from ..runtime import OperatorRuntime
 from . import events
-from .desk import Desk
+from .desk import JobContext
 from .operator import Operator
 
 log = logging.getLogger(__name__)
 
 
-async def localise(operator: Operator, desk: Desk, effect: Localise) -> None:
+async def localize_profile(operator: Operator, desk: JobContext, effect: LocalizeProfile) -> None:
     """What it brings back is news for the next pass."""
-    answers = dict(sorted(desk.memory.patterns.items()))
-    desk.memory.localised = await operator.runtime.compute(
-        lambda: localised(effect, leisurely(operator.runtime, answers), answers)
+    answers = dict(sorted(desk.cache.profile_answers.items()))
+    desk.cache.localized_profile = await operator.runtime.compute_in_thread(
+        lambda: compute_localized_profile(effect, yield_between_ranks(operator.runtime, answers), answers)
     )
-    found = desk.memory.localised.localisation
-    note = "; ".join(sentences(found)[:2])
-    await events.tell(operator, desk.job, "BehaviourWindow", note, "ProfileRanks")
+    found = desk.cache.localized_profile.localization
+    note = "; ".join(describe_localization(found)[:2])
+    await events.emit_job_event(operator, desk.job, "BehaviourWindow", note, "ProfileRanks")
 
 
-async def keep(operator: Operator, desk: Desk, effect: KeepBehaviour) -> None:
+async def save_profile(operator: Operator, desk: JobContext, effect: SaveProfile) -> None:
     """It goes with its incident. Where this cluster has no such objects, it is not kept."""
-    done = desk.memory.localised
+    done = desk.cache.localized_profile
     if done is None or done.window != effect.window or not done.page:
         return
-    incident = await operator.cluster.get(INCIDENTS, effect.incident, desk.job.namespace)
+    incident = await operator.cluster.get(INCIDENT_OBJECTS, effect.incident, desk.job.namespace)
     try:
-        await operator.cluster.create(BEHAVIOURS, _body(desk, incident, done))
+        await operator.cluster.create(PROFILE_WINDOWS, _build_profile_window(desk, incident, done))
     except Conflict:
         log.info("the behaviour window of %s is kept already", effect.incident)
     except NotFound:
         log.warning("a behaviour window is not kept: there are no BehaviourWindows; apply crds/behaviourwindows.yaml")
-    desk.memory.localised = replace(done, page="")
+    desk.cache.localized_profile = replace(done, page="")
 
 
-def localised(effect: Localise, read: Iterator[tuple[int, bytes]], answers: Mapping[int, bytes]) -> Localised:
+def compute_localized_profile(effect: LocalizeProfile, read: Iterator[tuple[int, bytes]], answers: Mapping[int, bytes]) -> LocalizedProfile:
     table = read_table(read)
-    found = judge(table, effect.expected)
-    return Localised(effect.window, found, page(found, table, answers).decode())
+    found = localize_in_table(table, effect.expected)
+    return LocalizedProfile(effect.window, found, write_profile_page(found, table, answers).decode())
 
 
-def leisurely(runtime: Runtime, answers: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
+def yield_between_ranks(runtime: OperatorRuntime, answers: Mapping[int, bytes]) -> Iterator[tuple[int, bytes]]:
     """Polls are answered between two ranks."""
     for item in answers.items():
-        runtime.give_way()
+        runtime.yield_thread()
         yield item
 
 
-def _body(desk: Desk, incident: Object, done: Localised) -> Object:
+def _build_profile_window(desk: JobContext, incident: Object, done: LocalizedProfile) -> Object:
     metadata = incident["metadata"]
     owner = {"apiVersion": API_VERSION, "kind": "Incident", "name": metadata["name"], "uid": metadata["uid"]}
     return {

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ..api import Job, JobStatus, Object
-from ..observe.memory import JobMemory
+from ..api import TrainingJob, JobStatus, Object
+from ..observe.memory import JobCache
 from ..state import Incident
-from .errands import Errands
+from .errands import EffectRunner
 from .status_writer import StatusWriter
 
 
 @dataclass
-class Desk:
+class JobContext:
     """What is remembered between passes, only to save work: all of it may be lost at any time."""
 
-    job: Job
+    job: TrainingJob
     body: Object
-    memory: JobMemory
-    errands: Errands
+    cache: JobCache
+    effect_runner: EffectRunner
     status_writer: StatusWriter
-    told: dict[str, Incident] = field(default_factory=dict)  # incidents as they are written in the cluster
+    written_incidents: dict[str, Incident] = field(default_factory=dict)  # incidents as they are written in the cluster
     status: JobStatus | None = None  # as it is written
-    status_at: float = -math.inf  # when it was written, by the monotonic clock: the other one may jump
-    status_turn: float = 0.0  # by so much of the time between two figures later: jobs part that began together
+    status_written_at: float = -math.inf  # when it was written, by the monotonic clock: the other one may jump
+    status_jitter: float = 0.0  # by so much of the time between two figures later: jobs part that began together

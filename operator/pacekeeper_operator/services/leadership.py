@@ -29,24 +29,24 @@ import kopf
 from .. import metrics
 from ..api import GROUP, format_time
 from ..cluster import LEASES, Cluster, Object
-from ..runtime import Runtime, Superseded
+from ..runtime import OperatorRuntime, Superseded
 from ..settings import Settings
 
-LEASE = "pacekeeper-operator"
-RENEW_SHARE = 2 / 3
+LEASE_NAME = "pacekeeper-operator"
+LEASE_RENEW_DEADLINE_SHARE = 2 / 3
 """Of the Lease's duration: so long the holder acts after a renewal."""
-RETRY_SHARE = 1 / 5
+LEASE_RETRY_PERIOD_SHARE = 1 / 5
 """Of the Lease's duration: the pause between two renewals."""
-DOUBT_SHARE = 2 / 5
+LEASE_DOUBT_SHARE = 2 / 5
 """Of the Lease's duration: two renewals that have not come. Whoever it names may have gone."""
-LOOK_SHARE = 1 / 24
+LEASE_POLL_SHARE = 1 / 24
 """Of the Lease's duration: how often whoever waits for it looks. One that is given back lies there no longer."""
-CUT_OFF_SHARE = 1 / 3
+LEASE_CUT_OFF_SHARE = 1 / 3
 """Of the Lease's duration: who has had no answer for so long is cut off."""
-SHORTEST_PAUSE_SECONDS = 0.01
-ADDRESS = f"{GROUP}/address"
+MIN_LEASE_POLL_SECONDS = 0.01
+LEASE_ADDRESS_ANNOTATION = f"{GROUP}/address"
 """Annotation of the Lease: where its holder serves sidecars, address:port."""
-LONGEST_SECONDS = 300.0
+MAX_LEASE_SECONDS = 300.0
 """No record is waited out for longer, whatever somebody has written into it."""
 log = logging.getLogger(__name__)
 
@@ -60,141 +60,141 @@ class LeaseLost(Superseded):
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _LeaseRecord:
     """The Lease's object, and since when it has been the same, by the observer's own clock."""
 
     version: str  # its resourceVersion
     holder: str  # whom it names; "": nobody
     address: str  # where that one serves; "": it does not say
-    lasts: float  # seconds
-    since: float
-    renewed: bool  # it has changed since it was first seen: whom it names was alive then
+    duration_seconds: float  # seconds
+    unchanged_since: float
+    was_renewed: bool  # it has changed since it was first seen: whom it names was alive then
 
 
-class Lease:
+class LeaderElector:
     """The right to act, of one operator. Use `contend()`."""
 
-    def __init__(self, cluster: Cluster, settings: Settings, runtime: Runtime) -> None:
-        self.begun = asyncio.Event()
+    def __init__(self, cluster: Cluster, settings: Settings, runtime: OperatorRuntime) -> None:
+        self.elected = asyncio.Event()
         """This operator has led."""
-        self.turned: Callable[[bool], None] = lambda _: None
+        self.on_serving_changed: Callable[[bool], None] = lambda _: None
         """Told whenever sidecars are served from now on, or no longer."""
-        self.looked_at = runtime.monotonic()
+        self.last_attempt_at = runtime.monotonic()
         """When it was looked at last, whether or not the API server answered."""
         self._cluster = cluster
         self._settings = settings
         self._runtime = runtime
         self._answered_at = -math.inf  # when the API server was asked last that has answered
-        self._news = asyncio.Event()
-        self._seen: _Seen | None = None
+        self._changed = asyncio.Event()
+        self._record: _LeaseRecord | None = None
         self._written = ""  # resourceVersion that this operator's last taking or renewal has had
         self._renewed_at = -math.inf
-        self._served = False
-        self._keeper: asyncio.Task[None] | None = None
+        self._was_serving = False
+        self._task: asyncio.Task[None] | None = None
 
-    def holds(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this operator may act at this moment."""
-        return self._runtime.monotonic() < self._renewed_at + self._settings.lease_seconds * RENEW_SHARE
+        return self._runtime.monotonic() < self._renewed_at + self._settings.lease_seconds * LEASE_RENEW_DEADLINE_SHARE
 
-    def require(self) -> None:
+    def require_leadership(self) -> None:
         """Raises NotLeading unless this operator may act: `Cluster` asks before each write."""
-        if not self.holds():
+        if not self.is_leader():
             raise NotLeading("this operator does not hold the Lease, or could not renew it", delay=1)
 
-    def serves(self) -> bool:
+    def can_serve(self) -> bool:
         """Whether nobody else can lead at this moment."""
         return self._runtime.monotonic() < self._renewed_at + self._settings.lease_seconds
 
     @property
-    def leader(self) -> str:
+    def leader_address(self) -> str:
         """Where another operator leads, address:port; "": none does, or it does not say, or it is not known: a Lease
         that nobody has been seen to renew may be that of one which is gone."""
-        return self._seen.address if self._seen is not None and self._another_lives() else ""
+        return self._record.address if self._record is not None and self._has_live_leader() else ""
 
     @property
-    def contends(self) -> bool:
+    def is_candidate(self) -> bool:
         """Whether this operator may be the next to lead: one that is cut off from the API server will not, and none
         while another lives."""
-        cut_off = self._runtime.monotonic() - self._answered_at >= self._settings.lease_seconds * CUT_OFF_SHARE
-        return not cut_off and not self._another_lives()
+        cut_off = self._runtime.monotonic() - self._answered_at >= self._settings.lease_seconds * LEASE_CUT_OFF_SHARE
+        return not cut_off and not self._has_live_leader()
 
-    def _another_lives(self) -> bool:
-        seen = self._seen
-        if seen is None or not seen.renewed or seen.holder in ("", self._settings.identity):
+    def _has_live_leader(self) -> bool:
+        seen = self._record
+        if seen is None or not seen.was_renewed or seen.holder in ("", self._settings.identity):
             return False
-        return self._runtime.monotonic() - seen.since < seen.lasts * DOUBT_SHARE
+        return self._runtime.monotonic() - seen.unchanged_since < seen.duration_seconds * LEASE_DOUBT_SHARE
 
-    async def news(self) -> None:
+    async def wait_for_change(self) -> None:
         """Returns when this operator leads or leads no more, or has seen the Lease change."""
-        await self._news.wait()
+        await self._changed.wait()
 
     def start(self) -> None:
         """Try to get the Lease, and keep it, until `give_back`."""
-        self._keeper = self._runtime.start(self._contend(), "the Lease's keeper")
+        self._task = self._runtime.start_task(self._run(), "the Lease's keeper")
 
-    async def give_back(self) -> None:
+    async def release(self) -> None:
         """Stop acting, and let the next one begin at once."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         self._renewed_at, has_led, self._written = -math.inf, self._written, ""
-        self._tell()
+        self._update_serving()
         if has_led:  # and may be named still, even where it could not renew in time
             try:
-                await self._runtime.within(self._settings.lease_seconds, self._release())
+                await self._runtime.run_with_timeout(self._settings.lease_seconds, self._release_lease())
             except (kopf.TemporaryError, kopf.PermanentError, TimeoutError) as error:
                 log.warning("the Lease could not be given back, and runs out by itself: %r", error)
 
-    async def _contend(self) -> None:
+    async def _run(self) -> None:
         """Raises LeaseLost where another operator is named after this one has led."""
-        await self._try()
-        if not self.holds():
-            log.info("Lease %s/%s may have another holder: waiting", self._settings.namespace, LEASE)
-        while not self.holds():
-            await self._runtime.sleep(self._pause())
-            await self._try()
-        self.begun.set()
+        await self._try_acquire_or_renew()
+        if not self.is_leader():
+            log.info("Lease %s/%s may have another holder: waiting", self._settings.namespace, LEASE_NAME)
+        while not self.is_leader():
+            await self._runtime.sleep(self._get_poll_delay())
+            await self._try_acquire_or_renew()
+        self.elected.set()
         while True:
-            self._tell()
-            await self._runtime.sleep(self._settings.lease_seconds * RETRY_SHARE)
-            await self._try()
-            if self._seen is not None and self._is_lost(self._seen):
+            self._update_serving()
+            await self._runtime.sleep(self._settings.lease_seconds * LEASE_RETRY_PERIOD_SHARE)
+            await self._try_acquire_or_renew()
+            if self._record is not None and self._is_lost(self._record):
                 self._renewed_at, self._written = -math.inf, ""
-                self._tell()
-                whose = f"is {self._seen.holder}'s now" if self._seen.holder else "has been another's meanwhile"
-                raise LeaseLost(f"Lease {self._settings.namespace}/{LEASE} {whose}")
+                self._update_serving()
+                whose = f"is {self._record.holder}'s now" if self._record.holder else "has been another's meanwhile"
+                raise LeaseLost(f"Lease {self._settings.namespace}/{LEASE_NAME} {whose}")
 
-    def _is_lost(self, seen: _Seen) -> bool:
+    def _is_lost(self, seen: _LeaseRecord) -> bool:
         """Another operator is named, or may have led and left while this one could not renew: all that it remembers
         would be old."""
         if seen.holder:
             return seen.holder != self._settings.identity
-        return not self.holds() and seen.version != self._written
+        return not self.is_leader() and seen.version != self._written
 
-    def _pause(self) -> float:
+    def _get_poll_delay(self) -> float:
         """Until the next look of one who waits: as soon as the Lease is free, and often before."""
-        often = self._settings.lease_seconds * LOOK_SHARE
-        if self._seen is None:
+        often = self._settings.lease_seconds * LEASE_POLL_SHARE
+        if self._record is None:
             return often
-        left = self._seen.since + self._waits_for(self._seen) - self._runtime.monotonic()
-        return min(often, max(left, SHORTEST_PAUSE_SECONDS)) if left > 0 else often
+        left = self._record.unchanged_since + self._get_wait_seconds(self._record) - self._runtime.monotonic()
+        return min(often, max(left, MIN_LEASE_POLL_SECONDS)) if left > 0 else often
 
-    def _tell(self) -> None:
-        metrics.LEADER.set(self.holds())
-        if self.serves() != self._served:
-            self._served = not self._served
-            self.turned(self._served)
-            self._say()
+    def _update_serving(self) -> None:
+        metrics.LEADER.set(self.is_leader())
+        if self.can_serve() != self._was_serving:
+            self._was_serving = not self._was_serving
+            self.on_serving_changed(self._was_serving)
+            self._notify()
 
-    def _say(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    async def _try(self) -> None:
+    async def _try_acquire_or_renew(self) -> None:
         """Take or renew the Lease. Whatever the API server says against it, another try may do better."""
-        began = self.looked_at = self._runtime.monotonic()
+        began = self.last_attempt_at = self._runtime.monotonic()
         try:
-            taken = await self._runtime.within(self._settings.lease_seconds / 3, self._take())
+            taken = await self._runtime.run_with_timeout(self._settings.lease_seconds / 3, self._acquire_or_renew())
         except (kopf.TemporaryError, kopf.PermanentError, TimeoutError) as error:
             log.warning("the Lease can be neither taken nor renewed, and is tried again: %r", error)
             return
@@ -202,58 +202,58 @@ class Lease:
         if taken:
             self._renewed_at = began
 
-    async def _take(self) -> bool:
+    async def _acquire_or_renew(self) -> bool:
         """False: it may have another holder. Raises Conflict where somebody was faster."""
-        found = await self._cluster.find(LEASES, LEASE, self._settings.namespace)
-        may_take = self._may_take(found) if found is not None else self.holds()
+        found = await self._cluster.find(LEASES, LEASE_NAME, self._settings.namespace)
+        may_take = self._may_acquire(found) if found is not None else self.is_leader()
         holder = self._settings.identity if may_take else ""
         if found is None:  # one that names nobody can be watched; that there is none cannot
-            written = self._saw(await self._cluster.create(LEASES, self._body(holder)))
+            written = self._observe(await self._cluster.create(LEASES, self._build_lease(holder)))
         elif may_take:
-            written = self._saw(await self._cluster.replace(LEASES, self._body(holder, found)))
+            written = self._observe(await self._cluster.replace(LEASES, self._build_lease(holder, found)))
         if may_take:
             self._written = written.version
         return may_take
 
-    def _may_take(self, found: Object) -> bool:
-        first = self._seen is None
-        seen = self._saw(found)
+    def _may_acquire(self, found: Object) -> bool:
+        first = self._record is None
+        seen = self._observe(found)
         ours = seen.holder == self._settings.identity
-        if self.holds():
+        if self.is_leader():
             return ours or not seen.holder
-        if self.begun.is_set():
+        if self.elected.is_set():
             return ours or seen.version == self._written  # else it is lost
-        if (ours and first) or _is_left(found) or seen.version == self._written:
+        if (ours and first) or _is_released(found) or seen.version == self._written:
             return True  # the last: nobody has taken it since this operator did, however long ago
-        return self._runtime.monotonic() - seen.since >= self._waits_for(seen)
+        return self._runtime.monotonic() - seen.unchanged_since >= self._get_wait_seconds(seen)
 
-    def _waits_for(self, seen: _Seen) -> float:
-        return max(self._settings.lease_seconds, seen.lasts)
+    def _get_wait_seconds(self, seen: _LeaseRecord) -> float:
+        return max(self._settings.lease_seconds, seen.duration_seconds)
 
-    def _saw(self, lease: Object) -> _Seen:
+    def _observe(self, lease: Object) -> _LeaseRecord:
         metadata = lease["metadata"]
-        if self._seen is None or self._seen.version != metadata["resourceVersion"]:
-            self._seen = _Seen(
+        if self._record is None or self._record.version != metadata["resourceVersion"]:
+            self._record = _LeaseRecord(
                 version=metadata["resourceVersion"],
-                holder=_spec(lease).get("holderIdentity") or "",
-                address=(metadata.get("annotations") or {}).get(ADDRESS, ""),
-                lasts=_lasts(lease),
-                since=self._runtime.monotonic(),
-                renewed=self._seen is not None,
+                holder=_get_spec(lease).get("holderIdentity") or "",
+                address=(metadata.get("annotations") or {}).get(LEASE_ADDRESS_ANNOTATION, ""),
+                duration_seconds=_get_duration_seconds(lease),
+                unchanged_since=self._runtime.monotonic(),
+                was_renewed=self._record is not None,
             )
-            self._say()
-        return self._seen
+            self._notify()
+        return self._record
 
-    async def _release(self) -> None:
-        found = await self._cluster.get(LEASES, LEASE, self._settings.namespace)
+    async def _release_lease(self) -> None:
+        found = await self._cluster.get(LEASES, LEASE_NAME, self._settings.namespace)
         if found["spec"].get("holderIdentity") == self._settings.identity:
             found["spec"] |= {"holderIdentity": None, "renewTime": None}
             await self._cluster.replace(LEASES, found)
 
-    def _body(self, holder: str, found: Object | None = None) -> Object:
-        metadata: Object = {"name": LEASE, "namespace": self._settings.namespace}
+    def _build_lease(self, holder: str, found: Object | None = None) -> Object:
+        metadata: Object = {"name": LEASE_NAME, "namespace": self._settings.namespace}
         if holder:
-            metadata["annotations"] = {ADDRESS: self._settings.pod_endpoint}
+            metadata["annotations"] = {LEASE_ADDRESS_ANNOTATION: self._settings.pod_endpoint}
         if found is not None:
             metadata["resourceVersion"] = found["metadata"]["resourceVersion"]
         return {
@@ -269,27 +269,27 @@ class Lease:
 
 
 @asynccontextmanager
-async def contend(cluster: Cluster, settings: Settings, runtime: Runtime) -> AsyncIterator[Lease]:
+async def run_leader_election(cluster: Cluster, settings: Settings, runtime: OperatorRuntime) -> AsyncIterator[LeaderElector]:
     """Tries to get the Lease and keeps it while inside, and gives it back. `runtime.failed` is set when it is lost."""
-    lease = Lease(cluster, settings, runtime)
+    lease = LeaderElector(cluster, settings, runtime)
     lease.start()
     try:
         yield lease
     finally:
-        await lease.give_back()
+        await lease.release()
 
 
-def _spec(lease: Object) -> Object:
+def _get_spec(lease: Object) -> Object:
     spec: Object = lease.get("spec") or {}
     return spec
 
 
-def _is_left(lease: Object) -> bool:
+def _is_released(lease: Object) -> bool:
     """Its last holder has left it well, or nobody ever held it."""
-    return not _spec(lease).get("holderIdentity") and not _spec(lease).get("renewTime")
+    return not _get_spec(lease).get("holderIdentity") and not _get_spec(lease).get("renewTime")
 
 
-def _lasts(lease: Object) -> float:
+def _get_duration_seconds(lease: Object) -> float:
     """Seconds, by the holder's own word: it may have other settings. Bounded, as anybody may have written it."""
-    seconds = _spec(lease).get("leaseDurationSeconds")
-    return min(float(seconds), LONGEST_SECONDS) if isinstance(seconds, int) else 0.0
+    seconds = _get_spec(lease).get("leaseDurationSeconds")
+    return min(float(seconds), MAX_LEASE_SECONDS) if isinstance(seconds, int) else 0.0

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import kopf
 
 from .. import metrics
-from ..api import API_VERSION, Job, NodeHistory, NodeHistoryStatus, parse_time
-from ..cluster import NODE_HISTORIES, NODES, Denied, NotFound, Object, Refused
-from ..decide.node_history import entry_of, unreliable_nodes, with_entry, without_old
+from ..api import API_VERSION, TrainingJob, NodeHistory, NodeHistoryStatus, parse_time
+from ..cluster import NODE_HISTORIES, NODE_OBJECTS, Denied, NotFound, Object, ObjectRejected
+from ..decide.node_history import build_entry, rank_unreliable_nodes, with_entry, drop_old_entries
 from ..state import Incident
 
 if TYPE_CHECKING:
@@ -23,71 +23,71 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-async def record(operator: Operator, job: Job, incident: Incident) -> None:
+async def record_incident(operator: Operator, job: TrainingJob, incident: Incident) -> None:
     """Add an Incident that has ended to its node's NodeHistory. Recording twice is recording once.
 
     What cannot be written for longer (an installation whose definitions or rights are older than this operator) is
     logged and left out: no job waits for it. Raises kopf.TemporaryError where trying again may help.
     """
-    entry = entry_of(job.namespace, incident, operator.runtime.now())
+    entry = build_entry(job.namespace, incident, operator.runtime.now())
     if entry is None or not incident.node:
         return
     try:
-        async with operator.recording:  # several jobs may have lost the same node
-            node = await operator.cluster.find(NODES, incident.node)
-            if node is None or _created_at(node) > incident.detected:
+        async with operator.history_lock:  # several jobs may have lost the same node
+            node = await operator.cluster.find(NODE_OBJECTS, incident.node)
+            if node is None or _get_created_at(node) > incident.detected:
                 return  # the node of the Incident is gone, and with it what it would be remembered for
-            body = await _history_of(operator, node)
+            body = await _get_or_create_history(operator, node)
             known = NodeHistory.parse(body)
             history = with_entry(known, entry)
             if history != known:
-                body = await _write(operator, body, history)
-            operator.histories.take(body)
-    except (Denied, NotFound, Refused) as error:
+                body = await _write_history(operator, body, history)
+            operator.histories.update(body)
+    except (Denied, NotFound, ObjectRejected) as error:
         log.warning("incident %s is not added to the history of node %s: %s", incident.name, incident.node, error)
-    refresh(operator)
+    refresh_unreliable_nodes(operator)
 
 
-async def look_after(operator: Operator) -> None:
+async def clean_up_histories(operator: Operator) -> None:
     """Read all NodeHistories and delete what is no longer remembered, unless the time is in doubt. One that cannot be
     written is tried again at the next call, and does not stop the others."""
     try:
-        await operator.histories.read(operator.cluster, ())
+        await operator.histories.refresh(operator.cluster, ())
     except (kopf.TemporaryError, kopf.PermanentError) as error:
         log.warning("NodeHistories cannot be listed: %s", error)
         return
     now = operator.runtime.now()
-    for known in [one for one in operator.histories if operator.clock.agrees and without_old(one, now) != one]:
+    for known in [one for one in operator.histories if operator.clock.agrees and drop_old_entries(one, now) != one]:
         try:
-            await _prune(operator, known.node, now)
+            await _prune_history(operator, known.node, now)
         except (kopf.TemporaryError, kopf.PermanentError) as error:
             log.warning("the history of node %s is not pruned: %s", known.node, error)
-    refresh(operator)
+    refresh_unreliable_nodes(operator)
 
 
-def refresh(operator: Operator) -> None:
+def refresh_unreliable_nodes(operator: Operator) -> None:
     """Derive from the known histories what passes and Prometheus use: a pass must not go through all of them."""
     now = operator.runtime.now()
     nodes = {node.name: node for node in operator.nodes}
-    operator.unreliable_nodes = unreliable_nodes(operator.histories, nodes, now)
-    metrics.show_node_histories([without_old(one, now) for one in operator.histories])
+    operator.unreliable_nodes = rank_unreliable_nodes(operator.histories, nodes, now)
+    metrics.publish_node_history_metrics([drop_old_entries(one, now) for one in operator.histories])
 
 
-async def _prune(operator: Operator, name: str, now: float) -> None:
-    async with operator.recording:
+async def _prune_history(operator: Operator, name: str, now: float) -> None:
+    async with operator.history_lock:
         body = await operator.cluster.find(NODE_HISTORIES, name)
         if body is None:
             operator.histories.drop(("", name))
             return
-        history = without_old(NodeHistory.parse(body), now)
+        history = drop_old_entries(NodeHistory.parse(body), now)
         if history.incidents:
-            operator.histories.take(await _write(operator, body, history))
+            operator.histories.update(await _write_history(operator, body, history))
         else:
             await operator.cluster.delete(NODE_HISTORIES, name, uid=history.uid)
             operator.histories.drop(("", name))
 
 
-async def _history_of(operator: Operator, node: Object) -> Object:
+async def _get_or_create_history(operator: Operator, node: Object) -> Object:
     """The node's NodeHistory; that of an earlier node of the same name is replaced by a new one."""
     cluster, metadata = operator.cluster, node["metadata"]
     body = await cluster.find(NODE_HISTORIES, metadata["name"])
@@ -107,16 +107,16 @@ async def _history_of(operator: Operator, node: Object) -> Object:
     )
 
 
-async def _write(operator: Operator, body: Object, history: NodeHistory) -> Object:
+async def _write_history(operator: Operator, body: Object, history: NodeHistory) -> Object:
     """The history into its object as it was read. Raises cluster.Conflict where it has changed since."""
     patch = {
         "metadata": {"resourceVersion": body["metadata"]["resourceVersion"]},
-        "status": NodeHistoryStatus.of(history.incidents).to_patch(),
+        "status": NodeHistoryStatus.from_incidents(history.incidents).to_patch(),
     }
     return await operator.cluster.patch(NODE_HISTORIES, history.node, patch, subresource="status")
 
 
-def _created_at(node: Object) -> float:
+def _get_created_at(node: Object) -> float:
     """Seconds since the epoch; 0: it does not say."""
     text = node["metadata"].get("creationTimestamp")
     return parse_time(text) if text else 0.0

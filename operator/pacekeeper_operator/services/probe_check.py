@@ -15,11 +15,11 @@ from dataclasses import replace
 import kopf
 
 from .. import metrics
-from ..api import Inconclusive
-from ..cluster import NODES, Denied, Object, Refused
+from ..api import InconclusiveReason
+from ..cluster import NODE_OBJECTS, Denied, Object, ObjectRejected
 from ..decide.node_probes import failed_alike
 from ..decide.node_steps import ProbePod
-from ..manifests import ProbeTask
+from ..manifests import NodeProbeTask
 from . import events, probing
 from .operator import Operator
 from .preflight import find_owner
@@ -40,31 +40,31 @@ log = logging.getLogger(__name__)
 async def watch_over(operator: Operator) -> None:
     """Checks every hour where the platform lets the operator quarantine nodes, until cancelled."""
     pause = FIRST_SECONDS
-    while operator.fleet.rules.acts:
+    while operator.node_registry.rules.acts:
         await operator.runtime.sleep(pause)
         pause = AGAIN_SECONDS
-        if not operator.leads() or operator.paused:
+        if not operator.is_leader() or operator.paused:
             continue
         try:
             await check(operator)
         except (kopf.TemporaryError, kopf.PermanentError) as error:
             log.warning("whether probe pods can pass could not be checked, which is tried again: %s", error)
             continue
-        pause = AGAIN_SECONDS if operator.fleet.failing_check else PERIOD_SECONDS
+        pause = AGAIN_SECONDS if operator.node_registry.failing_check else PERIOD_SECONDS
 
 
 async def check(operator: Operator) -> None:
     """Probes known-good nodes, one at a time, until one passes. Where none is free for it, nothing changes. Raises what
     the cluster does."""
-    await probing.end(operator.cluster, operator.settings, CIRCLE)  # an operator that died has left it
-    nodes = {node["metadata"]["name"]: node for node in await operator.cluster.list(NODES)}
+    await probing.delete_probe_group_pods(operator.cluster, operator.settings, CIRCLE)  # an operator that died has left it
+    nodes = {node["metadata"]["name"]: node for node in await operator.cluster.list(NODE_OBJECTS)}
     failed: list[ProbePod] = []
     for name in _choose_nodes(operator, nodes)[:MOST_NODES]:
         pod = await _probe(operator, nodes[name])
         if pod.phase == "Succeeded":
             await _report(operator, nodes[name], "", f"a probe pod on {name}, which nobody suspects, has passed")
             return
-        if pod.phase and pod.inconclusive is not Inconclusive.NOT_RUN:
+        if pod.phase and pod.inconclusive is not InconclusiveReason.NOT_RUN:
             log.warning("a probe pod on %s, which nobody suspects, did not pass: %s", name, pod.message)
             failed.append(pod)
     if failing := failed_alike(failed):
@@ -79,7 +79,7 @@ def _choose_nodes(operator: Operator, nodes: Mapping[str, Object]) -> list[str]:
     salt = f"{operator.runtime.now():.0f}"
 
     def is_known_good(name: str) -> bool:
-        suspected = operator.fleet.quarantines.get(("", name)) is not None
+        suspected = operator.node_registry.quarantines.get(("", name)) is not None
         return probing.is_usable(nodes[name]) and not suspected and name not in taken
 
     def rank(name: str) -> tuple[bool, bool, bytes]:
@@ -93,22 +93,22 @@ async def _probe(operator: Operator, node: Object) -> ProbePod:
     """What a probe pod on the node comes to, with one of its GPUs where some are free. Without a phase: it says
     nothing. One that the API server refuses has failed, as on every node."""
     name, claims = node["metadata"]["name"], operator.probe_claims
-    gpus = await probing.one_gpu(operator.cluster, node)
+    gpus = await probing.count_single_gpu(operator.cluster, node)
     if (probing.has_gpus(node) and not gpus) or not claims.is_free(name):
         return ProbePod(phase="", node=name)
     claims.claim([name])
     try:
-        task = ProbeTask(CIRCLE, operator.runtime.identifier(), gpus, {}, 0)
-        pod = f"{CIRCLE}-{operator.runtime.identifier()[:8]}"
+        task = NodeProbeTask(CIRCLE, operator.runtime.create_identifier(), gpus, {}, 0)
+        pod = f"{CIRCLE}-{operator.runtime.create_identifier()[:8]}"
         try:
             owner = await find_owner(operator.cluster, node)
-            await probing.start(operator.cluster, operator.settings, pod, node, owner, "NodeProbe", task)
-        except (Denied, Refused) as error:
+            await probing.start_probe_pod(operator.cluster, operator.settings, pod, node, owner, "NodeProbe", task)
+        except (Denied, ObjectRejected) as error:
             return ProbePod(phase="Failed", node=name, message=f"the API server refuses it: {error}")
         return await _await_end(operator, name)
     finally:
         claims.release([name])
-        await probing.end(operator.cluster, operator.settings, CIRCLE)
+        await probing.delete_probe_group_pods(operator.cluster, operator.settings, CIRCLE)
 
 
 async def _await_end(operator: Operator, node: str) -> ProbePod:
@@ -116,7 +116,7 @@ async def _await_end(operator: Operator, node: str) -> ProbePod:
     deadline = operator.runtime.monotonic() + operator.settings.probe_timeout
     while True:
         await operator.runtime.sleep(POLL_SECONDS)
-        pods = await probing.pods_of(operator.cluster, operator.settings, CIRCLE)
+        pods = await probing.list_probe_group_pods(operator.cluster, operator.settings, CIRCLE)
         pod = replace(ProbePod.parse(pods[0]) if pods else ProbePod(phase=""), node=node)
         if pod.ended or not pod.phase:
             return pod
@@ -126,7 +126,7 @@ async def _await_end(operator: Operator, node: str) -> ProbePod:
 
 async def _report(operator: Operator, node: Object, failing: str, words: str) -> None:
     """Tells when it changes whether probe pods can pass. `failing`: the check that they fail; "": they pass."""
-    before, operator.fleet.failing_check = operator.fleet.failing_check, failing
+    before, operator.node_registry.failing_check = operator.node_registry.failing_check, failing
     metrics.PROBES_CANNOT_PASS.set(bool(failing))
     if bool(before) == bool(failing):
         return
@@ -136,6 +136,6 @@ async def _report(operator: Operator, node: Object, failing: str, words: str) ->
     metadata = node["metadata"]
     reference = {"apiVersion": "v1", "kind": "Node", "name": metadata["name"], "uid": metadata["uid"]}
     reason = "ProbesCannotPass" if failing else "ProbesPassAgain"
-    await events.tell_about(
+    await events.emit_event(
         operator.cluster, operator.runtime, reference, reason, words, "CheckProbes", warning=bool(failing)
     )

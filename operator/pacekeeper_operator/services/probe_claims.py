@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from ..runtime import Runtime
+from ..runtime import OperatorRuntime
 
 FLIGHTS_AT_ONCE = 4
 """Of all preflights: bounds the probe pods of the whole cluster. They take turns in the order in which they ask."""
@@ -26,7 +26,7 @@ GPU_REST_SECONDS = 600.0
 class ProbeClaims:
     """Of one running operator. An operator that takes over deletes the pods of the one before, and starts empty."""
 
-    runtime: Runtime
+    runtime: OperatorRuntime
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(FLIGHTS_AT_ONCE))
     """Held while a preflight's pods run. Nobody waits for nodes while they hold a turn."""
     flights: set[str] = field(default_factory=set)
@@ -44,7 +44,7 @@ class ProbeClaims:
     async def wait_for(self, released: asyncio.Event, seconds: float) -> None:
         """Return when `released` is set, after `seconds` at the latest."""
         with suppress(TimeoutError):
-            await self.runtime.within(seconds, released.wait())
+            await self.runtime.run_with_timeout(seconds, released.wait())
 
     def is_free(self, node: str) -> bool:
         return node not in self._nodes

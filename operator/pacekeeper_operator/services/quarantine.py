@@ -29,160 +29,160 @@ from ..api import (
     ObjectRef,
     QuarantineSpec,
     QuarantineStatus,
-    Sign,
-    Verdict,
+    NodeSuspicion,
+    QuarantineVerdict,
     Witness,
     format_time,
 )
-from ..cluster import NODES, QUARANTINES, Busy, Cluster, Conflict, NotFound, Object
-from ..decide.node_circle import Seat, launches
-from ..decide.node_quarantine import RESYNC_SECONDS, ruling
+from ..cluster import NODE_OBJECTS, NODE_QUARANTINES, ApiServerBusy, Cluster, Conflict, NotFound, Object
+from ..decide.node_circle import ProbeGroupMember, plan_probe_launches
+from ..decide.node_quarantine import QUARANTINE_RESYNC_SECONDS, build_quarantine_decision
 from ..decide.node_steps import (
-    Approve,
-    Delete,
+    ApproveQuarantine,
+    DeleteQuarantine,
     EndProbe,
-    Flag,
-    Guard,
-    Hold,
+    FlagNode,
+    AddFinalizer,
+    HoldNode,
     ProbePod,
     Quarantine,
     QuarantineStep,
-    Release,
-    Report,
+    ReleaseNode,
+    WriteQuarantineStatus,
     StartProbe,
-    Unguard,
-    Wait,
+    RemoveFinalizer,
+    RequeueAfter,
 )
-from ..decide.node_suspicion import SUSPICION_SECONDS, begins_a_probe, with_sign
-from ..manifests import ProbeTask
-from ..observation import Ruling
-from ..runtime import Runtime
+from ..decide.node_suspicion import SUSPICION_TTL_SECONDS, is_probe_start, with_sign
+from ..manifests import NodeProbeTask
+from ..observation import QuarantineDecision
+from ..runtime import OperatorRuntime
 from ..settings import Settings
 from . import events, probing
-from .fleet import Fleet, Known, Seen
-from .nodes_first import FEW
+from .fleet import NodeRegistry, KnownQuarantine, KnownNode
+from .nodes_first import NODE_PRIORITY_THRESHOLD
 
-MAX_STEPS = 20
+MAX_STEPS_PER_RECONCILE = 20
 """Of one call of `reconcile`: what is not done by then is done by the next."""
-AT_ONCE = 16
+MAX_CONCURRENT_RECONCILES = 16
 """Nodes that are looked after at the same time: so many calls the API server has to answer at once, at most."""
-AGAIN_SECONDS = 1.0
-QUIET_SECONDS = 1.0
+QUARANTINE_REQUEUE_SECONDS = 1.0
+QUARANTINE_REPORT_QUIET_SECONDS = 1.0
 """Within which more than a few nodes were held: what is to be said of them waits for the others."""
-SHOW_SECONDS = 1.0
+QUARANTINE_METRICS_SECONDS = 1.0
 """Between two looks at the metrics."""
-RETRY_SECONDS = 5.0
-MAX_REASON = 1024
+QUARANTINE_RETRY_SECONDS = 5.0
+MAX_REASON_CHARACTERS = 1024
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Blame:
+class NodeAccusation:
     """What a job says against a node."""
 
     node: str
     uid: str
     reason: str
     incident: ObjectRef  # its namespace is whose word it is; without a name it is the platform's own
-    at: float  # when it was found, seconds since the epoch: what is said again does not become younger
+    found_at: float  # when it was found, seconds since the epoch: what is said again does not become younger
     witness: Witness = Witness.NONE
-    weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
-    raised: bool = False  # it has stood in a NodeQuarantine
+    is_weak: bool = False  # alone no reason to look at the node: it takes a second namespace's
+    recorded: bool = False  # it has stood in a NodeQuarantine
 
 
-async def suspect(fleet: Fleet, blame: Blame) -> Ruling:
+async def raise_suspicion(fleet: NodeRegistry, blame: NodeAccusation) -> QuarantineDecision:
     """Raise a suspicion against a node, and what has become of it so far. Saying it twice is saying it once.
 
     The node stays untouched until a witness confirms it: `watch_over` sees to that. A suspicion that has come to
     nothing is not raised anew by the same words, and whoever deletes its NodeQuarantine has ended it.
     """
-    sign = Sign(blame.incident.namespace, blame.incident.name, blame.reason[:MAX_REASON], blame.at)
-    sign = replace(sign, witness=blame.witness, weak=blame.weak)
-    known = await fleet.quarantine(blame.node)
+    sign = NodeSuspicion(blame.incident.namespace, blame.incident.name, blame.reason[:MAX_REASON_CHARACTERS], blame.found_at)
+    sign = replace(sign, witness=blame.witness, weak=blame.is_weak)
+    known = await fleet.get_quarantine(blame.node)
     if known is None:
-        return await _refusal(fleet, blame) or await _create(fleet, blame, sign)
-    found = known.legible
-    if found.over or found.node_uid not in (None, blame.uid):
-        ending = Ruling(Verdict.RELEASING, f"an earlier quarantine of {blame.node} is just ending: say it again then")
-        return _ended(blame) or ending
+        return await _explain_refusal(fleet, blame) or await _create_quarantine(fleet, blame, sign)
+    found = known.parsed
+    if found.is_over or found.node_uid not in (None, blame.uid):
+        ending = QuarantineDecision(QuarantineVerdict.RELEASING, f"an earlier quarantine of {blame.node} is just ending: say it again then")
+        return _decide_ended(blame) or ending
     signs = with_sign(found.spec.signs, sign)
-    if found.suspicion and signs != found.spec.signs:
+    if found.is_suspicion and signs != found.spec.signs:
         spec = {"signs": replace(found.spec, signs=signs).to_json()["signs"]}
-        await _patch(fleet, known, {"spec": spec})
-    return replace(ruling(found, blame.uid), raised=found.suspicion)
+        await _patch_quarantine(fleet, known, {"spec": spec})
+    return replace(build_quarantine_decision(found, blame.uid), raised=found.is_suspicion)
 
 
-async def look(fleet: Fleet, node: str, node_uid: str) -> Ruling | None:
+async def find_decision(fleet: NodeRegistry, node: str, node_uid: str) -> QuarantineDecision | None:
     """What has become of a suspicion; None: there is none (any more)."""
-    known = await fleet.quarantine(node)
-    return None if known is None else ruling(known.legible, node_uid)
+    known = await fleet.get_quarantine(node)
+    return None if known is None else build_quarantine_decision(known.parsed, node_uid)
 
 
-async def reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
+async def reconcile_node(fleet: NodeRegistry, name: str, *, write_report: bool = True) -> float:
     """Brings node and probe pod to what the NodeQuarantine `name` says; seconds until it wants to be called again.
 
     Level-triggered and idempotent. math.inf: there is nothing to be done. `words` False: of a node that is held,
     nothing is written down; 0 says that there is something.
     Raises InputError where the object is malformed, and what the cluster raises.
     """
-    for _ in range(MAX_STEPS):
-        known, seen = await fleet.quarantine(name), await fleet.node(name)
+    for _ in range(MAX_STEPS_PER_RECONCILE):
+        known, seen = await fleet.get_quarantine(name), await fleet.get_node(name)
         if known is None:
-            if seen is not None and seen.node.marked and not await _release_unanswered(fleet, name, seen):
+            if seen is not None and seen.node.marked and not await _release_orphan(fleet, name, seen):
                 continue
-            if seen is None or not fleet.broken(name, seen):
+            if seen is None or not fleet.has_new_condition(name, seen):
                 return math.inf
-            await _blame_by_condition(fleet, name, seen)
+            await _accuse_by_condition(fleet, name, seen)
             continue
         try:
-            step = await _next(fleet, known, seen)
-            if isinstance(step, Approve):  # never upon old news: somebody may have been blamed or quarantined meanwhile
-                step, known = await fleet.approval(name)
-            if isinstance(step, Wait):
+            step = await _decide_next_step(fleet, known, seen)
+            if isinstance(step, ApproveQuarantine):  # never upon old news: somebody may have been blamed or quarantined meanwhile
+                step, known = await fleet.decide_approval(name)
+            if isinstance(step, RequeueAfter):
                 return step.seconds
-            if isinstance(step, Report) and seen is not None and seen.node.held and not words:
+            if isinstance(step, WriteQuarantineStatus) and seen is not None and seen.node.held and not write_report:
                 return 0.0
-            if begins_a_probe(known.legible, step):
-                async with fleet.probes:  # one after the other, so that no more run than may
-                    await _carry_out(fleet, await _next(fleet, known, seen), known, seen)
+            if is_probe_start(known.parsed, step):
+                async with fleet.probe_lock:  # one after the other, so that no more run than may
+                    await _execute_step(fleet, await _decide_next_step(fleet, known, seen), known, seen)
             else:
-                await _carry_out(fleet, step, known, seen)
+                await _execute_step(fleet, step, known, seen)
         except (Conflict, NotFound) as error:
             log.info("quarantine of %s: looking anew: %s", name, error)
-            await fleet.quarantine_anew(name)
-            await fleet.node_anew(name)
+            await fleet.fetch_quarantine(name)
+            await fleet.fetch_node(name)
             continue
         if isinstance(step, StartProbe):
-            return AGAIN_SECONDS  # pods of its circle wait for each other's addresses
-    return AGAIN_SECONDS
+            return QUARANTINE_REQUEUE_SECONDS  # pods of its circle wait for each other's addresses
+    return QUARANTINE_REQUEUE_SECONDS
 
 
-async def look_at_all(fleet: Fleet) -> float:
+async def reconcile_all(fleet: NodeRegistry) -> float:
     """Reads them all, and does what all of them want; seconds until one of them wants it again."""
-    await fleet.read()
-    fleet.show()
-    waits = [await _try_reconcile(fleet, name) for name in list(fleet.names())]
-    return min([RESYNC_SECONDS, *waits])
+    await fleet.refresh()
+    fleet.publish_metrics()
+    waits = [await _try_reconcile(fleet, name) for name in list(fleet.list_names())]
+    return min([QUARANTINE_RESYNC_SECONDS, *waits])
 
 
-async def watch_over(fleet: Fleet) -> None:
+async def run_quarantine_loop(fleet: NodeRegistry) -> None:
     """Brings all nodes to what their NodeQuarantines say, until it is cancelled: whenever something is new about one,
     and when one wants it."""
-    round_ = _Round(fleet)
-    fleet.first.count(0)  # what was heard while another led waits for nobody
+    round_ = _WorkQueue(fleet)
+    fleet.priority_gate.set_backlog(0)  # what was heard while another led waits for nobody
     try:
         while True:
-            fleet.news.clear()
+            fleet.change_event.clear()
             try:
-                delay = await round_.begin()
+                delay = await round_.dispatch()
             except (kopf.TemporaryError, kopf.PermanentError) as error:
-                delay = RETRY_SECONDS
+                delay = QUARANTINE_RETRY_SECONDS
                 log.warning("quarantines cannot be looked at, and are tried again: %s", error)
             except Exception:
-                delay = RETRY_SECONDS
+                delay = QUARANTINE_RETRY_SECONDS
                 log.exception("quarantines cannot be looked at, and are tried again")
             try:
-                await fleet.runtime.within(delay, fleet.news.wait())
+                await fleet.runtime.run_with_timeout(delay, fleet.change_event.wait())
             except TimeoutError:
                 continue
     finally:
@@ -190,76 +190,76 @@ async def watch_over(fleet: Fleet) -> None:
 
 
 @dataclass
-class _Round:
+class _WorkQueue:
     """Who is looked after now, and who waits for it. Nodes that are not held yet go before words about those that
     are, and so do suspicions that are still to be raised where many nodes fail at once."""
 
-    fleet: Fleet
-    _under_way: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    registry: NodeRegistry
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _waiting: dict[str, None] = field(default_factory=dict)
-    _words: dict[str, None] = field(default_factory=dict)
-    _due: dict[str, float] = field(default_factory=dict)  # by the monotonic clock
-    _held_at: deque[float] = field(default_factory=lambda: deque(maxlen=FEW + 1))  # the last ones, by the same clock
+    _unreported: dict[str, None] = field(default_factory=dict)
+    _due_at: dict[str, float] = field(default_factory=dict)  # by the monotonic clock
+    _last_held_at: deque[float] = field(default_factory=lambda: deque(maxlen=NODE_PRIORITY_THRESHOLD + 1))  # the last ones, by the same clock
     _listed_at: float = -math.inf
-    _shown_at: float = -math.inf
+    _metrics_at: float = -math.inf
 
-    async def begin(self) -> float:
+    async def dispatch(self) -> float:
         """Whatever is due, as far as there is room; seconds until more may be."""
-        fleet, now = self.fleet, self.fleet.runtime.monotonic()
-        if now >= self._listed_at + RESYNC_SECONDS:
-            await self._list()
+        fleet, now = self.registry, self.registry.runtime.monotonic()
+        if now >= self._listed_at + QUARANTINE_RESYNC_SECONDS:
+            await self._enqueue_all()
             self._listed_at = now
-        self._waiting |= fleet.changed
-        fleet.changed.clear()
-        for name in [name for name, at in self._due.items() if at <= now]:
-            del self._due[name]
+        self._waiting |= fleet.changed_nodes
+        fleet.changed_nodes.clear()
+        for name in [name for name, at in self._due_at.items() if at <= now]:
+            del self._due_at[name]
             self._waiting[name] = None
-        quiet_at = self._held_at[0] + QUIET_SECONDS if len(self._held_at) > FEW else now
-        for queue, words in ((self._waiting, False), (self._words, True)):
+        quiet_at = self._last_held_at[0] + QUARANTINE_REPORT_QUIET_SECONDS if len(self._last_held_at) > NODE_PRIORITY_THRESHOLD else now
+        for queue, words in ((self._waiting, False), (self._unreported, True)):
             wait = now < fleet.busy_until or (words and now < quiet_at)
-            room = 0 if wait else AT_ONCE - len(self._under_way)
-            for name in list(islice((name for name in queue if name not in self._under_way), room)):
+            room = 0 if wait else MAX_CONCURRENT_RECONCILES - len(self._running)
+            for name in list(islice((name for name in queue if name not in self._running), room)):
                 del queue[name]
-                work = self._attend(name, words=words)
-                self._under_way[name] = fleet.runtime.start(work, f"quarantine of {name}")
-        fleet.first.count(len(self._waiting))
-        if now >= self._shown_at + SHOW_SECONDS:
-            fleet.show()
-            self._shown_at = now
+                work = self._process(name, write_report=words)
+                self._running[name] = fleet.runtime.start_task(work, f"quarantine of {name}")
+        fleet.priority_gate.set_backlog(len(self._waiting))
+        if now >= self._metrics_at + QUARANTINE_METRICS_SECONDS:
+            fleet.publish_metrics()
+            self._metrics_at = now
         if now < fleet.busy_until:
             return fleet.busy_until - now
-        next_ = min([self._listed_at + RESYNC_SECONDS, self._shown_at + SHOW_SECONDS, *self._due.values()])
+        next_ = min([self._listed_at + QUARANTINE_RESYNC_SECONDS, self._metrics_at + QUARANTINE_METRICS_SECONDS, *self._due_at.values()])
         return max(0.0, next_ - now)
 
-    async def end(self) -> None:
-        self.fleet.first.count(0)
-        for task in self._under_way.values():
+    async def close(self) -> None:
+        self.registry.priority_gate.set_backlog(0)
+        for task in self._running.values():
             task.cancel()
-        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
 
-    async def _list(self) -> None:
+    async def _enqueue_all(self) -> None:
         """Nodes once: of them watches tell, and what is a moment old is refused when it is written."""
-        fleet = self.fleet
+        fleet = self.registry
         if not fleet.nodes.listed.is_set():
-            await fleet.nodes.read(fleet.cluster, ())
-        await fleet.quarantines.read(fleet.cluster, ())
-        self._waiting |= dict.fromkeys(fleet.names())
+            await fleet.nodes.refresh(fleet.cluster, ())
+        await fleet.quarantines.refresh(fleet.cluster, ())
+        self._waiting |= dict.fromkeys(fleet.list_names())
 
-    async def _attend(self, name: str, *, words: bool) -> None:
-        delay = RETRY_SECONDS
+    async def _process(self, name: str, *, write_report: bool) -> None:
+        delay = QUARANTINE_RETRY_SECONDS
         try:
-            delay = await _try_reconcile(self.fleet, name, words=words)
+            delay = await _try_reconcile(self.registry, name, write_report=write_report)
         finally:
-            del self._under_way[name]
-            if delay <= 0 and not words:
-                self._words[name] = None
-                self._held_at.append(self.fleet.runtime.monotonic())
+            del self._running[name]
+            if delay <= 0 and not write_report:
+                self._unreported[name] = None
+                self._last_held_at.append(self.registry.runtime.monotonic())
             elif delay < math.inf:
-                self._due[name] = self.fleet.runtime.monotonic() + delay
-            self.fleet.news.set()
+                self._due_at[name] = self.registry.runtime.monotonic() + delay
+            self.registry.change_event.set()
 
 
-async def release_all(cluster: Cluster, runtime: Runtime, seconds: float, settings: Settings | None = None) -> None:
+async def release_all(cluster: Cluster, runtime: OperatorRuntime, seconds: float, settings: Settings | None = None) -> None:
     """Deletes all NodeQuarantines and returns when their nodes are released, whether the operator runs or not.
     `settings`: of the installation, which say whether nodes have a condition of ours.
 
@@ -274,117 +274,117 @@ async def release_all(cluster: Cluster, runtime: Runtime, seconds: float, settin
             except kopf.TemporaryError as error:
                 log.warning("releasing is tried again: %s", error)
             if left:
-                await runtime.sleep(AGAIN_SECONDS)
+                await runtime.sleep(QUARANTINE_REQUEUE_SECONDS)
 
     try:
-        await runtime.within(seconds, release())
+        await runtime.run_with_timeout(seconds, release())
     except TimeoutError as error:
         raise TimeoutError(f"not released within {seconds:.0f} s: {', '.join(left)}") from error
 
 
-async def _release_once(cluster: Cluster, runtime: Runtime, settings: Settings) -> list[str]:
+async def _release_once(cluster: Cluster, runtime: OperatorRuntime, settings: Settings) -> list[str]:
     """Asks for all deletions and does what they demand; the names of those that are left, none if all is done."""
-    fleet = Fleet(cluster, runtime, settings)
+    fleet = NodeRegistry(cluster, runtime, settings)
     try:
-        quarantines = [body["metadata"] for body in await cluster.list(QUARANTINES)]
+        quarantines = [body["metadata"] for body in await cluster.list(NODE_QUARANTINES)]
     except NotFound:  # the definitions are gone, and all NodeQuarantines with them
         quarantines = []
     for metadata in quarantines:
-        await cluster.delete(QUARANTINES, metadata["name"], uid=metadata["uid"])
+        await cluster.delete(NODE_QUARANTINES, metadata["name"], uid=metadata["uid"])
     for metadata in quarantines:
         await _try_reconcile(fleet, metadata["name"])
     if not quarantines:
-        await fleet.nodes.read(cluster, ())
-        await _sweep(fleet)
+        await fleet.nodes.refresh(cluster, ())
+        await _release_orphans(fleet)
     return [metadata["name"] for metadata in quarantines]
 
 
-async def _sweep(fleet: Fleet) -> None:
+async def _release_orphans(fleet: NodeRegistry) -> None:
     """Releases nodes with our marks and no NodeQuarantine: somebody has taken a finalizer away by force."""
     for seen in fleet.nodes:
         name = seen.body["metadata"]["name"]
-        if seen.node.marked and await _quarantine_of(fleet, name) is None:
-            await _release(fleet, seen)
-            await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+        if seen.node.marked and await _find_quarantine(fleet, name) is None:
+            await _release_node(fleet, seen)
+            await _emit_events(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
 
 
-async def _release_unanswered(fleet: Fleet, name: str, seen: Seen) -> bool:
+async def _release_orphan(fleet: NodeRegistry, name: str, seen: KnownNode) -> bool:
     """Releases a node with our marks for which no NodeQuarantine is known, whenever that is found; whether it is done.
     That there is none the API server itself has to say: a watch may be late."""
     try:
-        if await fleet.quarantine_anew(name) is not None:
+        if await fleet.fetch_quarantine(name) is not None:
             return False
-        await _release(fleet, seen)
+        await _release_node(fleet, seen)
     except (Conflict, NotFound) as error:
         log.info("marks of %s: looking anew: %s", name, error)
-        await fleet.node_anew(name)
+        await fleet.fetch_node(name)
         return False
-    await _tell(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
+    await _emit_events(fleet, None, seen, "NodeReleased", "it carried our marks, but there is no NodeQuarantine")
     return True
 
 
-async def _quarantine_of(fleet: Fleet, name: str) -> Object | None:
+async def _find_quarantine(fleet: NodeRegistry, name: str) -> Object | None:
     try:
-        return await fleet.cluster.find(QUARANTINES, name)
+        return await fleet.cluster.find(NODE_QUARANTINES, name)
     except NotFound:
         return None
 
 
-async def _try_reconcile(fleet: Fleet, name: str, *, words: bool = True) -> float:
+async def _try_reconcile(fleet: NodeRegistry, name: str, *, write_report: bool = True) -> float:
     """One that fails does not hold up the others."""
     try:
-        return await reconcile(fleet, name, words=words)
-    except Busy as error:
+        return await reconcile_node(fleet, name, write_report=write_report)
+    except ApiServerBusy as error:
         log.warning("quarantine of %s: %s", name, error)
-        fleet.busy(error.delay or RETRY_SECONDS)
-        return error.delay or RETRY_SECONDS
+        fleet.back_off(error.delay or QUARANTINE_RETRY_SECONDS)
+        return error.delay or QUARANTINE_RETRY_SECONDS
     except kopf.TemporaryError as error:
         log.warning("quarantine of %s: %s", name, error)
-        return max(RETRY_SECONDS, error.delay or 0.0)
+        return max(QUARANTINE_RETRY_SECONDS, error.delay or 0.0)
     except (kopf.PermanentError, InputError) as error:
         log.warning("quarantine of %s: %s", name, error)
     except Exception:
         log.exception("quarantine of %s: a pass failed", name)
-    return RETRY_SECONDS
+    return QUARANTINE_RETRY_SECONDS
 
 
-async def _blame_by_condition(fleet: Fleet, name: str, seen: Seen) -> None:
+async def _accuse_by_condition(fleet: NodeRegistry, name: str, seen: KnownNode) -> None:
     """The platform's own word against a node."""
     said = ObjectRef("", fleet.settings.namespace)
-    blame = Blame(name, seen.node.uid, seen.node.broken, said, fleet.broken_since(seen), Witness.NODE_CONDITION)
-    ruling = await suspect(fleet, blame)
-    if ruling.verdict is Verdict.PAUSED:
-        raise kopf.TemporaryError(ruling.words, delay=RETRY_SECONDS)
-    fleet.told(name, seen)
+    blame = NodeAccusation(name, seen.node.uid, seen.node.broken, said, fleet.get_broken_since(seen), Witness.NODE_CONDITION)
+    ruling = await raise_suspicion(fleet, blame)
+    if ruling.verdict is QuarantineVerdict.PAUSED:
+        raise kopf.TemporaryError(ruling.message, delay=QUARANTINE_RETRY_SECONDS)
+    fleet.mark_condition_reported(name, seen)
 
 
-async def _refusal(fleet: Fleet, blame: Blame) -> Ruling | None:
+async def _explain_refusal(fleet: NodeRegistry, blame: NodeAccusation) -> QuarantineDecision | None:
     """Why no suspicion is raised; None: it may be."""
-    if ended := _ended(blame):
+    if ended := _decide_ended(blame):
         return ended
-    if fleet.runtime.now() >= blame.at + SUSPICION_SECONDS:
-        return Ruling(Verdict.CLEARED, f"{blame.node} is untouched: nobody has confirmed the suspicion in time")
-    seen = await fleet.node(blame.node)
+    if fleet.runtime.now() >= blame.found_at + SUSPICION_TTL_SECONDS:
+        return QuarantineDecision(QuarantineVerdict.CLEARED, f"{blame.node} is untouched: nobody has confirmed the suspicion in time")
+    seen = await fleet.get_node(blame.node)
     if seen is None or seen.node.uid != blame.uid:
-        return Ruling(Verdict.UNKNOWN_NODE, f"the {blame.node} that was meant does not exist any more")
+        return QuarantineDecision(QuarantineVerdict.UNKNOWN_NODE, f"the {blame.node} that was meant does not exist any more")
     if seen.node.opted_out:
-        return Ruling(Verdict.OPTED_OUT, f"{blame.node} is untouched: its label {LABEL_NO_QUARANTINE} forbids it")
-    paused = await fleet.paused()
-    return Ruling(Verdict.PAUSED, f"{blame.node} is untouched: {paused}") if paused else None
+        return QuarantineDecision(QuarantineVerdict.OPTED_OUT, f"{blame.node} is untouched: its label {LABEL_NO_QUARANTINE} forbids it")
+    paused = await fleet.get_pause_reason()
+    return QuarantineDecision(QuarantineVerdict.PAUSED, f"{blame.node} is untouched: {paused}") if paused else None
 
 
-def _ended(blame: Blame) -> Ruling | None:
+def _decide_ended(blame: NodeAccusation) -> QuarantineDecision | None:
     """Of what has stood in a NodeQuarantine that is over, deleted by somebody perhaps; None: it is new."""
     words = f"the NodeQuarantine that told of {blame.node} has ended"
-    return Ruling(Verdict.CLEARED, words) if blame.raised else None
+    return QuarantineDecision(QuarantineVerdict.CLEARED, words) if blame.recorded else None
 
 
-async def _create(fleet: Fleet, blame: Blame, sign: Sign) -> Ruling:
-    expiry, of_job = fleet.settings.quarantine_expires_after, not sign.by_platform
+async def _create_quarantine(fleet: NodeRegistry, blame: NodeAccusation, sign: NodeSuspicion) -> QuarantineDecision:
+    expiry, of_job = fleet.settings.quarantine_expires_after, not sign.is_from_platform
     spec = QuarantineSpec(sign.reason, blame.uid, blame.incident if of_job else None, expiry, signs=(sign,))
-    seen = await fleet.node(blame.node)
+    seen = await fleet.get_node(blame.node)
     suspicion = Quarantine(blame.node, "", spec, QuarantineStatus(), guarded=True)
-    approved = seen is not None and await fleet.approved_at_once(suspicion, seen)
+    approved = seen is not None and await fleet.try_immediate_approval(suspicion, seen)
     body: Object = {
         "apiVersion": API_VERSION,
         "kind": "NodeQuarantine",
@@ -395,115 +395,115 @@ async def _create(fleet: Fleet, blame: Blame, sign: Sign) -> Ruling:
         body["spec"]["incidentRef"] = {"namespace": blame.incident.namespace, "name": blame.incident.name}
     known = False
     try:
-        there, raised = await _made_or_found(fleet, body)
-        fleet.quarantines.take(there)
+        there, raised = await _create_or_get(fleet, body)
+        fleet.quarantines.update(there)
         known = True
     finally:
         if approved:
-            await fleet.settled(blame.node, written=known)
-    return replace(ruling(Quarantine.parse(there), blame.uid), raised=raised)
+            await fleet.settle_approval(blame.node, written=known)
+    return replace(build_quarantine_decision(Quarantine.parse(there), blame.uid), raised=raised)
 
 
-async def _made_or_found(fleet: Fleet, body: Object) -> tuple[Object, bool]:
+async def _create_or_get(fleet: NodeRegistry, body: Object) -> tuple[Object, bool]:
     """And whether it was made. Where somebody was faster, what is said here is said again if it stays so."""
     try:
-        return await fleet.cluster.create(QUARANTINES, body), True
+        return await fleet.cluster.create(NODE_QUARANTINES, body), True
     except Conflict:
-        return await fleet.cluster.get(QUARANTINES, body["metadata"]["name"]), False
+        return await fleet.cluster.get(NODE_QUARANTINES, body["metadata"]["name"]), False
 
 
-async def _next(fleet: Fleet, known: Known, seen: Seen | None) -> QuarantineStep:
-    probe = known.legible.last_probe
-    pods = () if probe is None else await probing.pods_of(fleet.cluster, fleet.settings, probe.pod)
-    return await fleet.next_step(known, seen, None if probe is None else _probe(fleet, probe.pod, pods))
+async def _decide_next_step(fleet: NodeRegistry, known: KnownQuarantine, seen: KnownNode | None) -> QuarantineStep:
+    probe = known.parsed.last_probe
+    pods = () if probe is None else await probing.list_probe_group_pods(fleet.cluster, fleet.settings, probe.pod)
+    return await fleet.decide_next_step(known, seen, None if probe is None else _select_probe_pod(fleet, probe.pod, pods))
 
 
-def _probe(fleet: Fleet, name: str, bodies: Sequence[Object]) -> ProbePod | None:
+def _select_probe_pod(fleet: NodeRegistry, name: str, bodies: Sequence[Object]) -> ProbePod | None:
     """The pod on the node in question, with those of its circle; None: there is none of them."""
     pods = {body["metadata"]["name"]: ProbePod.parse(body) for body in bodies}
     own = pods.pop(name, ProbePod(phase=""))
     return replace(own, others=tuple(pods.values()), failing_check=fleet.failing_check) if own.phase or pods else None
 
 
-async def _carry_out(fleet: Fleet, step: QuarantineStep, known: Known, seen: Seen | None) -> None:
+async def _execute_step(fleet: NodeRegistry, step: QuarantineStep, known: KnownQuarantine, seen: KnownNode | None) -> None:
     """One step. It is based upon both as they were read: Conflict, where one of them has changed since."""
     metadata = known.body["metadata"]
     name, finalizers = metadata["name"], metadata.get("finalizers", [])
     match step:
-        case Guard():
-            await _patch(fleet, known, {"metadata": {"finalizers": [*finalizers, FINALIZER_QUARANTINE]}})
-        case Unguard():
+        case AddFinalizer():
+            await _patch_quarantine(fleet, known, {"metadata": {"finalizers": [*finalizers, FINALIZER_QUARANTINE]}})
+        case RemoveFinalizer():
             left = [finalizer for finalizer in finalizers if finalizer != FINALIZER_QUARANTINE]
-            await _patch(fleet, known, {"metadata": {"finalizers": left}})
-            await fleet.quarantine_anew(name)
-        case Approve():
-            await _approve(fleet, known)
-        case Hold(again) if seen is not None:
-            await _hold(fleet, seen)
+            await _patch_quarantine(fleet, known, {"metadata": {"finalizers": left}})
+            await fleet.fetch_quarantine(name)
+        case ApproveQuarantine():
+            await _approve_quarantine(fleet, known)
+        case HoldNode(again) if seen is not None:
+            await _hold_node(fleet, seen)
             if again:
                 note = "taint or cordon was taken away; delete the NodeQuarantine to release the node"
-                await _tell(fleet, known, seen, "QuarantineRestored", note, warning=True)
-        case Flag() if seen is not None:
-            await _flag(fleet, step, seen)
-        case Release(reason) if seen is not None:
-            await _release(fleet, seen)
-            await _tell(fleet, known, seen, "NodeReleased", reason)
-        case Report():
-            await _report(fleet, step, known, seen)
+                await _emit_events(fleet, known, seen, "QuarantineRestored", note, warning=True)
+        case FlagNode() if seen is not None:
+            await _set_repair_condition(fleet, step, seen)
+        case ReleaseNode(reason) if seen is not None:
+            await _release_node(fleet, seen)
+            await _emit_events(fleet, known, seen, "NodeReleased", reason)
+        case WriteQuarantineStatus():
+            await _report_status(fleet, step, known, seen)
         case StartProbe(pod, share) if seen is not None:
             await _start_probe(fleet, pod, known, share)
         case EndProbe(pod):
-            await probing.end(fleet.cluster, fleet.settings, pod)
-        case Delete():
-            await fleet.cluster.delete(QUARANTINES, name, uid=metadata["uid"])
-            await fleet.quarantine_anew(name)
+            await probing.delete_probe_group_pods(fleet.cluster, fleet.settings, pod)
+        case DeleteQuarantine():
+            await fleet.cluster.delete(NODE_QUARANTINES, name, uid=metadata["uid"])
+            await fleet.fetch_quarantine(name)
         case _:  # a wait, or what is for a node that has gone
             return
 
 
-async def _approve(fleet: Fleet, known: Known) -> None:
+async def _approve_quarantine(fleet: NodeRegistry, known: KnownQuarantine) -> None:
     """Whatever becomes of it, it counts as one until that is known."""
     written = False
     try:
-        await _patch(fleet, known, {"spec": {"approved": True}})
+        await _patch_quarantine(fleet, known, {"spec": {"approved": True}})
         written = True
     finally:
-        await fleet.settled(known.body["metadata"]["name"], written=written)
+        await fleet.settle_approval(known.body["metadata"]["name"], written=written)
 
 
-async def _report(fleet: Fleet, report: Report, known: Known, seen: Seen | None) -> None:
-    await _patch(fleet, known, {"status": report.status.to_patch()}, subresource="status")
+async def _report_status(fleet: NodeRegistry, report: WriteQuarantineStatus, known: KnownQuarantine, seen: KnownNode | None) -> None:
+    await _patch_quarantine(fleet, known, {"status": report.status.to_patch()}, subresource="status")
     if report.event:
         why = f" ({known.body['spec']['reason']})" if report.event == "NodeQuarantined" else ""
         note = f"{report.status.message}{why}"
-        await _tell(fleet, known, seen, report.event, note, warning=report.warning)
+        await _emit_events(fleet, known, seen, report.event, note, warning=report.warning)
 
 
-async def _patch(fleet: Fleet, known: Known, changes: Object, subresource: str = "") -> None:
+async def _patch_quarantine(fleet: NodeRegistry, known: KnownQuarantine, changes: Object, subresource: str = "") -> None:
     """Of the NodeQuarantine as it was read."""
     before = known.body["metadata"]
     metadata = {"resourceVersion": before["resourceVersion"], **changes.get("metadata", {})}
     changes = {**changes, "metadata": metadata}
-    fleet.quarantines.take(await fleet.cluster.patch(QUARANTINES, before["name"], changes, subresource=subresource))
+    fleet.quarantines.update(await fleet.cluster.patch(NODE_QUARANTINES, before["name"], changes, subresource=subresource))
 
 
-async def _hold(fleet: Fleet, seen: Seen) -> None:
+async def _hold_node(fleet: NodeRegistry, seen: KnownNode) -> None:
     if not seen.node.tainted:
-        await _patch_taints(fleet, seen, [*_taints(seen), {"key": TAINT_QUARANTINE, "effect": "NoSchedule"}])
+        await _patch_taints(fleet, seen, [*_list_taints(seen), {"key": TAINT_QUARANTINE, "effect": "NoSchedule"}])
     if not seen.node.cordoned:
-        await _apply(fleet, seen, {"spec": {"unschedulable": True}})
+        await _apply_cordon(fleet, seen, {"spec": {"unschedulable": True}})
 
 
-async def _release(fleet: Fleet, seen: Seen) -> None:
+async def _release_node(fleet: NodeRegistry, seen: KnownNode) -> None:
     if seen.node.tainted:
-        await _patch_taints(fleet, seen, [taint for taint in _taints(seen) if taint["key"] != TAINT_QUARANTINE])
+        await _patch_taints(fleet, seen, [taint for taint in _list_taints(seen) if taint["key"] != TAINT_QUARANTINE])
     if seen.node.cordoned:
-        await _apply(fleet, seen, {})
+        await _apply_cordon(fleet, seen, {})
     if seen.node.flagged:  # last: the node takes pods again, whatever becomes of this
-        await _apply_status(fleet, seen, {})
+        await _apply_conditions(fleet, seen, {})
 
 
-async def _flag(fleet: Fleet, flag: Flag, seen: Seen) -> None:
+async def _set_repair_condition(fleet: NodeRegistry, flag: FlagNode, seen: KnownNode) -> None:
     condition = {
         "type": fleet.settings.repair_condition,
         "status": "True",
@@ -512,68 +512,68 @@ async def _flag(fleet: Fleet, flag: Flag, seen: Seen) -> None:
         "lastHeartbeatTime": format_time(flag.since)[:19] + "Z",
         "lastTransitionTime": format_time(flag.since)[:19] + "Z",
     }
-    await _apply_status(fleet, seen, {"status": {"conditions": [condition]}})
+    await _apply_conditions(fleet, seen, {"status": {"conditions": [condition]}})
 
 
-def _taints(seen: Seen) -> list[Object]:
+def _list_taints(seen: KnownNode) -> list[Object]:
     taints: list[Object] = seen.body["spec"]["taints"]
     return taints
 
 
-async def _patch_taints(fleet: Fleet, seen: Seen, taints: list[Object]) -> None:
+async def _patch_taints(fleet: NodeRegistry, seen: KnownNode, taints: list[Object]) -> None:
     """By compare-and-swap: the API server knows the list only as a whole, and other controllers write it, too.
 
     Server-side apply would take the others' taints away, and would leave ours when we give up the list.
     """
     name, version = seen.body["metadata"]["name"], seen.body["metadata"]["resourceVersion"]
     changes = {"metadata": {"resourceVersion": version}, "spec": {"taints": taints or None}}
-    fleet.nodes.take(await fleet.cluster.patch(NODES, name, changes))
+    fleet.nodes.update(await fleet.cluster.patch(NODE_OBJECTS, name, changes))
 
 
-async def _apply(fleet: Fleet, seen: Seen, wanted: Object) -> None:
+async def _apply_cordon(fleet: NodeRegistry, seen: KnownNode, wanted: Object) -> None:
     """What we want of the cordon. With the UID, or applying to a node that has gone would create one."""
     metadata = {"name": seen.body["metadata"]["name"], "uid": seen.body["metadata"]["uid"]}
     body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, **wanted}
-    fleet.nodes.take(await fleet.cluster.apply(NODES, body, manager=FIELD_MANAGER_CORDON))
+    fleet.nodes.update(await fleet.cluster.apply(NODE_OBJECTS, body, manager=FIELD_MANAGER_CORDON))
 
 
-async def _apply_status(fleet: Fleet, seen: Seen, wanted: Object) -> None:
+async def _apply_conditions(fleet: NodeRegistry, seen: KnownNode, wanted: Object) -> None:
     """What we want of the node's conditions: server-side apply leaves those of others alone."""
     metadata = {"name": seen.body["metadata"]["name"], "uid": seen.body["metadata"]["uid"]}
     body = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, **wanted}
     manager = FIELD_MANAGER_CONDITION
-    fleet.nodes.take(await fleet.cluster.apply(NODES, body, manager=manager, subresource="status"))
+    fleet.nodes.update(await fleet.cluster.apply(NODE_OBJECTS, body, manager=manager, subresource="status"))
 
 
-async def _start_probe(fleet: Fleet, pod: str, known: Known, share: bool) -> None:
+async def _start_probe(fleet: NodeRegistry, pod: str, known: KnownQuarantine, share: bool) -> None:
     """With two other nodes beside it, where the cluster has some of its kind: alone no node is slow."""
     cluster, settings, runtime = fleet.cluster, fleet.settings, fleet.runtime
     name = known.body["metadata"]["name"]
-    node = await cluster.get(NODES, name)
-    bodies = await probing.pods_of(cluster, settings, pod)
-    company = probing.company(node, await cluster.list(NODES), pod)
+    node = await cluster.get(NODE_OBJECTS, name)
+    bodies = await probing.list_probe_group_pods(cluster, settings, pod)
+    company = probing.choose_comparison_nodes(node, await cluster.list(NODE_OBJECTS), pod)
     there = {found["metadata"]["name"]: found["spec"]["nodeName"] for found in bodies}
     hosts = [there.get(f"{pod}-{i}", other) for i, other in enumerate(company)]
-    circle = [*(Seat(f"{pod}-{i}", other) for i, other in enumerate(hosts)), Seat(pod, name)]
-    probe = known.legible.last_probe
+    circle = [*(ProbeGroupMember(f"{pod}-{i}", other) for i, other in enumerate(hosts)), ProbeGroupMember(pod, name)]
+    probe = known.parsed.last_probe
     waited = 0.0 if probe is None else runtime.now() - probe.started
-    secret = probing.secret_of(bodies) or runtime.identifier()
-    for launch in launches(circle, {b["metadata"]["name"]: ProbePod.parse(b) for b in bodies}, waited):
-        place = node if launch.seat.pod == pod else await cluster.find(NODES, launch.seat.node)
+    secret = probing.find_probe_group_secret(bodies) or runtime.create_identifier()
+    for launch in plan_probe_launches(circle, {b["metadata"]["name"]: ProbePod.parse(b) for b in bodies}, waited):
+        place = node if launch.member.pod == pod else await cluster.find(NODE_OBJECTS, launch.member.node)
         if place is None:
             continue
-        own = launch.seat.pod == pod
-        gpus = await probing.gpus(cluster, place, share=share) if own else await probing.one_gpu(cluster, place)
-        task = ProbeTask(pod, secret, gpus, launch.peers, launch.guests)
-        await probing.start(cluster, settings, launch.seat.pod, place, known.body, "NodeQuarantine", task)
+        own = launch.member.pod == pod
+        gpus = await probing.count_probe_gpus(cluster, place, share=share) if own else await probing.count_single_gpu(cluster, place)
+        task = NodeProbeTask(pod, secret, gpus, launch.peers, launch.participants)
+        await probing.start_probe_pod(cluster, settings, launch.member.pod, place, known.body, "NodeQuarantine", task)
 
 
-async def _tell(
-    fleet: Fleet, known: Known | None, seen: Seen | None, reason: str, note: str, *, warning: bool = False
+async def _emit_events(
+    fleet: NodeRegistry, known: KnownQuarantine | None, seen: KnownNode | None, reason: str, note: str, *, warning: bool = False
 ) -> None:
     """Events about the node and its quarantine, which `kubectl describe` shows."""
     about = [] if known is None else [(API_VERSION, "NodeQuarantine", known.body["metadata"])]
     about += [] if seen is None else [("v1", "Node", seen.body["metadata"])]
     for version, kind, metadata in about:
         reference = {"apiVersion": version, "kind": kind, "name": metadata["name"], "uid": metadata["uid"]}
-        await events.tell_about(fleet.cluster, fleet.runtime, reference, reason, note, reason, warning=warning)
+        await events.emit_event(fleet.cluster, fleet.runtime, reference, reason, note, reason, warning=warning)

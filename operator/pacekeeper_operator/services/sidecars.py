@@ -11,65 +11,65 @@ from dataclasses import dataclass, replace
 from zlib import crc32
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import EvidencePart, Member, Plan, Probe, WorkerPlan
-from pacekeeper_analysis.reports import Evidence, Fault, FaultKind, Heartbeat, LauncherState
+from pacekeeper_analysis.plan import EvidencePart, Member, Plan, ProbeRequest, WorkerPlan
+from pacekeeper_analysis.reports import Evidence, FaultReport, FaultKind, Heartbeat, LauncherState
 
 from ..cluster import Cluster
-from ..limits import Rate
-from ..observe.faults import in_few_words
-from ..observe.figures import matters, read
-from ..observe.memory import Contact, JobMemory, Memory
+from ..limits import RateLimiter
+from ..observe.faults import shorten_fault
+from ..observe.figures import needs_immediate_pass, read_rank_rows
+from ..observe.memory import WorkerContact, JobCache, JobRegistry
 from ..observe.store import Key
-from ..runtime import Runtime
-from .tokens import Forbidden, Holder, Tokens, TooMany
+from ..runtime import OperatorRuntime
+from .tokens import Forbidden, PodIdentity, TokenReviewer, TooManyRequests
 
 MAX_POLL_SECONDS = 30.0
-HOLDS = (3.0, 5.0, 8.0, 12.0, 20.0, MAX_POLL_SECONDS)
-POLLS_A_SECOND = 170.0
+POLL_HOLD_SECONDS = (3.0, 5.0, 8.0, 12.0, 20.0, MAX_POLL_SECONDS)
+MAX_POLLS_PER_SECOND = 170.0
 """Of all workers together: of those holds, the shortest that keeps them to so many. One of a worker with eight GPUs
 costs a millisecond, so that they take a fifth of a core."""
-GOLDEN = 0.6180339887498949
+GOLDEN_RATIO = 0.6180339887498949
 """Of a circle between one worker's moment and the next one's: however many there are, they lie far apart."""
-KNOWN_SECONDS = 2.0
+JOB_KNOWN_TIMEOUT_SECONDS = 2.0
 """So long a call waits for its job to be known, before its sender is asked to send it again. After a restart all come
 at once, and each that has to come again costs as much as one that waits."""
-TAKE_SECONDS = 2.0
+FAULT_ACK_TIMEOUT_SECONDS = 2.0
 """So long a fault waits to be dealt with before its sender is asked to send it again."""
-CALLS_AT_ONCE = 64
-CALLS_PER_SECOND = 20.0
+WORKER_CALL_BURST = 64
+WORKER_CALLS_PER_SECOND = 20.0
 """Of one worker: more is a sidecar that runs wild."""
-CALL_SECONDS = 0.1 / CALLS_PER_SECOND
+WORKER_CALL_COST_SECONDS = 0.1 / WORKER_CALLS_PER_SECOND
 """What a call brings with it counts as one more for each so many that it takes to read, so that one worker has a tenth
 of the event loop in the long run. Of a worker with 128 ranks a heartbeat takes 2 ms, a stall's report 30, the largest
 evidence 120, which is asked for every 1.5 s at most: 17 calls a second in all."""
-MAX_PATTERN_BYTES = 256 * 2**20
+MAX_HELD_PROFILE_BYTES = 256 * 2**20
 """Of all behaviour windows that are out: 10,000 ranks send 160 MB."""
-MAX_HELD_FAULTS, SURE_HELD_FAULTS = 64 * 2**20, 2**18
+MAX_OPEN_FAULT_BYTES, GUARANTEED_FAULT_BYTES = 64 * 2**20, 2**18
 """Bytes of all jobs' faults that are not dealt with yet. Beyond that they are taken in few words, and of a worker as
 many as the second: nobody else's may keep a hang from being judged, which takes a stall of each worker."""
-FARTHEST_AHEAD = 10**6
+MAX_COUNTER_JUMP = 10**6
 """Of the plan's membership and round, which are older where bookkeeping was restored."""
 MAX_OPERATION_BYTES = 192 * 2**20
 """Of the collectives that all jobs' ranks have told of: 1,024 ranks send 180 MB at most."""
-MAX_NAME = 253
+MAX_FAULT_NAME_CHARACTERS = 253
 """Characters of a fault's name."""
-FAULT_REACH_SECONDS = 3600.0
+MAX_FAULT_AGE_SECONDS = 3600.0
 """No fault was noticed longer ago than this; its sender says so within seconds as soon as the operator answers."""
-ROUND_REACH_SECONDS = 90 * 86400.0
+MAX_ROUND_AGE_SECONDS = 90 * 86400.0
 """No round began longer ago than this."""
 _WORKER_NAME = re.compile(r"(?P<job>.+)-w\d+-\d+")
-_TROUBLE = (
+_ERROR_FIELDS = (
     *("launcher_silent_seconds", "unkillable_ranks", "checkpoint_failed_rank", "checkpoint_error"),
     *("refused", "bad_loss_rank"),
 )
-_WAKING = (*_TROUBLE, *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts", "sync_mode"))
+_WAKING_FIELDS = (*_ERROR_FIELDS, *("state", "round", "membership", "first_step_at", "checkpoint_request", "restarts", "sync_mode"))
 """Fields of a heartbeat whose change the reconcile loop wants to know of at once; figures have their own rule."""
 
 
-_WELL = Heartbeat()
+_HEALTHY_HEARTBEAT = Heartbeat()
 
 
-class NotYet(Exception):
+class RetryLater(Exception):
     """The operator has not read the job, or has not dealt with the fault: to be sent again."""
 
 
@@ -82,87 +82,87 @@ class Caller:
     worker: str
 
 
-class Sidecars:
+class SidecarService:
     """Serves the sidecars of all jobs."""
 
     def __init__(
         self,
         cluster: Cluster,
-        memory: Memory,
-        runtime: Runtime,
-        stays: Callable[[Holder], bool] = lambda _holder: False,
+        jobs: JobRegistry,
+        runtime: OperatorRuntime,
+        is_pod_alive: Callable[[PodIdentity], bool] = lambda _holder: False,
     ) -> None:
         """`stays`: see `Tokens`."""
-        self._memory = memory
+        self._jobs = jobs
         self._runtime = runtime
-        self._tokens = Tokens(cluster, runtime, stays)
-        self._calls = Rate[Caller](CALLS_PER_SECOND, CALLS_AT_ONCE)
+        self._token_reviewer = TokenReviewer(cluster, runtime, is_pod_alive)
+        self._calls = RateLimiter[Caller](WORKER_CALLS_PER_SECOND, WORKER_CALL_BURST)
         self._polls: dict[Caller, asyncio.Timeout] = {}
 
     async def authenticate(self, token: str, source: str) -> Caller:
         """`source`: the address that the token came from. Raises Unauthenticated, Forbidden, TooMany or NotYet."""
-        caller = await self._caller(await self._tokens.holder(token, source))
-        self._count(caller)
+        caller = await self._wait_for_caller(await self._token_reviewer.review(token, source))
+        self._check_rate(caller)
         return caller
 
-    def count_again(self, caller: Caller) -> None:
+    def recheck_rate(self, caller: Caller) -> None:
         """Of a call that was let in a while ago: those that came with it may have cost too much since. Raises
         TooMany."""
-        self._calls.give_back(caller)
-        self._count(caller)
+        self._calls.refund(caller)
+        self._check_rate(caller)
 
-    def _count(self, caller: Caller) -> None:
+    def _check_rate(self, caller: Caller) -> None:
         if not self._calls.take(caller, self._runtime.monotonic()):
-            raise TooMany(
-                f"{caller.worker} calls more than {CALLS_PER_SECOND:.0f} times a second, or sends what takes as long"
+            raise TooManyRequests(
+                f"{caller.worker} calls more than {WORKER_CALLS_PER_SECOND:.0f} times a second, or sends what takes as long"
             )
 
     @contextmanager
-    def charged(self, caller: Caller) -> Iterator[None]:
+    def charge_time(self, caller: Caller) -> Iterator[None]:
         """What is done inside, without waiting for anything, counts by the processor's time that it takes. At most as
         much as is allowed at once."""
-        began = self._runtime.worked()
+        began = self._runtime.thread_seconds()
         try:
             yield
         finally:
-            calls = (self._runtime.worked() - began) / CALL_SECONDS
-            self._calls.charge(caller, min(calls, CALLS_AT_ONCE))
+            calls = (self._runtime.thread_seconds() - began) / WORKER_CALL_COST_SECONDS
+            self._calls.charge(caller, min(calls, WORKER_CALL_BURST))
 
-    async def _caller(self, holder: Holder) -> Caller:
+    async def _wait_for_caller(self, holder: PodIdentity) -> Caller:
         """The worker that this pod is, once it is known. Raises Forbidden or NotYet."""
         with suppress(TimeoutError):
-            return await self._runtime.within(KNOWN_SECONDS, self._once_known(holder))
-        return self._worker(holder)
+            return await self._runtime.run_with_timeout(JOB_KNOWN_TIMEOUT_SECONDS, self._wait_until_known(holder))
+        return self._identify_worker(holder)
 
-    async def _once_known(self, holder: Holder) -> Caller:
+    async def _wait_until_known(self, holder: PodIdentity) -> Caller:
         match = _WORKER_NAME.fullmatch(holder.pod)
         while True:
             try:
-                return self._worker(holder)
-            except NotYet:
+                return self._identify_worker(holder)
+            except RetryLater:
                 assert match is not None  # or it would be forbidden
-                await self._memory.news_of(holder.namespace, match["job"])
+                await self._jobs.wait_for_change(holder.namespace, match["job"])
 
-    def _worker(self, holder: Holder) -> Caller:
+    def _identify_worker(self, holder: PodIdentity) -> Caller:
         """The worker that this pod is. Raises Forbidden or NotYet."""
         match = _WORKER_NAME.fullmatch(holder.pod)
         if match is None:
             raise Forbidden(f"pod {holder.namespace}/{holder.pod} is not a worker")
-        job = self._memory.find(holder.namespace, match["job"])
-        if job is None or job.draft is None:
-            raise NotYet(f"no job {holder.namespace}/{match['job']} is known (yet)")
-        worker = job.draft.state.placement.worker(holder.pod)
+        job = self._jobs.find(holder.namespace, match["job"])
+        if job is None or job.desired is None:
+            raise RetryLater(f"no job {holder.namespace}/{match['job']} is known (yet)")
+        worker = job.desired.state.placement.find_worker(holder.pod)
         if worker is None:
             raise Forbidden(f"pod {holder.namespace}/{holder.pod} is not a worker of job {match['job']}")
         if not worker.uid:
-            raise NotYet(f"worker {holder.pod} is about to be written down")
+            raise RetryLater(f"worker {holder.pod} is about to be written down")
         if worker.uid != holder.uid:
             raise Forbidden(f"the token is of another pod that was called {holder.pod}")
         return Caller(holder.namespace, match["job"], holder.pod)
 
-    def ranks(self, caller: Caller) -> int:
+    def count_ranks(self, caller: Caller) -> int:
         """That a worker of the caller's job has when it is a member."""
-        job = self._job(caller).job
+        job = self._get_job(caller).job
         return 1 if job is None else job.spec.nproc_per_node
 
     async def poll(
@@ -178,87 +178,87 @@ class Sidecars:
         within up to `most` where there are many workers. `unheard`: seconds since its machine has shown that it is
         there, now or when the connection ended; None: only what it says shows that. Raises Forbidden, InputError.
         """
-        _speaks_for_itself(caller, heartbeat.worker)
-        job = self._job(caller)
-        _leaves_room(heartbeat, job.plan)
-        contact = self._hear(job, caller, heartbeat)
+        _require_own_worker(caller, heartbeat.worker)
+        job = self._get_job(caller)
+        _check_counters(heartbeat, job.plan)
+        contact = self._record_heartbeat(job, caller, heartbeat)
         if wait <= 0:
-            return _part(job, caller, after)
-        contact.polling += 1
-        self._memory.hold(job, 1)
+            return _get_plan_part(job, caller, after)
+        contact.open_polls += 1
+        self._jobs.adjust_held_polls(job, 1)
         try:
-            async with self._only_poll(caller):
-                await self._runtime.within(self._hold(contact, wait, most), _news(job, caller, after))
+            async with self._replace_poll(caller):
+                await self._runtime.run_with_timeout(self._choose_hold_seconds(contact, wait, most), _wait_for_plan(job, caller, after))
         except TimeoutError:
             return None
         except asyncio.CancelledError:
-            contact.cut = True  # its connection has ended, and perhaps it has, too
+            contact.is_cut_off = True  # its connection has ended, and perhaps it has, too
             job.wake.set()
             raise
         finally:
-            contact.polling -= 1
-            self._memory.hold(job, -1)
+            contact.open_polls -= 1
+            self._jobs.adjust_held_polls(job, -1)
             if unheard is not None:
-                contact.at = max(contact.at, self._runtime.now() - unheard())
-        return _part(job, caller, after)
+                contact.last_seen_at = max(contact.last_seen_at, self._runtime.now() - unheard())
+        return _get_plan_part(job, caller, after)
 
-    def _hold(self, contact: Contact, wait: float, most: float) -> float:
+    def _choose_hold_seconds(self, contact: WorkerContact, wait: float, most: float) -> float:
         """Seconds. With few workers `wait`. With many, until the worker's own moment comes round: so the polls of one
         job, whose steps are all the same, do not come together."""
-        hold = next((hold for hold in HOLDS if len(self._polls) <= hold * POLLS_A_SECOND), MAX_POLL_SECONDS)
+        hold = next((hold for hold in POLL_HOLD_SECONDS if len(self._polls) <= hold * MAX_POLLS_PER_SECOND), MAX_POLL_SECONDS)
         hold = min(hold, most, MAX_POLL_SECONDS)
         if hold <= wait:
             return min(wait, MAX_POLL_SECONDS)
-        until = (contact.phase * hold - self._runtime.monotonic()) % hold
+        until = (contact.poll_phase * hold - self._runtime.monotonic()) % hold
         return until if until >= wait else min(until + hold, most)
 
-    async def take_fault(self, caller: Caller, fault: Fault) -> None:
+    async def receive_fault(self, caller: Caller, fault: FaultReport) -> None:
         """Returns once what was decided about the fault is written. Raises NotYet, TooMany, Forbidden, InputError."""
-        _speaks_for_itself(caller, fault.worker)
-        _names_its_own(fault)
-        job = self._job(caller)
-        if _settled(job, fault):
+        _require_own_worker(caller, fault.worker)
+        _check_fault_name(fault)
+        job = self._get_job(caller)
+        if _is_settled(job, fault):
             return
-        with self.charged(caller):
-            fault = _fault_by_our_clock(_about_its_own(fault, job.plan, caller), self._runtime.now())
-        workers, known = 0 if job.draft is None else len(job.draft.state.placement.workers), fault.name in job.faults
-        if not known and sum(each.faults.held for _, each in self._memory) > MAX_HELD_FAULTS:
-            fault = in_few_words(fault)
-            if fault.kind is not FaultKind.STALLED and job.faults.held_of(fault.worker) > SURE_HELD_FAULTS:
-                raise TooMany(f"other faults are being looked into: send fault {fault.name} again later")
-        if why := job.faults.take(fault, workers):
-            raise TooMany(f"{why}: send fault {fault.name} again later")
+        with self.charge_time(caller):
+            fault = _convert_fault_time(_filter_own_ranks(fault, job.plan, caller), self._runtime.now())
+        workers, known = 0 if job.desired is None else len(job.desired.state.placement.workers), fault.name in job.faults
+        if not known and sum(each.faults.total_bytes for _, each in self._jobs) > MAX_OPEN_FAULT_BYTES:
+            fault = shorten_fault(fault)
+            if fault.kind is not FaultKind.STALLED and job.faults.get_worker_bytes(fault.worker) > GUARANTEED_FAULT_BYTES:
+                raise TooManyRequests(f"other faults are being looked into: send fault {fault.name} again later")
+        if why := job.faults.add(fault, workers):
+            raise TooManyRequests(f"{why}: send fault {fault.name} again later")
         if not known:  # one that is sent again says nothing new
             job.wake.set()
         try:
-            await self._runtime.within(TAKE_SECONDS, _dealt_with(job, fault))
+            await self._runtime.run_with_timeout(FAULT_ACK_TIMEOUT_SECONDS, _wait_until_settled(job, fault))
         except TimeoutError:
-            raise NotYet(f"fault {fault.name} is being looked into") from None
+            raise RetryLater(f"fault {fault.name} is being looked into") from None
 
-    def awaits_evidence(self, caller: Caller, request: str) -> bool:
+    def needs_evidence(self, caller: Caller, request: str) -> bool:
         """Whether this request is out, and goes to this worker: other answers are of no use to anybody. Raises NotYet
         where too many collectives are held."""
-        plan = self._job(caller).plan
-        if plan is None or not request or _member(plan, caller) is None:
+        plan = self._get_job(caller).plan
+        if plan is None or not request or _find_member(plan, caller) is None:
             return False
-        if _is_asked(plan.probe, request, caller.worker):
+        if _is_probe_source(plan.probe, request, caller.worker):
             return True
         if request != plan.evidence_request:
             return False
-        holds = sum(map(_operation_bytes, self._memory)) if EvidencePart.OPERATIONS in plan.evidence_parts else 0
+        holds = sum(map(_count_operation_bytes, self._jobs)) if EvidencePart.OPERATIONS in plan.evidence_parts else 0
         if holds > MAX_OPERATION_BYTES:
-            raise NotYet("other jobs' collectives are being looked into")
+            raise RetryLater("other jobs' collectives are being looked into")
         return True
 
-    def take_evidence(self, caller: Caller, evidence: Evidence) -> None:
+    def receive_evidence(self, caller: Caller, evidence: Evidence) -> None:
         """Dropped are answers to a request that is no longer out, and words about others' ranks. Raises Forbidden."""
-        _speaks_for_itself(caller, evidence.worker)
-        job = self._job(caller)
-        member = None if job.plan is None else _member(job.plan, caller)
+        _require_own_worker(caller, evidence.worker)
+        job = self._get_job(caller)
+        member = None if job.plan is None else _find_member(job.plan, caller)
         if job.plan is None or member is None:
             return
         probe = job.plan.probe
-        if probe is not None and _is_asked(probe, evidence.request, caller.worker):
+        if probe is not None and _is_probe_source(probe, evidence.request, caller.worker):
             job.probes[caller.worker] = replace(
                 evidence, windows=(), communicators=(), operations=(), links=(), flows=()
             )
@@ -270,9 +270,9 @@ class Sidecars:
         links = tuple(link for link in evidence.links if link.rank in member.ranks)
         flows = tuple(flow for flow in evidence.flows if flow.rank in member.ranks)
         operations = {of.rank: of for of in evidence.operations if of.rank in member.ranks}
-        with self.charged(caller):
+        with self.charge_time(caller):
             known = EvidencePart.OPERATIONS in job.plan.evidence_parts and all(
-                each.fits(job.plan.world_size) for each in evidence.communicators
+                each.fits_world_size(job.plan.world_size) for each in evidence.communicators
             )
         job.evidence[caller.worker] = replace(
             evidence,
@@ -286,37 +286,37 @@ class Sidecars:
         if len(job.evidence) >= len(job.plan.members):
             job.wake.set()
 
-    def awaits_pattern(self, caller: Caller, window: str, rank: int) -> bool:
+    def needs_profile_answer(self, caller: Caller, window: str, rank: int) -> bool:
         """Whether this behaviour window is out, and the rank is the caller's. Raises NotYet where too many patterns are
         held."""
-        job = self._job(caller)
+        job = self._get_job(caller)
         profile = None if job.plan is None else job.plan.profile
         if job.plan is None or profile is None or profile.name != window:
             return False
-        member = _member(job.plan, caller)
+        member = _find_member(job.plan, caller)
         if member is None or rank not in member.ranks:
             return False
-        if sum(each.pattern_bytes for _, each in self._memory) > MAX_PATTERN_BYTES:
-            raise NotYet("other jobs' behaviour windows are being looked into")
+        if sum(each.profile_answer_bytes for _, each in self._jobs) > MAX_HELD_PROFILE_BYTES:
+            raise RetryLater("other jobs' behaviour windows are being looked into")
         return True
 
-    def take_pattern(self, caller: Caller, window: str, rank: int, data: bytes) -> None:
-        job = self._job(caller)
+    def receive_profile_answer(self, caller: Caller, window: str, rank: int, data: bytes) -> None:
+        job = self._get_job(caller)
         if job.plan is None or job.plan.profile is None or job.plan.profile.name != window:
             return
-        job.pattern_bytes += len(data) - len(job.patterns.get(rank, b""))
-        job.patterns[rank] = data
-        job.patterns_at = self._runtime.now()
-        if len(job.patterns) >= job.plan.world_size:
+        job.profile_answer_bytes += len(data) - len(job.profile_answers.get(rank, b""))
+        job.profile_answers[rank] = data
+        job.last_profile_answer_at = self._runtime.now()
+        if len(job.profile_answers) >= job.plan.world_size:
             job.wake.set()
 
-    def let_go(self) -> None:
+    def end_polls(self) -> None:
         """All polls that are held end now, without a plan: this operator no longer leads."""
         for held in self._polls.values():
             held.reschedule(asyncio.get_running_loop().time())
 
     @asynccontextmanager
-    async def _only_poll(self, caller: Caller) -> AsyncIterator[None]:
+    async def _replace_poll(self, caller: Caller) -> AsyncIterator[None]:
         """A worker's new poll ends its older one, by TimeoutError: whoever polls anew no longer waits there."""
         older = self._polls.get(caller)
         if older is not None:
@@ -329,127 +329,127 @@ class Sidecars:
                 if self._polls.get(caller) is scope:
                     del self._polls[caller]
 
-    def _job(self, caller: Caller) -> JobMemory:
+    def _get_job(self, caller: Caller) -> JobCache:
         """Raises NotYet where the job has gone since its worker was let in."""
-        job = self._memory.find(caller.namespace, caller.job)
+        job = self._jobs.find(caller.namespace, caller.job)
         if job is None:
-            raise NotYet(f"no job {caller.namespace}/{caller.job} is known any more")
+            raise RetryLater(f"no job {caller.namespace}/{caller.job} is known any more")
         return job
 
-    def _hear(self, job: JobMemory, caller: Caller, said: Heartbeat) -> Contact:
-        now, figures = self._runtime.now(), read(said.figures)
+    def _record_heartbeat(self, job: JobCache, caller: Caller, said: Heartbeat) -> WorkerContact:
+        now, figures = self._runtime.now(), read_rank_rows(said.figures)
         said = replace(said, figures=())
-        self._memory.hear(job, now)
+        self._jobs.mark_reporting(job, now)
         contact = job.contacts.get(caller.worker)
         if contact is None:
-            heard = _heartbeat_by_our_clock(said, None, now)
-            phase = (crc32(f"{caller.namespace}/{caller.job}".encode()) / 2**32 + GOLDEN * len(job.contacts)) % 1
-            contact = Contact(heard, now, state_since=now, said=said, figures=figures, phase=phase)
+            heard = _convert_heartbeat_times(said, None, now)
+            phase = (crc32(f"{caller.namespace}/{caller.job}".encode()) / 2**32 + GOLDEN_RATIO * len(job.contacts)) % 1
+            contact = WorkerContact(heard, now, state_since=now, raw_heartbeat=said, rank_rows=figures, poll_phase=phase)
             job.contacts[caller.worker] = contact
-            if _completes(job, said):
+            if _needs_pass(job, said):
                 job.wake.set()
             return contact
         slow = math.inf if job.job is None else job.job.spec.detection.straggler_slowdown
-        if matters(contact.figures, figures, job.metrics, slow):
+        if needs_immediate_pass(contact.rank_rows, figures, job.metrics, slow):
             job.wake.set()
-        if any(getattr(contact.said, name) != getattr(said, name) for name in _WAKING):
+        if any(getattr(contact.raw_heartbeat, name) != getattr(said, name) for name in _WAKING_FIELDS):
             job.wake.set()
-        if contact.said.state is not said.state:
+        if contact.raw_heartbeat.state is not said.state:
             contact.state_since = now
-        if contact.said.step < said.step:
+        if contact.raw_heartbeat.step < said.step:
             contact.stepped_at = now
-        contact.heartbeat = _heartbeat_by_our_clock(said, contact, now)
-        contact.said, contact.at, contact.figures, contact.cut = said, now, figures, False
+        contact.heartbeat = _convert_heartbeat_times(said, contact, now)
+        contact.raw_heartbeat, contact.last_seen_at, contact.rank_rows, contact.is_cut_off = said, now, figures, False
         return contact
 
 
-def _completes(job: JobMemory, said: Heartbeat) -> bool:
+def _needs_pass(job: JobCache, said: Heartbeat) -> bool:
     """Whether a worker's first words are news: after a restart members come one by one, and the last of them completes
     the picture, unless one is in trouble."""
     complete = job.plan is None or len(job.contacts) >= len(job.plan.members)
-    well = said.state is LauncherState.RUNNING and all(getattr(said, name) == getattr(_WELL, name) for name in _TROUBLE)
+    well = said.state is LauncherState.RUNNING and all(getattr(said, name) == getattr(_HEALTHY_HEARTBEAT, name) for name in _ERROR_FIELDS)
     return complete or not well
 
 
-def _operation_bytes(of: tuple[Key, JobMemory]) -> int:
+def _count_operation_bytes(of: tuple[Key, JobCache]) -> int:
     return sum(len(rank.operations) for told in of[1].evidence.values() for rank in told.operations)
 
 
-async def _news(job: JobMemory, caller: Caller, after: int) -> None:
+async def _wait_for_plan(job: JobCache, caller: Caller, after: int) -> None:
     while job.plan is None or job.plan.version <= after:
-        await job.polls.next(caller.worker)
+        await job.plan_waiters.wait(caller.worker)
 
 
-def _part(job: JobMemory, caller: Caller, after: int) -> WorkerPlan | None:
-    return job.plan.part(caller.worker) if job.plan is not None and job.plan.version > after else None
+def _get_plan_part(job: JobCache, caller: Caller, after: int) -> WorkerPlan | None:
+    return job.plan.build_worker_plan(caller.worker) if job.plan is not None and job.plan.version > after else None
 
 
-def _member(plan: Plan, caller: Caller) -> Member | None:
+def _find_member(plan: Plan, caller: Caller) -> Member | None:
     return next((member for member in plan.members if member.worker == caller.worker), None)
 
 
-async def _dealt_with(job: JobMemory, fault: Fault) -> None:
-    while not _settled(job, fault) and not job.faults.is_told_anew(fault):
-        await job.senders.next(fault.worker)
+async def _wait_until_settled(job: JobCache, fault: FaultReport) -> None:
+    while not _is_settled(job, fault) and not job.faults.is_superseded(fault):
+        await job.fault_waiters.wait(fault.worker)
 
 
-def _is_asked(probe: Probe | None, request: str, worker: str) -> bool:
+def _is_probe_source(probe: ProbeRequest | None, request: str, worker: str) -> bool:
     """Whether it is this probe that the worker answers, and it is to take part."""
     return probe is not None and request == probe.name and worker in probe.sources
 
 
-def _settled(job: JobMemory, fault: Fault) -> bool:
-    return job.draft is not None and fault.name in job.draft.state.incidents.names_settled
+def _is_settled(job: JobCache, fault: FaultReport) -> bool:
+    return job.desired is not None and fault.name in job.desired.state.incidents.settled_names
 
 
-def _speaks_for_itself(caller: Caller, worker: str) -> None:
+def _require_own_worker(caller: Caller, worker: str) -> None:
     if worker != caller.worker:
         raise Forbidden(f"{caller.worker} may not speak for {worker or 'nobody: say `worker`'}")
 
 
-def _leaves_room(heartbeat: Heartbeat, plan: Plan | None) -> None:
+def _check_counters(heartbeat: Heartbeat, plan: Plan | None) -> None:
     """The next membership and round lie above all that are told of, and a plan has to hold them."""
     for name, known in (("membership", plan.membership), ("round", plan.round)) if plan is not None else ():
-        if (told := getattr(heartbeat, name)) > known + FARTHEST_AHEAD:
+        if (told := getattr(heartbeat, name)) > known + MAX_COUNTER_JUMP:
             raise InputError(f"{name}: {told} is far above the plan's, {known}: delete the pod, and another is made")
 
 
-def _names_its_own(fault: Fault) -> None:
+def _check_fault_name(fault: FaultReport) -> None:
     """So that no worker takes another's names, and with them the answers that the other gets."""
-    if not fault.name.startswith(f"{fault.worker}-") or len(fault.name) > MAX_NAME:
-        raise InputError(f"name: {fault.name[:MAX_NAME]!r} must begin with {fault.worker}-, in {MAX_NAME} characters")
+    if not fault.name.startswith(f"{fault.worker}-") or len(fault.name) > MAX_FAULT_NAME_CHARACTERS:
+        raise InputError(f"name: {fault.name[:MAX_FAULT_NAME_CHARACTERS]!r} must begin with {fault.worker}-, in {MAX_FAULT_NAME_CHARACTERS} characters")
 
 
-def _about_its_own(fault: Fault, plan: Plan | None, caller: Caller) -> Fault:
+def _filter_own_ranks(fault: FaultReport, plan: Plan | None, caller: Caller) -> FaultReport:
     """Without words about others' ranks, and with one about each rank: the last; without groups of ranks that the job
     does not have."""
-    member = None if plan is None else _member(plan, caller)
+    member = None if plan is None else _find_member(plan, caller)
     if plan is None or member is None:
         return replace(fault, ranks=(), communicators=())
     states = {state.rank: state for state in fault.ranks if state.rank in member.ranks}
-    groups = tuple(each for each in fault.communicators if each.fits(plan.world_size))
+    groups = tuple(each for each in fault.communicators if each.fits_world_size(plan.world_size))
     return replace(fault, ranks=tuple(states.values()), communicators=groups)
 
 
-def _heartbeat_by_our_clock(said: Heartbeat, before: Contact | None, received: float) -> Heartbeat:
+def _convert_heartbeat_times(said: Heartbeat, before: WorkerContact | None, received: float) -> Heartbeat:
     """What the worker says as before stays the same moment here, however long messages take."""
 
     def ours(name: str) -> float:
         at: float = getattr(said, name)
-        if before is not None and getattr(before.said, name) == at:
+        if before is not None and getattr(before.raw_heartbeat, name) == at:
             same: float = getattr(before.heartbeat, name)
             return same
-        return _by_our_clock(at, said.sent_at, received, ROUND_REACH_SECONDS) if at else 0.0
+        return _convert_time(at, said.sent_at, received, MAX_ROUND_AGE_SECONDS) if at else 0.0
 
     return replace(said, round_started_at=ours("round_started_at"), first_step_at=ours("first_step_at"))
 
 
-def _fault_by_our_clock(fault: Fault, received: float) -> Fault:
-    at = _by_our_clock(fault.noticed_at, fault.sent_at, received, FAULT_REACH_SECONDS)
+def _convert_fault_time(fault: FaultReport, received: float) -> FaultReport:
+    at = _convert_time(fault.noticed_at, fault.sent_at, received, MAX_FAULT_AGE_SECONDS)
     return replace(fault, noticed_at=at)
 
 
-def _by_our_clock(at: float, sent_at: float, received: float, reach: float) -> float:
+def _convert_time(at: float, sent_at: float, received: float, reach: float) -> float:
     """A sender's time on the receiver's clock: as long before the receipt as it was before the sending.
 
     Never after the receipt, and `reach` seconds before at most: what a worker says moves nothing further.

@@ -13,11 +13,11 @@ import kopf
 
 from .. import metrics
 from ..limits import Backoff
-from ..runtime import Runtime
+from ..runtime import OperatorRuntime
 
-QUICK_SECONDS = 0.02
+STATUS_WRITE_WAIT_SECONDS = 0.02
 """So long a pass waits for its word to be written, where it does: for an API server that has much to do, no longer."""
-FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS = 0.5, 30.0
+FIRST_STATUS_BACKOFF_SECONDS, LONGEST_STATUS_BACKOFF_SECONDS = 0.5, 30.0
 log = logging.getLogger(__name__)
 
 
@@ -25,32 +25,32 @@ log = logging.getLogger(__name__)
 class StatusWriter:
     """Of one job. What fails fails no pass: it is tried again, ever more slowly."""
 
-    runtime: Runtime
+    runtime: OperatorRuntime
     wake: Callable[[], None]
     """A pass is wanted: there is something to say, or to say again."""
     name: str = ""
     _writing: asyncio.Task[None] | None = None
-    _withheld: bool = False  # something was to be said meanwhile
-    _backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS))
+    _has_deferred: bool = False  # something was to be said meanwhile
+    _backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_STATUS_BACKOFF_SECONDS, LONGEST_STATUS_BACKOFF_SECONDS))
 
-    def withholds(self) -> bool:
+    def defer_if_busy(self) -> bool:
         """Whether nothing can be written now: the last one is under way, or rests because it has failed. At its end a
         pass is woken: what is to be said then is found out anew."""
-        self._withheld = self._writing is not None and not self._writing.done()
-        return self._withheld
+        self._has_deferred = self._writing is not None and not self._writing.done()
+        return self._has_deferred
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether the last one did: it may have been carried out all the same."""
-        return self._backoff.failing
+        return self._backoff.is_failing
 
     async def write(self, work: Callable[[], Coroutine[Any, Any, None]], *, waits: bool = True) -> None:
         """Unless it `withholds`. `waits`: for a moment, for the word to be written."""
-        self._writing = self.runtime.start(self._write(work()), f"{self.name}: its status")
+        self._writing = self.runtime.start_task(self._write(work()), f"{self.name}: its status")
         if not waits:
             return
         with suppress(TimeoutError):
-            await self.runtime.within(QUICK_SECONDS, asyncio.wait({self._writing}))
+            await self.runtime.run_with_timeout(STATUS_WRITE_WAIT_SECONDS, asyncio.wait({self._writing}))
 
     async def close(self) -> None:
         """Ends what is under way: the API server may have done it all the same."""
@@ -61,9 +61,9 @@ class StatusWriter:
     async def _write(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-            self._backoff.succeeded()
+            self._backoff.record_success()
         except Exception as error:
-            pause, self._withheld = self._backoff.failed(), True
+            pause, self._has_deferred = self._backoff.record_failure(), True
             metrics.STATUS_FAILURES.inc()
             known = isinstance(error, kopf.TemporaryError | kopf.PermanentError)
             log.log(
@@ -75,6 +75,6 @@ class StatusWriter:
                 exc_info=None if known else error,
             )
             await self.runtime.sleep(pause)
-        if self._withheld:
-            self._withheld = False
+        if self._has_deferred:
+            self._has_deferred = False
             self.wake()

@@ -19,22 +19,22 @@ from pacekeeper_analysis.reading import parse_json
 
 from ..api import TOKEN_AUDIENCE
 from ..cluster import TOKEN_REVIEWS, Cluster
-from ..limits import Rate, Remembered
-from ..runtime import Runtime
+from ..limits import RateLimiter, ExpiringCache
+from ..runtime import OperatorRuntime
 
-REVIEW_SECONDS = 60.0
+TOKEN_REVIEW_TTL_SECONDS = 60.0
 """So long a token's review is believed whatever has become of its pod."""
-KNOWN_SECONDS = 300.0
+LIVE_POD_TOKEN_TTL_SECONDS = 300.0
 """So long at most it is while the pod is known to be there, and is not about to end: 5,000 workers' reviews once
 a minute would be 83 a second, of 0.6 ms here and more in the API server. That a pod has gone is known by watches within
 a second, by lists within a minute."""
-REFUSED_SECONDS = 5.0
+TOKEN_REFUSAL_TTL_SECONDS = 5.0
 """So long a refusal is. Short, because a pod's first token may be a moment ahead of what the API server knows."""
-MAX_REVIEWS = 20_000
-MAX_REFUSALS = 4_096
-REVIEWS_AT_ONCE = 32
-REFUSED_AT_ONCE = 64
-REFUSED_PER_SECOND = 2.0
+MAX_CACHED_REVIEWS = 20_000
+MAX_CACHED_REFUSALS = 4_096
+MAX_CONCURRENT_REVIEWS = 32
+TOKEN_REFUSAL_BURST = 64
+TOKEN_REFUSALS_PER_SECOND = 2.0
 """Bad tokens that one address may have reviewed. A review that ends well does not count."""
 EXPIRY_LEEWAY_SECONDS = 12 * 3600.0
 """A token that has run out only by so much is left to the API server: this machine's clock may be hours off."""
@@ -48,12 +48,12 @@ class Forbidden(Exception):
     """A good token of somebody who may not do this."""
 
 
-class TooMany(Exception):
+class TooManyRequests(Exception):
     """More than the operator takes for now: to be sent again, later."""
 
 
 @dataclass(frozen=True)
-class Holder:
+class PodIdentity:
     """The pod that a token is bound to."""
 
     namespace: str
@@ -61,71 +61,71 @@ class Holder:
     uid: str
 
 
-Judgement = Holder | Exception
+ReviewResult = PodIdentity | Exception
 
 
-class Tokens:
+class TokenReviewer:
     """Reviews of all callers' tokens."""
 
-    def __init__(self, cluster: Cluster, runtime: Runtime, stays: Callable[[Holder], bool] = lambda _holder: False):
+    def __init__(self, cluster: Cluster, runtime: OperatorRuntime, is_pod_alive: Callable[[PodIdentity], bool] = lambda _holder: False):
         """`stays`: whether that very pod is known to be there, and is not about to end."""
         self._cluster = cluster
         self._runtime = runtime
-        self._stays = stays
-        self._good = Remembered[bytes, tuple[float, Holder]](KNOWN_SECONDS, MAX_REVIEWS)
-        self._bad = Remembered[bytes, Judgement](REFUSED_SECONDS, MAX_REFUSALS)
-        self._sources = Rate[str](REFUSED_PER_SECOND, REFUSED_AT_ONCE)
-        self._asked: dict[bytes, asyncio.Task[Judgement]] = {}
-        self._free = asyncio.Semaphore(REVIEWS_AT_ONCE)
+        self._is_pod_alive = is_pod_alive
+        self._good = ExpiringCache[bytes, tuple[float, PodIdentity]](LIVE_POD_TOKEN_TTL_SECONDS, MAX_CACHED_REVIEWS)
+        self._bad = ExpiringCache[bytes, ReviewResult](TOKEN_REFUSAL_TTL_SECONDS, MAX_CACHED_REFUSALS)
+        self._sources = RateLimiter[str](TOKEN_REFUSALS_PER_SECOND, TOKEN_REFUSAL_BURST)
+        self._pending: dict[bytes, asyncio.Task[ReviewResult]] = {}
+        self._free = asyncio.Semaphore(MAX_CONCURRENT_REVIEWS)
 
-    async def holder(self, token: str, source: str) -> Holder:
+    async def review(self, token: str, source: str) -> PodIdentity:
         """`source`: the address that it came from. Raises Unauthenticated, Forbidden, TooMany or TemporaryError."""
         digest = hashlib.sha256(token.encode(errors="replace")).digest()
-        verdict = self._known(digest)
-        if verdict is None and (why := flaw(token, self._runtime.now())):
+        verdict = self._find_cached(digest)
+        if verdict is None and (why := find_token_flaw(token, self._runtime.now())):
             raise Unauthenticated(why)
         if verdict is None:
-            verdict = await asyncio.shield(self._asking(digest, token, source))
+            verdict = await asyncio.shield(self._get_or_start_review(digest, token, source))
         if isinstance(verdict, Exception):
             raise verdict.with_traceback(None)  # it may be raised to many callers
         return verdict
 
-    def _known(self, digest: bytes) -> Judgement | None:
+    def _find_cached(self, digest: bytes) -> ReviewResult | None:
         now = self._runtime.monotonic()
         if known := self._good.get(digest, now):
             reviewed_at, holder = known
             age = now - reviewed_at
-            if age < REVIEW_SECONDS or (age < _part(digest) * KNOWN_SECONDS and self._stays(holder)):
+            if age < TOKEN_REVIEW_TTL_SECONDS or (age < _get_ttl_share(digest) * LIVE_POD_TOKEN_TTL_SECONDS and self._is_pod_alive(holder)):
                 return holder
         return self._bad.get(digest, now)
 
-    def _asking(self, digest: bytes, token: str, source: str) -> asyncio.Task[Judgement]:
+    def _get_or_start_review(self, digest: bytes, token: str, source: str) -> asyncio.Task[ReviewResult]:
         """The one review of this token that is under way; begun where there is none."""
-        if digest not in self._asked:
+        if digest not in self._pending:
             if not self._sources.take(source, self._runtime.monotonic()):
-                raise TooMany(f"too many bad tokens came from {source}: send a good one later")
-            self._asked[digest] = self._runtime.start(self._ask(digest, token, source), "review of a token")
-        return self._asked[digest]
+                raise TooManyRequests(f"too many bad tokens came from {source}: send a good one later")
+            self._pending[digest] = self._runtime.start_task(self._run_review(digest, token, source), "review of a token")
+        return self._pending[digest]
 
-    async def _ask(self, digest: bytes, token: str, source: str) -> Judgement:
+    async def _run_review(self, digest: bytes, token: str, source: str) -> ReviewResult:
         """Errors are returned, for all who wait; they are no reason for the operator to end."""
         try:
             async with self._free:
-                verdict = await self._review(token)
+                verdict = await self._request_review(token)
         except Exception as error:
             verdict = error
         finally:
-            del self._asked[digest]
+            del self._pending[digest]
         now = self._runtime.monotonic()
-        if isinstance(verdict, Holder):
+        if isinstance(verdict, PodIdentity):
             self._good.put(digest, (now, verdict), now)
         if isinstance(verdict, Unauthenticated | Forbidden):
             self._bad.put(digest, verdict, now)
         else:
-            self._sources.give_back(source)
+            self._sources.refund(source)
         return verdict
 
-    async def _review(self, token: str) -> Judgement:
+    async def _request_review(self, token: str) -> ReviewResult:
         body = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenReview",
@@ -133,21 +133,21 @@ class Tokens:
             "spec": {"token": token, "audiences": [TOKEN_AUDIENCE]},
         }
         try:
-            return _read((await self._cluster.create(TOKEN_REVIEWS, body)).get("status", {}))
+            return _parse_review((await self._cluster.create(TOKEN_REVIEWS, body)).get("status", {}))
         except kopf.PermanentError as error:  # the operator's own trouble, not a word about this token
             raise kopf.TemporaryError(f"tokens cannot be reviewed: {error}") from error
 
 
-def _part(digest: bytes) -> float:
+def _get_ttl_share(digest: bytes) -> float:
     """From a half to 1, another for each token: those that were reviewed together are not all due together again."""
     return (256 + digest[0]) / 512
 
 
-def flaw(token: str, now: float) -> str:
+def find_token_flaw(token: str, now: float) -> str:
     """Why no API server would accept the token for us, without asking one; "": one may. No signature is checked."""
     if not token:
         return f"send a service account token with audience {TOKEN_AUDIENCE} as bearer token"
-    claims = _claims(token)
+    claims = _parse_claims(token)
     if claims is None:
         return "the bearer token is not a JSON web token"
     audiences = claims.get("aud")
@@ -159,7 +159,7 @@ def flaw(token: str, now: float) -> str:
     return ""
 
 
-def _claims(token: str) -> dict[str, Any] | None:
+def _parse_claims(token: str) -> dict[str, Any] | None:
     parts = token.split(".")
     if len(parts) != 3 or not token.isascii():
         return None
@@ -170,7 +170,7 @@ def _claims(token: str) -> dict[str, Any] | None:
     return claims if isinstance(claims, dict) else None
 
 
-def _read(status: Mapping[str, Any]) -> Judgement:
+def _parse_review(status: Mapping[str, Any]) -> ReviewResult:
     if not status.get("authenticated") or TOKEN_AUDIENCE not in status.get("audiences", ()):
         return Unauthenticated(status.get("error") or f"the token is not good for audience {TOKEN_AUDIENCE}")
     user = status["user"]
@@ -180,4 +180,4 @@ def _read(status: Mapping[str, Any]) -> Judgement:
     uid = extra.get("authentication.kubernetes.io/pod-uid", [""])[0]
     if len(parts) != 4 or parts[:2] != ["system", "serviceaccount"] or not pod or not uid:
         return Forbidden(f"{user['username']} is not bound to a pod")
-    return Holder(parts[2], pod, uid)
+    return PodIdentity(parts[2], pod, uid)

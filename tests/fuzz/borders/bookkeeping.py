@@ -13,7 +13,7 @@ from typing import Any
 
 from pacekeeper.launcher.plans import PlanFile
 from pacekeeper.modes.follower import parse_plan
-from pacekeeper.sidecar.sidecar import _plan_on_disk
+from pacekeeper.sidecar.sidecar import _read_stored_plan
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import (
     EvidencePart,
@@ -21,13 +21,13 @@ from pacekeeper_analysis.plan import (
     Paths,
     Plan,
     PlannedPath,
-    Probe,
+    ProbeRequest,
     ProbeTarget,
-    Profile,
+    ProfileRequest,
 )
 from pacekeeper_operator import ledger, legacy
-from pacekeeper_operator.decide.think import think
-from tests.support.worlds import NOW, policy, stalls, training
+from pacekeeper_operator.decide.think import evaluate_job
+from tests.support.worlds import NOW, build_policy, build_stalls, build_training
 
 from ..border import Border, Enter, by
 from ..mutations import document, one_of, text, written
@@ -40,13 +40,13 @@ def plan() -> Plan:
     """With something in each field."""
     paths = Paths((PlannedPath(0, 1, "s1"), PlannedPath(1, 0)), (Hop("10.9.0.1", "s1"),))
     return replace(
-        training().plan,
+        build_training().plan,
         shares=(8, 8, 8, 9),
         sequence_cost=(0.1, 1e-6, 1e-9),
         evidence_request="why",
         evidence_parts=(EvidencePart.WINDOWS, EvidencePart.LINKS),
-        probe=Probe("p", (W0,), ((ProbeTarget("j-w1-0", "10.0.0.1:5000"),),)),
-        profile=Profile("b", 100),
+        probe=ProbeRequest("p", (W0,), ((ProbeTarget("j-w1-0", "10.0.0.1:5000"),),)),
+        profile=ProfileRequest("b", 100),
         paths=paths,
         secret="ab" * 32,
     )
@@ -54,10 +54,10 @@ def plan() -> Plan:
 
 def bookkeeping() -> dict[str, Any]:
     """Of a job in which something has just been decided."""
-    world = training()
-    thought = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft
+    world = build_training()
+    thought = evaluate_job(replace(world, faults=build_stalls(world, culprit=2)), build_policy()).desired
     draft = replace(thought, plan=replace(plan(), version=thought.plan.version))
-    content: dict[str, Any] = json.loads(json.dumps(ledger.write(draft, "j")))
+    content: dict[str, Any] = json.loads(json.dumps(ledger.encode_state(draft, "j")))
     return content
 
 
@@ -69,13 +69,13 @@ def of_older_operator() -> dict[str, Any]:
 def adopted(data: dict[str, Any]) -> object:
     """`data`: as JSON's bytes, or what becomes of them."""
     texts = {name: written(part) for name, part in data.items()}
-    return legacy.adopted({name: part.decode(errors="replace") for name, part in texts.items()}, "j", NOW)
+    return legacy.convert_legacy_state({name: part.decode(errors="replace") for name, part in texts.items()}, "j", NOW)
 
 
 def written_down(content: Any) -> object:
     """What is read of it, and what is written again, is the same."""
-    found = ledger.read(content, "j").draft
-    assert ledger.read(json.loads(json.dumps(ledger.write(found, "j"))), "j").draft == found
+    found = ledger.decode_state(content, "j").desired
+    assert ledger.decode_state(json.loads(json.dumps(ledger.encode_state(found, "j"))), "j").desired == found
     return found
 
 
@@ -101,11 +101,11 @@ def for_ranks(path: File) -> object:
 
 
 def kept(path: File) -> object:
-    return _plan_on_disk(path)
+    return _read_stored_plan(path)
 
 
 def part() -> dict[str, Any]:
-    return plan().part(W0).to_json()
+    return plan().build_worker_plan(W0).to_json()
 
 
 TEXT = {"plan.json": text, "state.json": text}

@@ -21,15 +21,15 @@ from torch.distributed import ProcessGroup
 from pacekeeper import exchange
 from pacekeeper.environment import JobIdentity
 from pacekeeper.keep.checkpoints import CheckpointFolder
-from pacekeeper.keep.distributed_checkpoint import Saver, Torn, load
+from pacekeeper.keep.distributed_checkpoint import CheckpointSaver, TornCheckpointError, load_checkpoint
 from pacekeeper.keep.manifests import Manifest
-from pacekeeper.keep.news import read_news
+from pacekeeper.keep.news import read_checkpoint_status
 from pacekeeper.keep.rank_state import capture_rank_state, restore_rank_state
-from pacekeeper.keep.snapshots import Snapshots, unpack
-from pacekeeper.keep.versions import NOTHING
+from pacekeeper.keep.snapshots import Snapshots, unpack_slot
+from pacekeeper.keep.versions import NO_STATE_VERSION
 from pacekeeper.observe.cpu_group import CpuGroup
-from pacekeeper.plain import pack
-from pacekeeper.plain import unpack as unpack_plain
+from pacekeeper.plain import pack_value
+from pacekeeper.plain import unpack_value as unpack_plain
 
 from ..border import Border, Enter, by
 from ..mutations import Mutated, as_json, content, document, one_of, text, written
@@ -76,8 +76,8 @@ def volume() -> dict[str, Any]:
             patch.object(exchange, "collect", lambda mine, _: [mine]),
             patch.object(exchange, "scatter", lambda each, _: each[0]),
         ):
-            saver = Saver(group, lambda _: lambda: None)
-            files = saver.write(saver.stage(state(2.0)), folder.partial(100), ALONE)
+            saver = CheckpointSaver(group, lambda _: lambda: None)
+            files = saver.write(saver.stage(state(2.0)), folder.get_partial_path(100), ALONE)
         manifest = Manifest(100, 1, 1, {"large": "float32 [1000]"}, ("model",), files, JOB.name, JOB.uid)
         assert folder.publish(manifest)
         found: dict[str, Any] = {
@@ -101,11 +101,11 @@ def on_a_volume() -> Iterator[Enter]:
                 shutil.rmtree(claim)
             folder = CheckpointFolder(Path(place), round_=2, job=JOB)
             folder.claim()
-            for manifest in folder.published():
+            for manifest in folder.list_published():
                 empty = state(0.0)
                 try:
-                    load(empty, folder.folder(manifest), manifest.files)
-                except Torn:
+                    load_checkpoint(empty, folder.find_folder(manifest), manifest.files)
+                except TornCheckpointError:
                     continue
                 return manifest.step, told(empty)
             return None
@@ -130,7 +130,7 @@ def whole_or_none(found: Any, valid: Any) -> str:
 def slot() -> bytes:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        snapshots = Snapshots(folder, "replica", round_=1, world_size=2, fingerprint=7, left=lambda: 1e12)
+        snapshots = Snapshots(folder, "replica", round_=1, world_size=2, fingerprint=7, read_memory_left=lambda: 1e12)
         snapshots.write(5, {"model": state(3.0)}, fingerprint=7)
         snapshots.publish(torch.frombuffer(bytearray(capture_rank_state(9) * 2), dtype=torch.uint8))
         return (folder / "replica.0").read_bytes()
@@ -143,11 +143,11 @@ def in_shared_memory() -> Iterator[Enter]:
 
         def enter(data: bytes) -> object:
             (folder / "replica.0").write_bytes(data)
-            reader = Snapshots(folder, "replica", round_=2, world_size=2, fingerprint=7, left=lambda: 1e12)
-            for version, _ in reader.held():
-                found = None if version == NOTHING else reader.read(version)
+            reader = Snapshots(folder, "replica", round_=2, world_size=2, fingerprint=7, read_memory_left=lambda: 1e12)
+            for version, _ in reader.list_versions():
+                found = None if version == NO_STATE_VERSION else reader.read(version)
                 if found is not None:
-                    kept, ranks = unpack(found, None)
+                    kept, ranks = unpack_slot(found, None)
                     return version, told(kept["model"]), ranks
             return None
 
@@ -156,7 +156,7 @@ def in_shared_memory() -> Iterator[Enter]:
 
 def from_a_peer(data: bytes) -> object:
     """A slot whose checksum is good all the same: its writer is another program, or hostile."""
-    kept, ranks = unpack(torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), None)
+    kept, ranks = unpack_slot(torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), None)
     return [restore_rank_state(rank) for rank in ranks[:2]], kept
 
 
@@ -177,7 +177,7 @@ def packed() -> list[bytes]:
         "size": torch.Size([1, 2]),
         "manifest": Manifest(1, 1, 1, {"a": "b"}, ("c",)),
     }
-    return [pack(values), pack(state(1.0)), pack([])]
+    return [pack_value(values), pack_value(state(1.0)), pack_value([])]
 
 
 def mutate_packed(dice: Random, data: bytes) -> Mutated:
@@ -195,7 +195,7 @@ def mutate_packed(dice: Random, data: bytes) -> Mutated:
 def news(data: Any) -> object:
     with tempfile.NamedTemporaryFile() as file:
         Path(file.name).write_bytes(written(data))
-        return read_news(Path(file.name))
+        return read_checkpoint_status(Path(file.name))
 
 
 NEWS = {"step": 100, "kept_ns": 10**12, "failed_rank": 3, "error": "rank 3: no room"}

@@ -14,21 +14,21 @@ from unittest.mock import patch
 
 from aiohttp import ClientSession
 
-from pacekeeper_operator.cluster import Cluster, Kind, Object
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.server import serve
+from pacekeeper_operator.cluster import Cluster, ResourceKind, Object
+from pacekeeper_operator.observe.memory import JobRegistry
+from pacekeeper_operator.runtime import OperatorRuntime
+from pacekeeper_operator.server import serve_endpoint
 from pacekeeper_operator.services import sidecars
-from pacekeeper_operator.services.sidecars import Sidecars
-from tests.support.patterns import WORK, answers, pattern
-from tests.support.worlds import NOW, training
+from pacekeeper_operator.services.sidecars import SidecarService
+from tests.support.patterns import HEALTHY_WORK, build_answers, build_pattern
+from tests.support.worlds import NOW, build_training
 
 from ..border import Border, Enter
 from ..mutations import Mutated, one_of, text, word, written
 from .reports import evidence, faults, heartbeat
 
 POD, UID = "j-w0-0", "uid-0"
-WORLD = training(replicas=2, spares=1)
+WORLD = build_training(replicas=2, spares=1)
 CLAIMS = {"aud": ["pacekeeper"], "exp": NOW + 3600, "kubernetes.io": {"pod": {"name": POD, "uid": UID}}}
 
 
@@ -36,7 +36,7 @@ class Refused(Exception):
     """With a status and words."""
 
 
-class _Clock(Runtime):
+class _Clock(OperatorRuntime):
     def now(self) -> float:
         return NOW
 
@@ -44,7 +44,7 @@ class _Clock(Runtime):
 class _Reviews:
     """Nobody forges here: whatever is not refused before is this worker's."""
 
-    async def create(self, _kind: Kind, body: Object) -> Object:
+    async def create(self, _kind: ResourceKind, body: Object) -> Object:
         extra = {"authentication.kubernetes.io/pod-name": [POD], "authentication.kubernetes.io/pod-uid": [UID]}
         user = {"username": "system:serviceaccount:ns:default", "extra": extra}
         return {"status": {"authenticated": True, "audiences": body["spec"]["audiences"], "user": user}}
@@ -55,14 +55,14 @@ def served() -> Iterator[Enter]:
     loop = asyncio.new_event_loop()
     troubles: list[str] = []
     loop.set_exception_handler(lambda _, context: troubles.append(str(context.get("exception") or context["message"])))
-    memory, runtime = Memory(0.0), _Clock()
+    memory, runtime = JobRegistry(0.0), _Clock()
 
     ends = AsyncExitStack()
 
     async def begin() -> ClientSession:
-        memory.of(WORLD.job).publish(WORLD.draft.with_plan(evidence_request="why"), "1")
-        sidecars = Sidecars(cast(Cluster, _Reviews()), memory, runtime)
-        port = await ends.enter_async_context(serve(sidecars, runtime, 0, None, address="127.0.0.1"))
+        memory.get_or_create(WORLD.job).publish(WORLD.desired.with_plan(evidence_request="why"), "1")
+        sidecars = SidecarService(cast(Cluster, _Reviews()), memory, runtime)
+        port = await ends.enter_async_context(serve_endpoint(sidecars, runtime, 0, None, address="127.0.0.1"))
         return await ends.enter_async_context(ClientSession(f"http://127.0.0.1:{port}"))
 
     async def ask(call: dict[str, Any]) -> object:
@@ -95,7 +95,7 @@ def served() -> Iterator[Enter]:
 
 def calls() -> list[dict[str, Any]]:
     beat = heartbeat().to_json() | {"worker": POD}
-    window = json.loads(answers([pattern(0, WORK, 0.7)])[0][1])
+    window = json.loads(build_answers([build_pattern(0, HEALTHY_WORK, 0.7)])[0][1])
     bodies = [
         ("/v1/plan?after=-1&wait=0&hold=0", beat),
         ("/v1/faults", replace(faults()[1], worker=POD, name=f"{POD}-x-stall-1").to_json()),

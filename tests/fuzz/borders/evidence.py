@@ -7,46 +7,46 @@ from typing import Any
 
 import numpy as np
 
-from pacekeeper.launcher.ras import shortened, summary
-from pacekeeper.observe.flight import oldest
+from pacekeeper.launcher.ras import shorten_text, summarize_status
+from pacekeeper.observe.flight import find_oldest_collective
 from pacekeeper_analysis.behaviour import command as behaviour
-from pacekeeper_analysis.behaviour.localise import localise
-from pacekeeper_analysis.behaviour.page import page
-from pacekeeper_analysis.behaviour.pattern import Answer
+from pacekeeper_analysis.behaviour.localise import localize_fault
+from pacekeeper_analysis.behaviour.page import write_profile_page
+from pacekeeper_analysis.behaviour.pattern import ProfileAnswer
 from pacekeeper_analysis.behaviour.table import read_table
 from pacekeeper_analysis.communicators import format_ranks, parse_entered, parse_ranks
 from pacekeeper_analysis.fabric import command as fabric
-from pacekeeper_analysis.fabric.text import text as fabric_text
-from pacekeeper_analysis.operations import OPERATION, decode, encode
+from pacekeeper_analysis.fabric.text import render_text as fabric_text
+from pacekeeper_analysis.operations import OPERATION, decode_operations, encode_operations
 from pacekeeper_analysis.reading import parse_json
-from tests.support.patterns import LOAD, WORK, answers, pattern
+from tests.support.patterns import LOAD_FUNCTION, HEALTHY_WORK, build_answers, build_pattern
 
 from ..border import Border, by
 from ..mutations import text, word, written
 
-PATTERNS = [pattern(rank, {**WORK, LOAD: 0.3 if rank == 2 else 0.03}, 0.7, samples=8) for rank in range(4)]
+PATTERNS = [build_pattern(rank, {**HEALTHY_WORK, LOAD_FUNCTION: 0.3 if rank == 2 else 0.03}, 0.7, samples=8) for rank in range(4)]
 
 
 def patterns() -> list[Any]:
-    return [json.loads(data) for _, data in answers(PATTERNS, PATTERNS)]
+    return [json.loads(data) for _, data in build_answers(PATTERNS, PATTERNS)]
 
 
 def answered(data: bytes) -> object:
     """One rank's answer, and what a table makes of it beside the others'; it costs no other rank."""
-    others = [(rank, sent) for rank, sent in answers(PATTERNS, PATTERNS) if rank]
+    others = [(rank, sent) for rank, sent in build_answers(PATTERNS, PATTERNS) if rank]
     everybody = [(0, written(data)), *others]
     assert set(read_table(everybody).ranks.tolist()) >= {1, 2, 3}
-    localise(everybody, 4)
-    return Answer.from_bytes(written(data)).pattern.step_seconds
+    localize_fault(everybody, 4)
+    return ProfileAnswer.from_bytes(written(data)).pattern.step_seconds
 
 
 def window() -> Any:
-    sent = answers(PATTERNS, PATTERNS)
-    return json.loads(page(localise(sent, 4), read_table(sent), dict(sent)))
+    sent = build_answers(PATTERNS, PATTERNS)
+    return json.loads(write_profile_page(localize_fault(sent, 4), read_table(sent), dict(sent)))
 
 
 def looked_at(data: Any) -> object:
-    return behaviour.load(written(data))[0].localisation
+    return behaviour.parse_profile_window(written(data))[0].localisation
 
 
 FABRIC = {
@@ -62,8 +62,8 @@ FABRIC = {
 
 
 def shown(data: Any) -> object:
-    views = fabric.load(written(data))
-    return fabric_text(fabric.chosen(views))
+    views = fabric.parse_fabrics(written(data))
+    return fabric_text(fabric.choose_fabric(views))
 
 
 def ranks(text: str) -> object:
@@ -75,11 +75,11 @@ def ranks(text: str) -> object:
 def operations() -> list[str]:
     told = np.zeros(3, OPERATION)
     told["step"], told["end"] = (7, 8, 9), 0.5
-    return [encode(told)]
+    return [encode_operations(told)]
 
 
 def asked(data: Any) -> object:
-    return shortened(summary(parse_json(written(data))))
+    return shorten_text(summarize_status(parse_json(written(data))))
 
 
 RAS = {
@@ -116,7 +116,7 @@ FLIGHT = {
 
 
 def watched(data: Any) -> object:
-    return oldest(written(data))
+    return find_oldest_collective(written(data))
 
 
 BORDERS = [
@@ -125,7 +125,7 @@ BORDERS = [
     Border("fabrics, by people", lambda: [FABRIC, {"items": [FABRIC]}], text, by(shown)),
     Border("ranks", lambda: ["0-7,9,16-64:8"], word, by(ranks), cases=300),
     Border("groups entered", lambda: ["1f:12,7:3"], word, by(parse_entered), cases=300),
-    Border("collectives", operations, word, by(decode), cases=300),
+    Border("collectives", operations, word, by(decode_operations), cases=300),
     Border("NCCL's RAS", lambda: [RAS], text, by(asked)),
     Border("NCCL's flight recorder", lambda: [FLIGHT], text, by(watched), refusals=()),
 ]

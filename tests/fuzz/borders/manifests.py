@@ -11,10 +11,10 @@ from typing import Any
 import orjson
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator.api import Fabric, Job, NodeHistory, NodeHistoryStatus, NodeIncident, NodeTrouble
-from pacekeeper_operator.decide.node_history import count_days, with_entry, without_old
+from pacekeeper_operator.api import Fabric, TrainingJob, NodeHistory, NodeHistoryStatus, NodeIncident, NodeIncidentKind
+from pacekeeper_operator.decide.node_history import count_incident_days, with_entry, drop_old_entries
 from pacekeeper_operator.decide.node_steps import Quarantine
-from simulation.kubernetes.schema import schema
+from simulation.kubernetes.schema import load_schema
 from tests.support.worlds import TEMPLATE
 
 from ..border import Border, by
@@ -93,8 +93,8 @@ def let_through(plural: str, parse: Callable[[Any], object]) -> Callable[[Any], 
             strings = metadata.get(key, {})
             if not isinstance(strings, dict) or not all(isinstance(value, str) for value in strings.values()):
                 raise Refused(key)
-        stored = schema(plural).pruned(written | {"metadata": metadata})
-        if causes := schema(plural).causes(stored) or schema(plural).broken_rules(stored):
+        stored = load_schema(plural).prune(written | {"metadata": metadata})
+        if causes := load_schema(plural).find_errors(stored) or load_schema(plural).find_broken_rules(stored):
             raise Refused(str(causes[0])[:1000])
         return parse(stored)
 
@@ -109,20 +109,20 @@ def manifest(plural: str, spec: Any, parse: Callable[[Any], object], **more: Any
 def quarantine(body: Any) -> object:
     """With what is derived of it."""
     read = Quarantine.parse(body)
-    return read, read.suspicion, read.last_word, read.open_signs, read.last_sign, read.verdict
+    return read, read.is_suspicion, read.last_conclusive_probe, read.open_signs, read.last_sign_at, read.verdict
 
 
 def history(body: Any) -> object:
     """With what is derived and written of it, which the API server takes."""
     read = NodeHistory.parse(body)
-    added = with_entry(read, NodeIncident("ns", "new", NodeTrouble.LOST, 1.8e9, True))
-    status = NodeHistoryStatus.of(without_old(added, 1.8e9).incidents).to_patch()
-    assert schema("nodehistories").causes(body | {"status": status}) == []
-    return read, count_days(added, 1.8e9)
+    added = with_entry(read, NodeIncident("ns", "new", NodeIncidentKind.LOST, 1.8e9, True))
+    status = NodeHistoryStatus.from_incidents(drop_old_entries(added, 1.8e9).incidents).to_patch()
+    assert load_schema("nodehistories").find_errors(body | {"status": status}) == []
+    return read, count_incident_days(added, 1.8e9)
 
 
 BORDERS = [
-    manifest("trainingjobs", JOB, Job.parse),
+    manifest("trainingjobs", JOB, TrainingJob.parse),
     manifest("fabrics", FABRIC, Fabric.parse),
     manifest("nodehistories", {"nodeUID": "node-uid"}, history, status={"incidents": [REMEMBERED], "counts": [COUNT]}),
     manifest("nodequarantines", QUARANTINE, quarantine, status={"conditions": [CONDITION], "probes": [PROBE]}),

@@ -18,21 +18,21 @@ from typing import Any
 import torch
 
 from pacekeeper.keep import neighbours
-from pacekeeper.keep.neighbour_link import Link, hang_up
-from pacekeeper.keep.neighbours import Circle, Shelf
+from pacekeeper.keep.neighbour_link import PeerLink, close_connection
+from pacekeeper.keep.neighbours import MembershipSecret, ReplicaReceiver
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES
-from pacekeeper.keep.snapshots import HEADER_BYTES, Snapshots
-from pacekeeper.keep.versions import NOTHING
-from pacekeeper.launcher.meeting import Ending, MeetingStage, Report, Status, View
-from pacekeeper.launcher.network import bind
-from pacekeeper.launcher.wire import MeetingClient, MeetingHost
-from pacekeeper.seal import LONGEST_LINE, greet_guest, greet_host
+from pacekeeper.keep.snapshots import SLOT_HEADER_BYTES, Snapshots
+from pacekeeper.keep.versions import NO_STATE_VERSION
+from pacekeeper.launcher.meeting import RanksEnding, RendezvousStage, ParticipantReport, ParticipantStatus, RendezvousView
+from pacekeeper.launcher.network import bind_socket
+from pacekeeper.launcher.wire import RendezvousClient, RendezvousServer
+from pacekeeper.seal import MAX_AUTHENTICATED_LINE_BYTES, authenticate_client, authenticate_to_server
 
 from ..border import Border, Enter
 from ..mutations import Mutated, as_json, content, document, one_of, written
 
 SECRET = "5ec2e7" * 8
-CIRCLE = Circle(membership=5, secret="ab" * 32)
+CIRCLE = MembershipSecret(membership=5, secret="ab" * 32)
 KEY = "3"
 PATIENCE = 30.0
 HEADER_WORDS = 72
@@ -64,8 +64,8 @@ def hosted() -> Iterator[Enter]:
     with loop() as made:
 
         async def meet(said: dict[str, Any]) -> object:
-            host = MeetingHost(lambda: 777)
-            listener = bind("127.0.0.1")
+            host = RendezvousServer(lambda: 777)
+            listener = bind_socket("127.0.0.1")
             port: int = listener.getsockname()[1]
             await host.serve(listener)
             host.admit(1, SECRET)
@@ -75,7 +75,7 @@ def hosted() -> Iterator[Enter]:
                 await host.close()
 
         async def knock(port: int, said: dict[str, Any]) -> object:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LONGEST_LINE)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=MAX_AUTHENTICATED_LINE_BYTES)
             async with asyncio.timeout(PATIENCE):
                 if "stranger" in said:
                     writer.write(said["stranger"])
@@ -83,11 +83,11 @@ def hosted() -> Iterator[Enter]:
                     await reader.read()
                     writer.close()
                     return None
-                channel = await greet_host(reader, writer, 1, SECRET)
+                channel = await authenticate_to_server(reader, writer, 1, SECRET)
                 sealed(channel, said["report"])
                 with suppress(ConnectionError, ValueError):
                     answer = await channel.read()
-                    return None if answer is None else View.from_json(answer).phase
+                    return None if answer is None else RendezvousView.from_json(answer).stage
                 return None
 
         def enter(said: dict[str, Any]) -> object:
@@ -100,7 +100,7 @@ def hosted() -> Iterator[Enter]:
 
 
 def said_by_guests() -> list[dict[str, Any]]:
-    report = Report("a", "first", 1, Status.READY, 0, Ending.ENDED, workers=2)
+    report = ParticipantReport("a", "first", 1, ParticipantStatus.READY, 0, RanksEnding.ENDED, workers=2)
     return [{"report": report.to_json()}, {"stranger": b"pacekeeper 0123456789abcdef0123456789abcdef 1\n00 {}\n"}]
 
 
@@ -113,7 +113,7 @@ def attended() -> Iterator[Enter]:
             heard, told = asyncio.Event(), asyncio.Event()
 
             async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                channel = await greet_guest(reader, writer, secret_of)
+                channel = await authenticate_client(reader, writer, secret_of)
                 if not told.is_set():
                     sealed(channel, view)
                     told.set()
@@ -126,9 +126,9 @@ def attended() -> Iterator[Enter]:
             async def secret_of(_: int) -> str:
                 return SECRET
 
-            server = await asyncio.start_server(attend, "127.0.0.1", 0, limit=LONGEST_LINE)
-            client = MeetingClient(heard.set)
-            client.attend("127.0.0.1", server.sockets[0].getsockname()[1], 1, SECRET)
+            server = await asyncio.start_server(attend, "127.0.0.1", 0, limit=MAX_AUTHENTICATED_LINE_BYTES)
+            client = RendezvousClient(heard.set)
+            client.join("127.0.0.1", server.sockets[0].getsockname()[1], 1, SECRET)
             task = client._task
             assert task is not None
             try:
@@ -155,46 +155,46 @@ def attended() -> Iterator[Enter]:
         yield enter
 
 
-VIEW = View(1, MeetingStage.RUNNING, 3, 777, 1, True, "b", Ending.SIGNAL, "", ("c",)).to_json()
+VIEW = RendezvousView(1, RendezvousStage.RUNNING, 3, 777, 1, True, "b", RanksEnding.SIGNAL, "", ("c",)).to_json()
 
 
 def shard(folder: Path) -> Snapshots:
-    return Snapshots(folder, "shard-3-of-4", round_=1, world_size=4, fingerprint=7, left=lambda: 1e12)
+    return Snapshots(folder, "shard-3-of-4", round_=1, world_size=4, fingerprint=7, read_memory_left=lambda: 1e12)
 
 
 @contextmanager
 def shelved() -> Iterator[Enter]:
     """A member brings it; what is kept then is what the rank had, or nothing."""
     with tempfile.TemporaryDirectory() as place, socket.create_server(("127.0.0.1", 0)) as listener:
-        Shelf({KEY: shard(Path(place))}, CIRCLE).serve(listener)
+        ReplicaReceiver({KEY: shard(Path(place))}, CIRCLE).serve(listener)
 
         def enter(said: dict[str, Any]) -> object:
             for path in Path(place).glob("shard*"):
                 path.unlink()
             connection = socket.create_connection(listener.getsockname(), timeout=PATIENCE)
             try:
-                bring(Link.to_host(connection, CIRCLE.membership, CIRCLE.secret), said)
+                bring(PeerLink.authenticate_to_server(connection, CIRCLE.membership, CIRCLE.secret), said)
             except (OSError, ValueError, KeyError):
                 pass  # it has hung up, or has refused it
             finally:
-                hang_up(connection)
+                close_connection(connection)
             kept = shard(Path(place))
-            slots = [kept.read(version) for version, _ in kept.held() if version != NOTHING]
+            slots = [kept.read(version) for version, _ in kept.list_versions() if version != NO_STATE_VERSION]
             whole = [bytes(slot.numpy().data) for slot in slots if slot is not None]
-            return [(data[:HEADER_WORDS], data[HEADER_BYTES:]) for data in whole]
+            return [(data[:HEADER_WORDS], data[SLOT_HEADER_BYTES:]) for data in whole]
 
         yield enter
 
 
-def bring(link: Link, said: dict[str, Any]) -> None:
+def bring(link: PeerLink, said: dict[str, Any]) -> None:
     link.send(memoryview(written(said["offer"])))
-    if link.hear()["refused"]:
+    if link.receive_json()["refused"]:
         return
     data = said["slot"]
-    for start in range(HEADER_BYTES, len(data), neighbours.SHORTEST):
-        link.send(memoryview(data)[start : start + neighbours.SHORTEST])
-    link.send(memoryview(data[:HEADER_BYTES]))
-    link.hear()
+    for start in range(SLOT_HEADER_BYTES, len(data), neighbours.MIN_SNAPSHOT_PART_BYTES):
+        link.send(memoryview(data)[start : start + neighbours.MIN_SNAPSHOT_PART_BYTES])
+    link.send(memoryview(data[:SLOT_HEADER_BYTES]))
+    link.receive_json()
 
 
 def brought() -> list[dict[str, Any]]:
@@ -203,7 +203,7 @@ def brought() -> list[dict[str, Any]]:
         snapshots.write(5, {"model": {"weight": torch.full((100,), 5.0)}}, fingerprint=7)
         snapshots.publish(torch.full((4 * RANK_STATE_BYTES,), 5, dtype=torch.uint8))
         data = Path(place, "shard-3-of-4.0").read_bytes()
-    return [{"offer": {"key": KEY, "bytes": len(data), "part": neighbours.SHORTEST}, "slot": data}]
+    return [{"offer": {"key": KEY, "bytes": len(data), "part": neighbours.MIN_SNAPSHOT_PART_BYTES}, "slot": data}]
 
 
 def whole_or_none(found: Any, valid: Any) -> str:
@@ -212,7 +212,7 @@ def whole_or_none(found: Any, valid: Any) -> str:
 
 def short(dice: Random, valid: Any) -> Mutated:
     """What fits into a line."""
-    while len(as_json((found := document(dice, valid)).value)) > LONGEST_LINE - 100:
+    while len(as_json((found := document(dice, valid)).value)) > MAX_AUTHENTICATED_LINE_BYTES - 100:
         pass
     return found
 

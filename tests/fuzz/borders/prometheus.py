@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from pacekeeper_operator.observe.prometheus import LinkAnswer, Prometheus, Sample
+from pacekeeper_operator.observe.prometheus import LinkRatesResult, PrometheusClient, PrometheusSample
 
 from ..border import Border, Enter
 from ..mutations import text, written
@@ -53,14 +53,14 @@ def asked() -> Iterator[Enter]:
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
 
-    async def ask() -> tuple[Sample, LinkAnswer]:
-        prometheus = Prometheus(url, "gpus", "Hostname")
-        return await prometheus.sample(NOW, [("ns", "j")]), await prometheus.link_rates("up")
+    async def ask() -> tuple[PrometheusSample, LinkRatesResult]:
+        prometheus = PrometheusClient(url, "gpus", "Hostname")
+        return await prometheus.sample(NOW, [("ns", "j")]), await prometheus.read_link_rates("up")
 
     def enter(answer: Any) -> object:
         _Answering.body = written(answer)
         sample, links = asyncio.run(ask())  # neither raises for Prometheus' sake
-        return sample.of("ns", "j"), sample.gpu_signs, sorted(links.rates.values()), sample.unavailable, links.trouble
+        return sample.get_metrics("ns", "j"), sample.gpu_signs, sorted(links.rates.values()), sample.error, links.error
 
     try:
         yield enter

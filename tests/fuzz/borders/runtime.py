@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pacekeeper.launcher.log_files import recorded_error
+from pacekeeper.launcher.log_files import read_recorded_error
 from pacekeeper.observe.ring import RingReader
-from pacekeeper.runtime import Runtime
-from pacekeeper.sidecar.client import _parsed
-from pacekeeper.sidecar.launcher import LauncherSeen
+from pacekeeper.runtime import RuntimeFolder
+from pacekeeper.sidecar.client import _parse_answer
+from pacekeeper.sidecar.launcher import LauncherMonitor
 from pacekeeper.sidecar.sidecar import _read_fault
-from pacekeeper_operator.oncall.whatif import _newest
+from pacekeeper_operator.oncall.whatif import _select_newest_round
 
 from ..border import Border, Enter, by
 from ..mutations import content, text, written
@@ -36,8 +36,8 @@ def file(name: str, read: Callable[[Path], object]) -> Iterator[Enter]:
 
 def seen(path: Path) -> object:
     """The sidecar's: what is none leaves the heartbeat before in force."""
-    launcher = LauncherSeen(Runtime(path.parent), "j-w0-0")
-    launcher.look(1.0)
+    launcher = LauncherMonitor(RuntimeFolder(path.parent), "j-w0-0")
+    launcher.check(1.0)
     return launcher.heartbeat
 
 
@@ -47,12 +47,12 @@ def recorded(path: Path) -> object:
 
 
 def heads(ring: bytes) -> object:
-    return _newest([ring, rings()["1"]])
+    return _select_newest_round([ring, rings()["1"]])
 
 
 def answer(data: Any) -> object:
     """The operator's, as its sidecars take it; what becomes of it is a border of plans."""
-    return _parsed(written(data).decode(errors="replace"))
+    return _parse_answer(written(data).decode(errors="replace"))
 
 
 def record() -> dict[str, Any]:
@@ -64,7 +64,7 @@ def record() -> dict[str, Any]:
 BORDERS = [
     Border("heartbeats in files", lambda: [heartbeat().to_json()], text, lambda: file("heartbeat.json", seen), ()),
     Border("faults in files", lambda: [faults()[1].to_json()], text, lambda: file("f.json", _read_fault), ()),
-    Border("error files of ranks", lambda: [record()], text, lambda: file("e.json", recorded_error), ()),
+    Border("error files of ranks", lambda: [record()], text, lambda: file("e.json", read_recorded_error), ()),
     Border("rings", lambda: [rings()["0"]], content, lambda: file("0", recorded), cases=300),
     Border("rings copied out of workers", lambda: [rings()["0"]], content, by(heads), ()),
     Border("the operator's answers", lambda: [{"error": "why"}], text, by(answer), ()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pacekeeper_operator.decide.node_figures import read_figures
+from pacekeeper_operator.decide.node_figures import read_measurements
 from pacekeeper_operator.decide.node_steps import ProbePod
 from pacekeeper_operator.policies import parse_peers
 from pacekeeper_operator.prometheus_options import parse_headers, parse_matchers
@@ -44,6 +44,6 @@ BORDERS = [
     Border("Prometheus' matchers", lambda: [MATCHERS], text, by(words(parse_matchers))),
     Border("peers", lambda: [PEERS], text, by(words(parse_peers))),
     Border("the sidecar's resources", lambda: [SIDECAR_RESOURCES], text, by(words(parse_resources))),
-    Border("figures of probes", lambda: [FIGURES, {"unfit": "no GPU"}], text, by(words(read_figures))),
+    Border("figures of probes", lambda: [FIGURES, {"unfit": "no GPU"}], text, by(words(read_measurements))),
     Border("probe pods", lambda: [FIGURES, {"unfit": "no GPU"}], text, by(words(probe)), refusals=()),
 ]

@@ -13,11 +13,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from pacekeeper_analysis.whatif.causes import Cause
+from pacekeeper_analysis.whatif.causes import SlowdownCause
 from pacekeeper_analysis.whatif.command import main
-from pacekeeper_analysis.whatif.faults import Case
+from pacekeeper_analysis.whatif.faults import SyntheticJob
 from pacekeeper_analysis.whatif.inputs.parquet import write_parquet
-from pacekeeper_analysis.whatif.synthetic import Shape
+from pacekeeper_analysis.whatif.synthetic import JobShape
 from tests.support.rings import write_ring
 
 from ..border import Border, Enter
@@ -62,8 +62,8 @@ def rings() -> Files:
 def parquet() -> Files:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace-a.parquet")
-        shape = Shape(dp=2, pp=2, microbatches=3, steps=5)
-        trace = Case(Cause.SLOW_WORKER, shape, strength=1.0, noise=0.02, seed=1).trace()
+        shape = JobShape(dp=2, pp=2, microbatches=3, steps=5)
+        trace = SyntheticJob(SlowdownCause.SLOW_WORKER, shape, strength=1.0, noise=0.02, seed=1).build_trace()
         write_parquet(path, trace)
         meta = "dp_size: 2\npp_size: 2\nworld_size: 4\nvpp_size: 1\ntrial_name: 'x'\n"
         return {"trace-a.parquet": path.read_bytes(), "meta-a.yaml": meta}

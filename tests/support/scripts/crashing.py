@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pacekeeper.observe.ring import RingReader
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 
 rank, this_round = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])
 crash = tuple(int(number) for number in os.environ["CRASH"].split())
@@ -28,7 +28,7 @@ folder = Path(os.environ["FOLDER"])
 steps = 0
 
 
-def count(*_: Any) -> None:
+def count_step(*_: Any) -> None:
     global steps
     steps += 1
     with (folder / f"steps.{rank}").open("a") as diary:
@@ -37,7 +37,7 @@ def count(*_: Any) -> None:
         os.kill(os.getpid(), getattr(signal, os.environ.get("SIGNAL", "SIGKILL")))
 
 
-register_optimizer_step_post_hook(count)
+register_optimizer_step_post_hook(count_step)
 sys.argv = sys.argv[1:]
 sys.path.insert(0, str(Path(sys.argv[0]).parent))
 ended = runpy.run_path(sys.argv[0], run_name="__main__")
@@ -46,6 +46,6 @@ weights = {
     for name, value in ended["model"].named_parameters()
 }
 torch.save(weights, folder / f"weights.{rank}")
-ring = RingReader(Runtime.from_environment().ring(int(os.environ["LOCAL_RANK"])))
+ring = RingReader(RuntimeFolder.from_environment().ring(int(os.environ["LOCAL_RANK"])))
 np.save(folder / f"records.{rank}.npy", ring.records())
 np.save(folder / f"state.{rank}.npy", ring.state())

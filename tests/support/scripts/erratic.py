@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import pacekeeper as pk
-from tests.support.fake_clock import install
+from tests.support.fake_clock import install_fake_clock
 
 SECONDS = 0.02
 GLOBAL_BATCH = 8
@@ -29,7 +29,7 @@ class Zeros(Dataset[Tensor]):
 
 
 folder = Path(os.environ["FOLDER"])
-clock = install(folder, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+clock = install_fake_clock(folder, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 job = pk.init()
 net = job.replicate(nn.Linear(4, 4))
 optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01))

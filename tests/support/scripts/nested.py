@@ -23,7 +23,7 @@ import pacekeeper.auto  # noqa: F401
 
 RANK, ROUND = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])
 FOLDER = Path(os.environ["FOLDER"])
-ASKED = FOLDER / f"fault-{RANK}"
+FAULT_FILE = FOLDER / f"fault-{RANK}"
 SLEEP = float(os.environ.get("SLEEP", "0"))
 
 
@@ -38,10 +38,10 @@ def main() -> None:
     alone: Any = dist.new_group([RANK], use_local_synchronization=True)
     for step in range(1, int(os.environ["STEPS"]) + 1):
         time.sleep(SLEEP)
-        kind = fault(step)
+        kind = get_fault(step)
         passing: Any = dist.new_group([RANK, RANK ^ 1], use_local_synchronization=True)  # another one each step
         dist.all_reduce(torch.ones(1), group=alone)
-        begin(kind)
+        begin_fault(kind)
         if kind == "broadcast":
             dist.broadcast(torch.ones(4), group_src=0, group=tensor)
         in_order = [passing, tensor] if kind == "order" else [tensor, passing]
@@ -66,10 +66,10 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         dist.destroy_process_group(passing)
-        diary(f"step {step}")
+        write_diary(f"step {step}")
 
 
-def begin(kind: str) -> None:
+def begin_fault(kind: str) -> None:
     match kind:
         case "sleep":
             time.sleep(3600)
@@ -83,18 +83,18 @@ def begin(kind: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fault(step: int) -> str:
+def get_fault(step: int) -> str:
     """What happens to this rank in this step; "": nothing."""
-    if ASKED.exists():
-        kind = ASKED.read_text()
-        ASKED.unlink()
+    if FAULT_FILE.exists():
+        kind = FAULT_FILE.read_text()
+        FAULT_FILE.unlink()
         return kind
     faults = json.loads(os.environ.get("FAULTS", "[]"))
     due = [one["kind"] for one in faults if (one["rank"], one["step"]) == (RANK, step) and ROUND == 1]
     return due[0] if due else ""
 
 
-def diary(text: str) -> None:
+def write_diary(text: str) -> None:
     with (FOLDER / f"diary-{RANK}").open("a") as file:
         file.write(f"{time.monotonic():.4f} {os.getpid()} round {ROUND} {text}\n")
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import pacekeeper.auto  # noqa: F401
 
-RANK, WAY, FOLDER = int(os.environ["RANK"]), os.environ["WAY"], Path(os.environ["FOLDER"])
+RANK, SCRIPT_MODE, FOLDER = int(os.environ["RANK"]), os.environ["WAY"], Path(os.environ["FOLDER"])
 STEPS = 60
 LONGER_THAN_A_HANG = 3.2
 BUSY = f"import time; end = time.time() + {LONGER_THAN_A_HANG}\nwhile time.time() < end: pass"
@@ -28,16 +28,16 @@ def main() -> None:
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(1, STEPS + (WAY == "uneven" and RANK == 0) + 1):
+    for step in range(1, STEPS + (SCRIPT_MODE == "uneven" and RANK == 0) + 1):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if WAY == "waits" and RANK == 1:
+        if SCRIPT_MODE == "waits" and RANK == 1:
             wait_for_others(step)
-        if WAY == "silent" and RANK == 1 and step == 10:
+        if SCRIPT_MODE == "silent" and RANK == 1 and step == 10:
             os._exit(3)
-    if WAY == "waits":
-        end()
+    if SCRIPT_MODE == "waits":
+        finish_script()
 
 
 def wait_for_others(step: int) -> None:
@@ -51,15 +51,15 @@ def wait_for_others(step: int) -> None:
         subprocess.run([sys.executable, "-c", BUSY], check=True)
 
 
-def end() -> None:
+def finish_script() -> None:
     """Rank 1 has left the group and ends; rank 0 exports, and has a thread that uploads."""
     dist.destroy_process_group()
     if RANK == 0:
         time.sleep(LONGER_THAN_A_HANG)
-        threading.Thread(target=upload).start()
+        threading.Thread(target=upload_export).start()
 
 
-def upload() -> None:
+def upload_export() -> None:
     time.sleep(LONGER_THAN_A_HANG)
     (FOLDER / "uploaded").touch()
 

@@ -22,10 +22,10 @@ from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 HEADER, CAPACITY = 4096, 64
-MOST_PENDING = 300
+MAX_PENDING = 300
 
 
-def load(path: str) -> Any:
+def load_module(path: str) -> Any:
     spec = spec_from_file_location("recording", path, loader=ExtensionFileLoader("recording", path))
     assert spec is not None
     module = module_from_spec(spec)
@@ -45,7 +45,7 @@ class Odd(Exception):
     pass
 
 
-class Answers:
+class RandomAttributes:
     """An object whose attributes are what is wanted, mostly."""
 
     def __init__(self, chance: random.Random, **answers: Any) -> None:
@@ -72,10 +72,10 @@ class Clock:
         return self._chance.choice([Mark(time.monotonic_ns()), object()])
 
 
-def no_wait(*_: Any) -> None: ...
+def skip_wait(*_: Any) -> None: ...
 
 
-def make(module: Any, chance: random.Random) -> tuple[Any, Any, Any]:
+def create_recording(module: Any, chance: random.Random) -> tuple[Any, Any, Any]:
     """Ring, recorder and watcher, with as little Python as they can have."""
     queued: deque[Any] = deque(maxlen=4)
 
@@ -120,17 +120,17 @@ def make(module: Any, chance: random.Random) -> tuple[Any, Any, Any]:
     for unconnected in (
         lambda: ring.write(1, 2, 3),
         lambda: recorder.end_step(),
-        lambda: recorder.load(no_wait),
+        lambda: recorder.load(skip_wait),
         lambda: watcher.notice_ends(),
         lambda: module.Hooks().enter(None),
         lambda: ring.connect(memory, HEADER, CAPACITY + 1, 0, places),
         lambda: ring.connect(memory, HEADER, CAPACITY, 0, (HEADER, *places[1:])),
         lambda: ring.connect(memory, HEADER, CAPACITY, 0, places[1:]),
     ):
-        refused(unconnected)
+        expect_refusal(unconnected)
     ring.connect(memory, HEADER, CAPACITY, 0, places)
-    recorder.connect(ring, Reference, Mark, lambda *given: given, no_wait, graph_task, 8, None)
-    recorder.phase, recorder.clock, recorder.notice_wait = 1, Clock(chance), no_wait
+    recorder.connect(ring, Reference, Mark, lambda *given: given, skip_wait, graph_task, 8, None)
+    recorder.phase, recorder.clock, recorder.notice_wait = 1, Clock(chance), skip_wait
     recorder.training_thread = threading.get_ident()
     recorder.go_on(time.monotonic_ns(), None)
     watcher.connect(recorder, timed, queue, {"ALLREDUCE": 1, 0: 10, 1: 11, 2: 2, 3: 1, 2**70: 3, 200: 4})
@@ -138,7 +138,7 @@ def make(module: Any, chance: random.Random) -> tuple[Any, Any, Any]:
     return ring, recorder, watcher
 
 
-def refused(call: Any) -> None:
+def expect_refusal(call: Any) -> None:
     try:
         call()
     except (RuntimeError, ValueError):
@@ -153,9 +153,9 @@ class Optimizer:
 MAY_BE_RAISED = (Odd, TypeError, ValueError, OverflowError, RuntimeError, AttributeError, StopIteration)
 
 
-def play(module: Any, chance: random.Random, calls: int) -> None:
+def run_calls(module: Any, chance: random.Random, calls: int) -> None:
     """A rank's life. All of it is garbage in the end."""
-    ring, recorder, watcher = make(module, chance)
+    ring, recorder, watcher = create_recording(module, chance)
     sequence = itertools.count(1)
 
     def channel(*_: Any) -> Any:
@@ -164,21 +164,21 @@ def play(module: Any, chance: random.Random, calls: int) -> None:
     hooks = [module.Hooks() for _ in range(2)]
     for each in hooks:
         each.connect(watcher, lambda: (3, 61, None, -1), channel)
-    works: deque[Any] = deque(maxlen=MOST_PENDING)
+    works: deque[Any] = deque(maxlen=MAX_PENDING)
     optimizer = Optimizer()
     phases = chance.choice([(1,), (0, 1, 5, 8)])
 
     def call() -> Any:
-        future = Answers(chance, done=lambda: chance.random() < 0.5)
+        future = RandomAttributes(chance, done=lambda: chance.random() < 0.5)
         busy = chance.random() < 0.5
-        work = Answers(chance, is_completed=lambda: not busy or chance.random() < 0.2, get_future=lambda: future)
+        work = RandomAttributes(chance, is_completed=lambda: not busy or chance.random() < 0.2, get_future=lambda: future)
         if chance.random() < 0.1:
-            work._answers["get_future"] = forbidden
+            work._answers["get_future"] = forbid_future
         if works and chance.random() < 0.05:
             work = chance.choice(works)
         works.append(work)
-        tensors = [Answers(chance, nbytes=4, is_cpu=chance.random() < 0.9) for _ in range(chance.choice([0, 1, 1, 3]))]
-        return Answers(
+        tensors = [RandomAttributes(chance, nbytes=4, is_cpu=chance.random() < 0.9) for _ in range(chance.choice([0, 1, 1, 3]))]
+        return RandomAttributes(
             chance,
             name=chance.choice(["ALLREDUCE", "other", 0, 1, 2, 3, 63, 64, 200, 2**70, -5, 1.5]),
             async_op=chance.random() < 0.7,
@@ -205,7 +205,7 @@ def play(module: Any, chance: random.Random, calls: int) -> None:
             watcher.backward_computed()
             watcher.backward_ended()
         elif drawn == 7:
-            recorder.load(chance.choice([forbidden, next, list]), iter("ab"))
+            recorder.load(chance.choice([forbid_future, next, list]), iter("ab"))
         elif drawn == 8:
             recorder.end_step(chance.choice([3, 2**2000, "3"]), lengths=chance.choice([None, (1.0, 2.0)]))
         elif drawn == 9:
@@ -225,19 +225,19 @@ def play(module: Any, chance: random.Random, calls: int) -> None:
             recorder.phase = chance.choice(phases)
             recorder.on_host = chance.random() < 0.8
             recorder.entered(chance.random() < 0.5)
-            recorder.go_on(time.monotonic_ns(), chance.choice([None, time.monotonic_ns, forbidden]))
-            recorder.notice_wait = chance.choice([no_wait, forbidden])
+            recorder.go_on(time.monotonic_ns(), chance.choice([None, time.monotonic_ns, forbid_future]))
+            recorder.notice_wait = chance.choice([skip_wait, forbid_future])
 
     for _ in range(calls):
         with contextlib.suppress(*MAY_BE_RAISED):
             act()
 
 
-def forbidden(*_: Any) -> Any:
+def forbid_future(*_: Any) -> Any:
     raise RuntimeError("no future")
 
 
-def beside(stop: threading.Event) -> None:
+def collect_garbage(stop: threading.Event) -> None:
     """Another thread, which collects garbage while the first is inside of C."""
     while not stop.is_set():
         gc.collect(0)
@@ -247,22 +247,22 @@ def beside(stop: threading.Event) -> None:
 def main() -> None:
     path, rounds, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     sys.setswitchinterval(1e-5)
-    module, chance = load(path), random.Random(seed)
+    module, chance = load_module(path), random.Random(seed)
     stop = threading.Event()
-    thread = threading.Thread(target=beside, args=(stop,), daemon=True)
+    thread = threading.Thread(target=collect_garbage, args=(stop,), daemon=True)
     thread.start()
     left: list[tuple[int, int]] = []
     tracemalloc.start()
     for half in range(2):
         for _ in range(rounds // 2):
-            play(module, chance, 300)
+            run_calls(module, chance, 300)
         if half == 1:
             stop.set()
             thread.join()
         gc.collect()
         left.append((len(gc.get_objects()), tracemalloc.get_traced_memory()[0]))
     print(left[1][0] - left[0][0], left[1][1] - left[0][1])
-    gone = weakref.ref(make(module, chance)[1])
+    gone = weakref.ref(create_recording(module, chance)[1])
     gc.collect()
     assert gone() is None, "a recorder in a circle with its watcher is collected"
 

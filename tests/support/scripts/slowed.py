@@ -43,16 +43,16 @@ def seconds_a_sample(rank: int) -> float:
     return USUAL
 
 
-def working() -> Callable[[float], None]:
+def create_work() -> Callable[[float], None]:
     """What takes the given seconds."""
     if "FAKE_CLOCK" not in os.environ:
         return time.sleep
-    from tests.support.fake_clock import install
+    from tests.support.fake_clock import install_fake_clock
 
-    return install(FOLDER, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).work
+    return install_fake_clock(FOLDER, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).work
 
 
-work, pause = working(), float(os.environ.get("FAKE_CLOCK", "0"))
+work, pause = create_work(), float(os.environ.get("FAKE_CLOCK", "0"))
 job = pk.init()
 net = job.replicate(nn.Linear(WIDTH, int(os.environ.get("PARAMETERS", "4096")) // WIDTH))
 optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=1e-6), warmup_steps=0)

@@ -22,19 +22,19 @@ import torch.distributed as dist
 from pacekeeper import torch_internals
 from pacekeeper.observe import flight
 from pacekeeper.observe.ring import NO_PLACE, RingWriter
-from pacekeeper_analysis.records import Collective, Kind, Phase
+from pacekeeper_analysis.records import Collective, RecordKind, Phase
 
 RANK, ROUND = int(os.environ["RANK"]), int(os.environ["PACEKEEPER_ROUND"])
 FOLDER = Path(os.environ["FOLDER"])
 
 
 def main() -> None:
-    diary("start")
+    write_diary("start")
     ring = RingWriter(Path(os.environ["PACEKEEPER_RING"]))
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, exit_on_signal)
     if "GPU" in os.environ:
-        stand_in_for_a_gpu(ring)
-    fail("before", ring)
+        fake_gpu(ring)
+    inject_fault("before", ring)
     dist.init_process_group("gloo")
     counter = FOLDER / "counter"
     step = int(counter.read_text()) if counter.exists() else 0
@@ -45,7 +45,7 @@ def main() -> None:
         begin = time.monotonic_ns()
         time.sleep(float(os.environ.get("STEP_SECONDS", "0.01")))
         ring.end_load(time.monotonic_ns() - begin)
-        fail(step + 1, ring)
+        inject_fault(step + 1, ring)
         total = torch.ones(1)
         ring.enter_collective(Collective.ALL_REDUCE, 1, step, time.monotonic_ns(), NO_PLACE)
         dist.all_reduce(total)
@@ -53,23 +53,23 @@ def main() -> None:
         assert total.item() == dist.get_world_size()
         step += 1
         now = time.monotonic_ns()
-        ring.write(Kind.STEP, begin, now, step, Phase.TRAIN, 8.0)
+        ring.write(RecordKind.STEP, begin, now, step, Phase.TRAIN, 8.0)
         ring.end_step(step, now)
-        diary(f"step {step}")
+        write_diary(f"step {step}")
         if RANK == 0:
             counter.with_suffix(".new").write_text(str(step))
             counter.with_suffix(".new").replace(counter)
         dist.barrier()
     dist.destroy_process_group()
-    fail("end", ring)
-    diary("end")
+    inject_fault("end", ring)
+    write_diary("end")
 
 
-def fail(step: int | str, ring: RingWriter) -> None:
+def inject_fault(step: int | str, ring: RingWriter) -> None:
     for fault in json.loads(os.environ.get("FAULTS", "[]")):
         if (fault["rank"], fault["round"], fault["step"]) != (RANK, ROUND, step):
             continue
-        diary(fault["kind"])
+        write_diary(fault["kind"])
         match fault["kind"]:
             case "sigkill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -98,7 +98,7 @@ STREAM = {"held": False}
 """Whether a kernel that never ends is on the GPU of the stand-in."""
 
 
-def stand_in_for_a_gpu(ring: RingWriter) -> None:
+def fake_gpu(ring: RingWriter) -> None:
     """What torch would say of a GPU and of NCCL's collectives on it. The collectives themselves are gloo's."""
 
     def flight_record() -> bytes:
@@ -111,23 +111,23 @@ def stand_in_for_a_gpu(ring: RingWriter) -> None:
         return json.dumps({"pg_config": {"0": {"ranks": "[0, 1, 2]"}}, "entries": under_way}).encode()
 
     torch.cuda.is_initialized = lambda: True
-    torch.cuda.set_device = nothing  # type: ignore[assignment]  # takes any arguments
-    torch_internals.used_gpus = lambda: [0]
-    torch_internals.flight_record = flight_record
-    flight.leave_captures_alone = nothing  # type: ignore[assignment]  # the same
-    torch_internals.backends = lambda: [f"cuda:{os.environ['GPU']}"]
-    flight.watch_flight(ring.state)
+    torch.cuda.set_device = do_nothing  # type: ignore[assignment]  # takes any arguments
+    torch_internals.list_used_gpus = lambda: [0]
+    torch_internals.dump_flight_record = flight_record
+    flight.preserve_graph_captures = do_nothing  # type: ignore[assignment]  # the same
+    torch_internals.list_backends = lambda: [f"cuda:{os.environ['GPU']}"]
+    flight.start_flight_monitor(ring.state)
 
 
-def nothing(*_: object) -> None: ...
+def do_nothing(*_: object) -> None: ...
 
 
-def leave(*_: object) -> None:
-    diary("leave")
+def exit_on_signal(*_: object) -> None:
+    write_diary("leave")
     os._exit(143)
 
 
-def diary(text: str) -> None:
+def write_diary(text: str) -> None:
     with (FOLDER / f"diary-{RANK}").open("a") as file:
         file.write(f"{time.monotonic():.4f} {os.getpid()} round {ROUND} {text}\n")
 

@@ -77,41 +77,41 @@ def main() -> None:
                 (loss / step.total_weight).backward()
                 seen += indices.tolist()
                 total += loss.item()
-            fail(job.rank, step.number)
+            inject_fault(job.rank, step.number)
             if place > 0 and step.number % CHECKPOINT_EVERY:
-                fail_as_asked(job.rank)
-            augment(FOLDER / f"slow-{job.rank}")
+                inject_requested_fault(job.rank)
+            sleep_if_slow(FOLDER / f"slow-{job.rank}")
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
             time.sleep(float(os.environ.get("SLEEP", "0")))
             entry = {"round": ROUND, "step": step.number, "seen": seen, "loss": total.hex(), "at": time.time()}
             diary.write(json.dumps(entry) + "\n")
-            if "STOP_EVERY" in os.environ and step.due("stop", every=int(os.environ["STOP_EVERY"])) and told_to_stop():
+            if "STOP_EVERY" in os.environ and step.due("stop", every=int(os.environ["STOP_EVERY"])) and is_stop_requested():
                 break
-    learned = digest(net, optimizer)
+    learned = compute_digest(net, optimizer)
     (FOLDER / f"learned-{job.rank}").write_text(learned)
 
 
-def told_to_stop() -> bool:
+def is_stop_requested() -> bool:
     """All ranks or none: they may look at different moments."""
     votes = torch.tensor(int((FOLDER / "stop").exists()))
     dist.all_reduce(votes)
     return votes.item() > 0
 
 
-def augment(slow: Path) -> None:
+def sleep_if_slow(slow: Path) -> None:
     if slow.exists():
         time.sleep(float(slow.read_text()))
 
 
-def fail(rank: int, step: int) -> None:
+def inject_fault(rank: int, step: int) -> None:
     for fault in json.loads(os.environ.get("FAULTS", "[]")):
         if (fault["rank"], fault["round"]) == (rank, ROUND) and step >= fault["step"]:  # AsyncEDiT leaves numbers out
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail_as_asked(rank: int) -> None:
+def inject_requested_fault(rank: int) -> None:
     asked = FOLDER / f"fault-{rank}"
     if asked.exists():
         kind = asked.read_text()
@@ -125,7 +125,7 @@ def fail_as_asked(rank: int) -> None:
             raise AssertionError
 
 
-def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def compute_digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Of every bit of the parameters (this rank's part), of the optimizer's moments and of its learning rate."""
     found = hashlib.sha256()
     tensors = [*net.state_dict().values()]

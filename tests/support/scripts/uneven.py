@@ -29,16 +29,16 @@ class Zeros(Dataset[Tensor]):
         return torch.zeros(4)
 
 
-def working() -> Callable[[float], None]:
+def create_work() -> Callable[[float], None]:
     """What takes the given seconds."""
     if "FAKE_CLOCK" not in os.environ:
         return time.sleep
-    from tests.support.fake_clock import install
+    from tests.support.fake_clock import install_fake_clock
 
-    return install(Path(os.environ["FOLDER"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).work
+    return install_fake_clock(Path(os.environ["FOLDER"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).work
 
 
-work = working()
+work = create_work()
 job = pk.init()
 net = job.replicate(nn.Linear(4, 4))
 optimizer = job.optimizer(torch.optim.SGD(net.parameters(), lr=0.01))

@@ -7,23 +7,23 @@ import time
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.diagnose.blame import blame, slow_transfers, transfers, usual_among_groups
+from pacekeeper_analysis.diagnose.blame import attribute_waits, find_slow_transfers, measure_transfers, find_usual_transfer_times
 from pacekeeper_analysis.records import Collective
-from tests.support.nested_ranks import Ranks
+from tests.support.nested_ranks import NestedRanks
 
 
-def by_hand(*own: list[float], axes: list[int]) -> Ranks:
+def by_hand(*own: list[float], axes: list[int]) -> NestedRanks:
     """Data × tensor 2 × 2: own work of ranks 0-3 before each collective, along `axes`: 0 data, 1 tensor."""
-    job = Ranks((2, 2), transfer=1.0)
+    job = NestedRanks((2, 2), transfer=1.0)
     job.begin_step()
     for seconds, axis in zip(own, axes, strict=True):
         job.work(np.array(seconds))
-        job.collective(axis)
+        job.run_collective(axis)
     return job
 
 
-def blames(job: Ranks) -> list[float]:
-    return [round(float(seconds), 6) for seconds in blame(job.evidence()).seconds.sum(axis=1)]
+def blames(job: NestedRanks) -> list[float]:
+    return [round(float(seconds), 6) for seconds in attribute_waits(job.build_evidence()).seconds.sum(axis=1)]
 
 
 def test_who_was_held_up_elsewhere_passes_the_blame_on() -> None:
@@ -50,11 +50,11 @@ def test_waits_that_both_had_hold_nobody_up() -> None:
 
 def test_blame_goes_back_through_several_groups() -> None:
     """Rank 3 holds up 2 in a tensor group, that 0 in a data group, and that 1 in a tensor group."""
-    job = Ranks((2, 2), transfer=1.0)
+    job = NestedRanks((2, 2), transfer=1.0)
     job.begin_step()
     job.work(np.array([0.0, 0.0, 0.0, 4.0]))
     for ranks in ((2, 3), (0, 2), (0, 1)):
-        job.meet(ranks)
+        job.enter_collective(ranks)
     assert job.waited.tolist() == [5, 6, 4, 0]
     assert blames(job) == [2, 0, 0, 12] or sum(blames(job)) == pytest.approx(15)
     assert blames(job)[3] >= 12, "rank 2 and 0 enter their next collective a transfer later than who did not take part"
@@ -64,7 +64,7 @@ def test_blame_goes_back_through_several_groups() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_blames_sum_to_the_lost_time_and_the_guilty_gets_them(mesh: tuple[int, ...], seed: int) -> None:
     random = np.random.default_rng(seed)
-    job = Ranks(mesh)
+    job = NestedRanks(mesh)
     world = len(job.now)
     guilty = int(random.integers(world))
     program = [*random.integers(len(mesh), size=int(random.integers(3, 9))), *range(len(mesh))]  # all meet in the end
@@ -74,32 +74,32 @@ def test_blames_sum_to_the_lost_time_and_the_guilty_gets_them(mesh: tuple[int, .
             own = random.normal(0.02, 0.001, world)
             own[guilty] += 0.01
             job.work(own)
-            job.collective(int(axis))
-    found = blame(job.evidence())
-    assert found.lost == pytest.approx(job.waited.sum(), rel=1e-3)
+            job.run_collective(int(axis))
+    found = attribute_waits(job.build_evidence())
+    assert found.lost_seconds == pytest.approx(job.waited.sum(), rel=1e-3)
     assert (found.seconds >= 0).all()
     by_rank = found.seconds.sum(axis=1)
     assert int(by_rank.argmax()) == guilty
     step_seconds = float(job.now.max() / 10)
-    assert found.slow(step_seconds) == (guilty,)
-    assert found.slow(10 * step_seconds) == (), "of so long a step it costs less than a tenth"
+    assert found.find_slow_ranks(step_seconds) == (guilty,)
+    assert found.find_slow_ranks(10 * step_seconds) == (), "of so long a step it costs less than a tenth"
 
 
 def test_ranks_that_take_turns_are_not_slow() -> None:
-    job = Ranks((4, 2))
+    job = NestedRanks((4, 2))
     for step in range(12):
         job.begin_step()
         for axis in (1, 0):
             own = np.full(8, 0.02)
             own[step % 8] += 0.02
             job.work(own)
-            job.collective(axis)
-    assert blame(job.evidence()).slow(float(job.now.max() / 12)) == ()
+            job.run_collective(axis)
+    assert attribute_waits(job.build_evidence()).find_slow_ranks(float(job.now.max() / 12)) == ()
 
 
-def pipeline(slow: int, replicas: int = 2) -> Ranks:
+def pipeline(slow: int, replicas: int = 2) -> NestedRanks:
     """Two stages of `replicas` replicas, ranks (stage · replicas + replica); `slow` takes 0.01 s longer, of 0.02 s."""
-    job = Ranks((2, replicas))
+    job = NestedRanks((2, replicas))
     for _ in range(8):
         job.begin_step()
         own = np.full(2 * replicas, 0.02)
@@ -110,75 +110,75 @@ def pipeline(slow: int, replicas: int = 2) -> Ranks:
             job.work(np.where(stage, own, 0.0))
             for replica in range(replicas):
                 source, destination = (end * replicas + replica for end in ends)
-                job.meet((source, destination), collectives=(Collective.SEND, Collective.RECV))
-        job.collective(1)
+                job.enter_collective((source, destination), collectives=(Collective.SEND, Collective.RECV))
+        job.run_collective(1)
     return job
 
 
 def test_stages_of_a_pipeline_wait_for_each_other_by_their_nature() -> None:
-    healthy = blame(pipeline(-1).evidence())
-    assert healthy.lost > 0, "each stage waits for the other"
-    assert healthy.slow(0.06) == ()
+    healthy = attribute_waits(pipeline(-1).build_evidence())
+    assert healthy.lost_seconds > 0, "each stage waits for the other"
+    assert healthy.find_slow_ranks(0.06) == ()
     assert healthy.roles.tolist() == [0, 0, 1, 1]
     for slow in range(4):
-        assert blame(pipeline(slow).evidence()).slow(0.07) == (slow,)
-    assert blame(pipeline(0, replicas=1).evidence()).slow(0.07) == (), "a stage alone compares with nobody"
+        assert attribute_waits(pipeline(slow).build_evidence()).find_slow_ranks(0.07) == (slow,)
+    assert attribute_waits(pipeline(0, replicas=1).build_evidence()).find_slow_ranks(0.07) == (), "a stage alone compares with nobody"
 
 
 def test_what_a_rank_computes_beside_a_collective_is_no_wait() -> None:
     """All are inside of it for long; rank 1 is held up by nothing, the others by the last 5 ms."""
-    job = Ranks((3,))
+    job = NestedRanks((3,))
     for _ in range(5):
         job.begin_step()
         job.work(np.array([0.01, 0.015, 0.01]))
-        job.collective(0)
+        job.run_collective(0)
     for rows in job._rows:
         for at, row in enumerate(rows):
             rows[at] = (*row[:7], 0.0, *row[8:])  # entered when the step began
-    assert blame(job.evidence()).slow(0.016) == (1,)
+    assert attribute_waits(job.build_evidence()).find_slow_ranks(0.016) == (1,)
 
 
 def test_collectives_that_some_member_has_not_told_of_do_not_count() -> None:
     job = by_hand([1, 6, 1, 1], [0, 0, 0, 0], axes=[1, 0])
-    told = job.evidence(ranks_of_a_worker=2)
-    assert blame(told[:1]).lost == pytest.approx(5.0), "that of ranks 0 and 1 alone"
-    assert blame(()).lost == 0.0
-    assert blame(()).slow(1.0) == ()
+    told = job.build_evidence(ranks_of_a_worker=2)
+    assert attribute_waits(told[:1]).lost_seconds == pytest.approx(5.0), "that of ranks 0 and 1 alone"
+    assert attribute_waits(()).lost_seconds == 0.0
+    assert attribute_waits(()).find_slow_ranks(1.0) == ()
     job._rows[0].append(job._rows[0][0])
-    assert blame(job.evidence()).lost == pytest.approx(10.0), "one that a rank tells twice is left out"
+    assert attribute_waits(job.build_evidence()).lost_seconds == pytest.approx(10.0), "one that a rank tells twice is left out"
 
 
 def test_a_group_whose_transfers_take_longer_than_those_of_its_like_is_named() -> None:
-    job = Ranks((4, 2))
+    job = NestedRanks((4, 2))
     random = np.random.default_rng(1)
     for _ in range(8):
         job.begin_step()
         for axis in (1, 0):
             job.work(random.normal(0.02, 1e-5, 8))
-            job.collective(axis, slow=lambda ranks: 1.6 if tuple(ranks) == (4, 5) else 1.0)
-    now = transfers(job.evidence())
-    slow = slow_transfers(now, usual_among_groups(now))
+            job.run_collective(axis, slow=lambda ranks: 1.6 if tuple(ranks) == (4, 5) else 1.0)
+    now = measure_transfers(job.build_evidence())
+    slow = find_slow_transfers(now, find_usual_transfer_times(now))
     assert {now[kind].ranks: round(times, 1) for kind, times in slow.items()} == {(4, 5): 1.6}
     own = {kind: found.seconds_per_byte for kind, found in now.items()}
-    assert slow_transfers(now, own) == {}
-    assert len(slow_transfers(now, {kind: usual / 2 for kind, usual in own.items()})) == len(now)
-    assert transfers(()) == {}
+    assert find_slow_transfers(now, own) == {}
+    assert len(find_slow_transfers(now, {kind: usual / 2 for kind, usual in own.items()})) == len(now)
+    assert measure_transfers(()) == {}
 
 
 def test_a_late_rank_is_no_slow_transfer() -> None:
-    job = Ranks((4, 2))
+    job = NestedRanks((4, 2))
     for _ in range(8):
         job.begin_step()
         own = np.full(8, 0.02)
         own[4] += 0.01
         job.work(own)
-        job.collective(1, slow=lambda ranks: 1.6 if tuple(ranks) == (4, 5) else 1.0)
-    now = transfers(job.evidence())
-    assert slow_transfers(now, usual_among_groups(now)) == {}
+        job.run_collective(1, slow=lambda ranks: 1.6 if tuple(ranks) == (4, 5) else 1.0)
+    now = measure_transfers(job.build_evidence())
+    assert find_slow_transfers(now, find_usual_transfer_times(now)) == {}
 
 
 def test_many_ranks_are_judged_in_a_moment() -> None:
-    job = Ranks((32, 8))
+    job = NestedRanks((32, 8))
     random = np.random.default_rng(0)
     for _ in range(16):
         job.begin_step()
@@ -186,11 +186,11 @@ def test_many_ranks_are_judged_in_a_moment() -> None:
             own = random.normal(0.002, 2e-5, 256)
             own[77] += 0.001
             job.work(own)
-            job.collective(0 if at % 10 == 9 else 1)
-    told = job.evidence(8)
+            job.run_collective(0 if at % 10 == 9 else 1)
+    told = job.build_evidence(8)
     began = time.process_time()
-    found = blame(told)
+    found = attribute_waits(told)
     seconds = time.process_time() - began
-    assert found.slow(float(job.now.max() / 16)) == (77,)
-    assert found.lost == pytest.approx(job.waited.sum(), rel=1e-2)
+    assert found.find_slow_ranks(float(job.now.max() / 16)) == (77,)
+    assert found.lost_seconds == pytest.approx(job.waited.sum(), rel=1e-2)
     assert seconds < 2.0, "it takes 0.3 s, and 1.4 s with 1,024 ranks"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pacekeeper_analysis.communicators import Communicator, as_many_as_fit, check_room, format_ranks, parse_ranks
+from pacekeeper_analysis.communicators import Communicator, truncate_communicators, check_communicators_size, format_ranks, parse_ranks
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reports import Evidence, Fault
+from pacekeeper_analysis.reports import Evidence, FaultReport
 
 
 @pytest.mark.parametrize(
@@ -57,18 +57,18 @@ def test_groups_of_one_stride_may_interleave_however_large_they_are() -> None:
 
 def test_a_job_has_no_groups_of_ranks_beyond_its_own() -> None:
     group = Communicator(1, "0-1048575")
-    assert group.fits(1 << 20)
-    assert not group.fits(8)
+    assert group.fits_world_size(1 << 20)
+    assert not group.fits_world_size(8)
 
 
 def test_a_message_takes_so_many_members_and_its_sender_knows() -> None:
     long = [Communicator(number, ",".join(map(str, range(0, 1500, 2)))) for number in range(1, 65)]
-    fit = as_many_as_fit(long)
+    fit = truncate_communicators(long)
     assert 0 < len(fit) < len(long)
-    check_room({"communicators": [vars(each) for each in fit]})
+    check_communicators_size({"communicators": [vars(each) for each in fit]})
     with pytest.raises(InputError, match="communicators"):
-        check_room({"communicators": [vars(each) for each in long]})
-    for told in (Fault, Evidence):
+        check_communicators_size({"communicators": [vars(each) for each in long]})
+    for told in (FaultReport, Evidence):
         body = {"communicators": [vars(each) for each in long]}
         with pytest.raises(InputError, match="characters"):
             told.from_json(body)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pacekeeper_analysis.diagnose.crash import lost_a_peer
+from pacekeeper_analysis.diagnose.crash import is_peer_loss
 
 ABORTED = -signal.SIGABRT
 # Written by hand, in the words of torch's ProcessGroupNCCL.cpp.
@@ -40,10 +40,10 @@ TRACE = "\nException raised from checkTimeout\nframe #0: c10::Error::Error()\n"
     ],
 )
 def test_a_lost_peer_is_known_by_the_words_and_the_exit_code(exit_code: int, error: str, consequence: bool) -> None:
-    assert lost_a_peer(exit_code, error) is consequence
+    assert is_peer_loss(exit_code, error) is consequence
 
 
 def test_a_line_without_an_end_is_searched_in_a_moment() -> None:
     began = time.process_time()
-    assert not lost_a_peer(1, "connection" * 20_000)
+    assert not is_peer_loss(1, "connection" * 20_000)
     assert time.process_time() - began < 3.0, "it takes 0.05 s; by the square of the length, 15 s"

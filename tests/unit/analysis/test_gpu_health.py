@@ -9,18 +9,18 @@ import pytest
 
 from pacekeeper_analysis.diagnose.finding import FaultClass
 from pacekeeper_analysis.diagnose.gpu_health import (
-    SIGNS,
+    GPU_SIGN_MEANINGS,
     GpuSample,
-    Origin,
-    Sign,
-    examine,
-    rise,
-    signs_of,
-    xid_blame,
-    xid_words,
+    XidOrigin,
+    GpuSign,
+    examine_gpu,
+    compute_counter_rise,
+    list_gpu_signs,
+    classify_xid,
+    describe_xid,
 )
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reports import MOST_GPUS, GpuHealth, Heartbeat
+from pacekeeper_analysis.reports import MAX_WORKER_GPUS, GpuHealth, Heartbeat
 
 BUSY = GpuSample(
     at=0.0,
@@ -47,7 +47,7 @@ def samples(**last: Any) -> list[GpuSample]:
 
 
 def health(given: list[GpuSample], busy_first: GpuSample | None = BUSY) -> GpuHealth:
-    return examine("GPU-1", given, busy_first)
+    return examine_gpu("GPU-1", given, busy_first)
 
 
 class TestSigns:
@@ -60,17 +60,17 @@ class TestSigns:
     @pytest.mark.parametrize(
         ("sign", "figures"),
         [
-            (Sign.ROWS_PENDING, {"rows_pending": True}),
-            (Sign.ROWS_FAILED, {"rows_failed": True}),
-            (Sign.MEMORY_ERRORS, {"uncorrected_errors": 5}),
-            (Sign.PCIE_REPLAYS, {"pcie_replays": 1080}),
-            (Sign.NVLINK_ERRORS, {"nvlink_errors": 17}),
-            (Sign.NVLINK_DOWN, {"nvlinks": 17}),
-            (Sign.PCIE_FELL, {"pcie_width": 8}),
-            (Sign.PCIE_FELL, {"pcie_generation": 3}),
+            (GpuSign.ROWS_PENDING, {"rows_pending": True}),
+            (GpuSign.ROWS_FAILED, {"rows_failed": True}),
+            (GpuSign.MEMORY_ERRORS, {"uncorrected_errors": 5}),
+            (GpuSign.PCIE_REPLAYS, {"pcie_replays": 1080}),
+            (GpuSign.NVLINK_ERRORS, {"nvlink_errors": 17}),
+            (GpuSign.NVLINK_DOWN, {"nvlinks": 17}),
+            (GpuSign.PCIE_FELL, {"pcie_width": 8}),
+            (GpuSign.PCIE_FELL, {"pcie_generation": 3}),
         ],
     )
-    def test_each_is_shown_by_its_figure_alone(self, sign: Sign, figures: dict[str, Any]) -> None:
+    def test_each_is_shown_by_its_figure_alone(self, sign: GpuSign, figures: dict[str, Any]) -> None:
         assert health(samples(**figures)).signs == (sign,)
 
     @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ class TestSigns:
 
     def test_a_link_that_was_low_from_the_start_is_the_configuration(self) -> None:
         low = replace(BUSY, pcie_width=8)
-        assert health(samples(pcie_width=8), busy_first=low).signs == (Sign.PCIE_LOW,)
-        assert SIGNS[Sign.PCIE_LOW].fault is FaultClass.CONFIGURATION
-        assert SIGNS[Sign.PCIE_FELL].fault is FaultClass.HARDWARE
+        assert health(samples(pcie_width=8), busy_first=low).signs == (GpuSign.PCIE_LOW,)
+        assert GPU_SIGN_MEANINGS[GpuSign.PCIE_LOW].fault is FaultClass.CONFIGURATION
+        assert GPU_SIGN_MEANINGS[GpuSign.PCIE_FELL].fault is FaultClass.HARDWARE
 
     def test_a_link_that_is_low_for_a_moment_is_no_sign(self) -> None:
         given = samples()
@@ -110,15 +110,15 @@ class TestSigns:
 
         given = samples()
         assert (with_minutes(5).signs, with_minutes(5).throttled_minutes) == ((), 5)
-        assert with_minutes(6).signs == (Sign.THROTTLED,)
+        assert with_minutes(6).signs == (GpuSign.THROTTLED,)
 
     def test_one_bad_minute_is_no_throttling_however_often_it_is_seen(self) -> None:
         assert health(samples(slowdown=0x40)).signs == ()
 
     def test_what_warns_and_what_is_a_witness_only(self) -> None:
-        assert set(SIGNS) == set(Sign)
-        witnesses = {sign for sign, meaning in SIGNS.items() if not meaning.warns}
-        assert witnesses == {Sign.THROTTLED, Sign.SLOW_CLOCK, Sign.PCIE_FELL, Sign.PCIE_LOW}
+        assert set(GPU_SIGN_MEANINGS) == set(GpuSign)
+        witnesses = {sign for sign, meaning in GPU_SIGN_MEANINGS.items() if not meaning.warns}
+        assert witnesses == {GpuSign.THROTTLED, GpuSign.SLOW_CLOCK, GpuSign.PCIE_FELL, GpuSign.PCIE_LOW}
 
 
 class TestRise:
@@ -139,33 +139,33 @@ class TestRise:
     )
     def test_only_what_goes_beyond_the_beginning_counts(self, values: list[int | None], risen: int) -> None:
         """A driver that is loaded anew counts from nothing; a slip to nothing and back is no rise."""
-        assert rise(values) == risen
+        assert compute_counter_rise(values) == risen
 
 
 class TestXids:
     @pytest.mark.parametrize("xid", [46, 48, 62, 63, 64, 74, 79, 92, 95, 119, 120, 136, 140, 143, 154, 156, 158])
     def test_of_the_hardware(self, xid: int) -> None:
-        assert xid_blame(xid) is Origin.HARDWARE
+        assert classify_xid(xid) is XidOrigin.HARDWARE
 
     @pytest.mark.parametrize("xid", [13, 31, 32, 43, 45, 68, 69, 137])
     def test_of_the_application(self, xid: int) -> None:
-        assert xid_blame(xid) is Origin.APPLICATION
+        assert classify_xid(xid) is XidOrigin.APPLICATION
 
     @pytest.mark.parametrize("xid", range(144, 151))
     def test_of_an_nvlink_of_blackwell(self, xid: int) -> None:
-        assert xid_blame(xid) is Origin.LINK
-        assert "NVLink" in xid_words(xid)
+        assert classify_xid(xid) is XidOrigin.LINK
+        assert "NVLink" in describe_xid(xid)
 
     @pytest.mark.parametrize("xid", [0, 110, 155, 157, 173, 9999])
     def test_that_the_table_does_not_hold_or_settle(self, xid: int) -> None:
         """A newer driver has newer numbers: they are no reason to look for a fault in the script."""
-        assert xid_blame(xid) is Origin.UNKNOWN
+        assert classify_xid(xid) is XidOrigin.UNKNOWN
 
     def test_a_contained_memory_error_costs_one_process(self) -> None:
-        assert xid_blame(94) is Origin.CONTAINED
+        assert classify_xid(94) is XidOrigin.CONTAINED
 
     def test_in_words(self) -> None:
-        assert (xid_words(79), xid_words(9999)) == ("XID 79 (GPU has fallen off the bus)", "XID 9999")
+        assert (describe_xid(79), describe_xid(9999)) == ("XID 79 (GPU has fallen off the bus)", "XID 9999")
 
 
 class TestReport:
@@ -192,7 +192,7 @@ class TestReport:
 
     def test_nobody_has_so_many(self) -> None:
         with pytest.raises(InputError, match="more than the 32"):
-            Heartbeat.from_json({"gpus": [{"gpu": "GPU-1"}] * (MOST_GPUS + 1)})
+            Heartbeat.from_json({"gpus": [{"gpu": "GPU-1"}] * (MAX_WORKER_GPUS + 1)})
 
     def test_its_signs_in_words(self) -> None:
         report = GpuHealth(
@@ -205,15 +205,15 @@ class TestReport:
             pcie_width=8,
             pcie_generation=4,
         )
-        assert [sign.words for sign in signs_of([report])] == [
+        assert [sign.words for sign in list_gpu_signs([report])] == [
             "GPU-1: the hardware slows its clocks down for heat or power"
             " (in 7 of the last 10 minutes, 62% of its clock, 91 °C, 350 W)",
             "GPU-1: its PCIe link has been below its maximum from the start (8 lanes of generation 4)",
             "GPU-1: memory rows wait for a reset of the GPU to be remapped",
         ]
 
-    @pytest.mark.parametrize("sign", Sign)
-    def test_each_sign_has_words(self, sign: Sign) -> None:
-        (shown,) = signs_of([GpuHealth("GPU-1", signs=(str(sign),))])
-        assert shown.words.startswith(f"GPU-1: {SIGNS[sign].words}")
-        assert shown.meaning is SIGNS[sign]
+    @pytest.mark.parametrize("sign", GpuSign)
+    def test_each_sign_has_words(self, sign: GpuSign) -> None:
+        (shown,) = list_gpu_signs([GpuHealth("GPU-1", signs=(str(sign),))])
+        assert shown.words.startswith(f"GPU-1: {GPU_SIGN_MEANINGS[sign].words}")
+        assert shown.meaning is GPU_SIGN_MEANINGS[sign]

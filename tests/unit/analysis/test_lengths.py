@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.lengths import SequenceCost, fit, fit_ranks, fit_sums
+from pacekeeper_analysis.lengths import SequenceCost, fit_sequence_cost, fit_cost_across_ranks, fit_cost_to_sums
 
 TRUTHS = [
     SequenceCost(2e-3, 3e-6, 5e-10),
@@ -25,35 +25,35 @@ def steps_of(seed: int, count: int = 200) -> list[npt.NDArray[np.float64]]:
 @pytest.mark.parametrize("truth", TRUTHS, ids=str)
 def test_exact_times_give_the_terms_exactly(truth: SequenceCost) -> None:
     steps = steps_of(1)
-    found = fit(steps, [truth.of(lengths).sum() for lengths in steps])
+    found = fit_sequence_cost(steps, [truth.compute_seconds(lengths).sum() for lengths in steps])
     for term in ("fixed", "per_token", "per_token_squared"):
         assert getattr(found, term) == pytest.approx(getattr(truth, term), rel=1e-6, abs=1e-15)
 
 
 def test_a_few_sequences_timed_one_by_one_are_enough() -> None:
     tried = [256, 512, 1024, 2048, 4096, 8192]
-    found = fit([[n] for n in tried], TRUTHS[0].of(tried))
-    assert found.of([300, 6000]) == pytest.approx(TRUTHS[0].of([300, 6000]), rel=1e-9)
+    found = fit_sequence_cost([[n] for n in tried], TRUTHS[0].compute_seconds(tried))
+    assert found.compute_seconds([300, 6000]) == pytest.approx(TRUTHS[0].compute_seconds([300, 6000]), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_and_pauses_do_not_mislead(seed: int) -> None:
     """5 % noise, and one step in ten stalls for ten times as long."""
     truth, steps, rng = TRUTHS[0], steps_of(seed, 400), np.random.default_rng(seed)
-    seconds = np.array([truth.of(lengths).sum() for lengths in steps]) * rng.normal(1.0, 0.05, len(steps))
+    seconds = np.array([truth.compute_seconds(lengths).sum() for lengths in steps]) * rng.normal(1.0, 0.05, len(steps))
     seconds[rng.random(len(steps)) < 0.1] *= 10
-    found = fit(steps, seconds)
+    found = fit_sequence_cost(steps, seconds)
     lengths = np.array([200.0, 1000.0, 5000.0, 20_000.0])
-    assert found.of(lengths) == pytest.approx(truth.of(lengths), rel=0.15)
+    assert found.compute_seconds(lengths) == pytest.approx(truth.compute_seconds(lengths), rel=0.15)
 
 
 @pytest.mark.parametrize("truth", TRUTHS, ids=str)
 def test_sums_tell_as_much_as_the_lengths(truth: SequenceCost) -> None:
     steps = steps_of(2)
     sums = [(len(lengths), lengths.sum(), (lengths * lengths).sum()) for lengths in steps]
-    seconds = [truth.of(lengths).sum() for lengths in steps]
-    assert fit_sums(sums, seconds) == fit(steps, seconds)
-    assert truth.of_sums(*np.transpose(sums)) == pytest.approx(seconds)
+    seconds = [truth.compute_seconds(lengths).sum() for lengths in steps]
+    assert fit_cost_to_sums(sums, seconds) == fit_sequence_cost(steps, seconds)
+    assert truth.compute_seconds_from_sums(*np.transpose(sums)) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("truth", TRUTHS, ids=str)
@@ -62,16 +62,16 @@ def test_a_rank_that_is_slower_or_faster_spoils_nothing(truth: SequenceCost, pac
     """32 steps, 8 sequences each, 1 % noise: what sequences of any length cost is found within 2 %."""
     rng = np.random.default_rng(3)
     lengths = np.rint(rng.lognormal(7.0, 1.0, size=(32, 4, 8)))
-    seconds = truth.of(lengths).sum(axis=2) * paces * rng.normal(1.0, 0.01, (32, 4))
-    found = fit_ranks(np.full((32, 4), 8), lengths.sum(axis=2), (lengths * lengths).sum(axis=2), seconds)
-    assert found.of(lengths).sum(axis=2) == pytest.approx(truth.of(lengths).sum(axis=2), rel=0.02)
+    seconds = truth.compute_seconds(lengths).sum(axis=2) * paces * rng.normal(1.0, 0.01, (32, 4))
+    found = fit_cost_across_ranks(np.full((32, 4), 8), lengths.sum(axis=2), (lengths * lengths).sum(axis=2), seconds)
+    assert found.compute_seconds(lengths).sum(axis=2) == pytest.approx(truth.compute_seconds(lengths).sum(axis=2), rel=0.02)
 
 
 def test_a_term_that_would_be_negative_is_left_out() -> None:
     steps = [np.array([100.0]), np.array([200.0]), np.array([400.0]), np.array([800.0])]
-    found = fit(steps, [0.1, 0.4, 1.6, 6.3])  # grows a little slower than the square
+    found = fit_sequence_cost(steps, [0.1, 0.4, 1.6, 6.3])  # grows a little slower than the square
     assert min(found.fixed, found.per_token, found.per_token_squared) >= 0
-    assert found.of([400.0])[0] == pytest.approx(1.6, rel=0.05)
+    assert found.compute_seconds([400.0])[0] == pytest.approx(1.6, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_term_that_would_be_negative_is_left_out() -> None:
 )
 def test_bad_input_is_named(steps: list[list[float]], seconds: list[float], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        fit(steps, seconds)
+        fit_sequence_cost(steps, seconds)
 
 
 @pytest.mark.parametrize("terms", [(-1.0, 1.0, 0.0), (0.0, 0.0, 0.0), (0.0, float("nan"), 0.0)])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.diagnose.links import Cell, HotSpot, SpotKind, by_ratio, describe, join, judge
+from pacekeeper_analysis.diagnose.links import DelayCell, HotSpot, SpotKind, sort_cells_by_ratio, describe_hot_spot, join_link_ends, diagnose_links
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import Evidence, FlowWindow, LinkWindow
 
@@ -22,11 +22,11 @@ SECONDS = 0.2
 Factor = Callable[[int, int], float]
 
 
-def matrix(ranks: int, factor: Factor, seed: int = 0, noise: float = 0.1, ages: Iterable[int] = range(3)) -> list[Cell]:
+def matrix(ranks: int, factor: Factor, seed: int = 0, noise: float = 0.1, ages: Iterable[int] = range(3)) -> list[DelayCell]:
     """All pairs. `factor`: of (source, destination), how many times as long a byte takes."""
     draws = np.random.default_rng(seed)
     return [
-        Cell(s, d, age, 20 * MB, SECONDS * factor(s, d) * math.exp(draws.normal(0, noise)))
+        DelayCell(s, d, age, 20 * MB, SECONDS * factor(s, d) * math.exp(draws.normal(0, noise)))
         for age in ages
         for s in range(ranks)
         for d in range(ranks)
@@ -34,11 +34,11 @@ def matrix(ranks: int, factor: Factor, seed: int = 0, noise: float = 0.1, ages: 
     ]
 
 
-def ring(ranks: int, factor: Factor, seed: int = 0) -> list[Cell]:
+def ring(ranks: int, factor: Factor, seed: int = 0) -> list[DelayCell]:
     """Each sends to the next one only."""
     draws = np.random.default_rng(seed)
     return [
-        Cell(s, (s + 1) % ranks, age, 20 * MB, SECONDS * factor(s, (s + 1) % ranks) * math.exp(draws.normal(0, 0.1)))
+        DelayCell(s, (s + 1) % ranks, age, 20 * MB, SECONDS * factor(s, (s + 1) % ranks) * math.exp(draws.normal(0, 0.1)))
         for age in range(3)
         for s in range(ranks)
     ]
@@ -51,7 +51,7 @@ def places(hot: Iterable[HotSpot]) -> list[tuple[SpotKind, int, int]]:
 class TestByRatio:
     def test_all_pairs_the_slowest_first(self) -> None:
         cells = matrix(4, lambda s, d: {(2, 0): 9, (1, 3): 4}.get((s, d), 1), noise=0.0)
-        links = by_ratio([replace(cell, busy_seconds=9.0) if cell.age else cell for cell in cells])
+        links = sort_cells_by_ratio([replace(cell, busy_seconds=9.0) if cell.age else cell for cell in cells])
         assert [(cell.source, cell.destination) for cell, _ in links[:2]] == [(2, 0), (1, 3)]
         assert [ratio for _, ratio in links] == pytest.approx([9.0, 4.0, *[1.0] * 10])
 
@@ -59,24 +59,24 @@ class TestByRatio:
         """What is slow by nature, and what shares a node, is not taken for slow."""
         cells = matrix(4, lambda s, _: 2 if s == 1 else 1, noise=0.0)
         cells = [replace(cell, early_bytes=20 * MB, early_busy_seconds=cell.busy_seconds) for cell in cells]
-        near = [Cell(9, 8 - at, 0, 20 * MB, SECONDS / 50, same_node=True) for at in range(3)]
-        assert [ratio for _, ratio in by_ratio([*cells, *near])] == pytest.approx([1.0] * 15)
+        near = [DelayCell(9, 8 - at, 0, 20 * MB, SECONDS / 50, same_node=True) for at in range(3)]
+        assert [ratio for _, ratio in sort_cells_by_ratio([*cells, *near])] == pytest.approx([1.0] * 15)
 
     def test_of_too_few_or_quiet_ones_nobody_knows_what_is_usual(self) -> None:
-        one, quiet = Cell(0, 1, 1, 20 * MB, SECONDS), Cell(1, 0, 0, 0, 0.0)
-        assert by_ratio([one, replace(one, age=0, acked_bytes=0), quiet]) == [(one, None)]
-        answers = [Cell(s, (s - 1) % 4, 0, 1000, 3.0) for s in range(4)]
-        assert {cell.source: ratio for cell, ratio in by_ratio(answers)} == dict.fromkeys(range(4))
-        assert [ratio for _, ratio in by_ratio([*ring(4, lambda *_: 1), *answers])][4:] == [None] * 4
+        one, quiet = DelayCell(0, 1, 1, 20 * MB, SECONDS), DelayCell(1, 0, 0, 0, 0.0)
+        assert sort_cells_by_ratio([one, replace(one, age=0, acked_bytes=0), quiet]) == [(one, None)]
+        answers = [DelayCell(s, (s - 1) % 4, 0, 1000, 3.0) for s in range(4)]
+        assert {cell.source: ratio for cell, ratio in sort_cells_by_ratio(answers)} == dict.fromkeys(range(4))
+        assert [ratio for _, ratio in sort_cells_by_ratio([*ring(4, lambda *_: 1), *answers])][4:] == [None] * 4
 
 
 class TestJudge:
     @pytest.mark.parametrize("ranks", [4, 8, 16])
     @pytest.mark.parametrize("seed", range(5))
     def test_a_link_a_sender_and_a_receiver_are_told_apart(self, ranks: int, seed: int) -> None:
-        slow_link = judge(matrix(ranks, lambda s, d: 3 if (s, d) == (1, 2) else 1, seed)).hot
-        slow_sender = judge(matrix(ranks, lambda s, _: 3 if s == 1 else 1, seed)).hot
-        slow_receiver = judge(matrix(ranks, lambda _, d: 3 if d == 2 else 1, seed)).hot
+        slow_link = diagnose_links(matrix(ranks, lambda s, d: 3 if (s, d) == (1, 2) else 1, seed)).hot
+        slow_sender = diagnose_links(matrix(ranks, lambda s, _: 3 if s == 1 else 1, seed)).hot
+        slow_receiver = diagnose_links(matrix(ranks, lambda _, d: 3 if d == 2 else 1, seed)).hot
         assert places(slow_link) == [(SpotKind.LINK, 1, 2)]
         assert places(slow_sender) == [(SpotKind.SENDER, 1, -1)]
         assert places(slow_receiver) == [(SpotKind.RECEIVER, -1, 2)]
@@ -86,8 +86,8 @@ class TestJudge:
 
     @pytest.mark.parametrize("seed", range(20))
     def test_links_that_are_alike_show_nothing(self, seed: int) -> None:
-        assert judge(matrix(4, lambda *_: 1, seed, noise=0.15)).hot == ()
-        assert judge(ring(8, lambda *_: 1, seed)).hot == ()
+        assert diagnose_links(matrix(4, lambda *_: 1, seed, noise=0.15)).hot == ()
+        assert diagnose_links(ring(8, lambda *_: 1, seed)).hot == ()
 
     def test_small_messages_are_slow_by_nature(self) -> None:
         """Each rank sends some to the one opposite, who lets them wait: held against the links' own first windows, only
@@ -101,49 +101,49 @@ class TestJudge:
             replace(cell, early_bytes=20 * MB, early_busy_seconds=SECONDS * by_nature(cell.source, cell.destination))
             for cell in mixed
         ]
-        (spot,) = judge(known).hot
+        (spot,) = diagnose_links(known).hot
         assert places([spot]) == [(SpotKind.LINK, 1, 2)]
         assert spot.usual_bytes_per_second == pytest.approx(100 * MB, rel=0.3)
-        assert len(judge(mixed).hot) > 1
+        assert len(diagnose_links(mixed).hot) > 1
 
     def test_a_link_and_another_ranks_side_at_once(self) -> None:
         cells = matrix(8, lambda s, d: 4 if s == 5 else 3 if (s, d) == (1, 2) else 1)
-        assert set(places(judge(cells).hot)) == {(SpotKind.SENDER, 5, -1), (SpotKind.LINK, 1, 2)}
+        assert set(places(diagnose_links(cells).hot)) == {(SpotKind.SENDER, 5, -1), (SpotKind.LINK, 1, 2)}
 
     def test_coarse_times_of_others_hide_no_slow_link(self) -> None:
         """Counted in ticks of 4 ms, all that rank 1 sends seems to take 1.6 × as long: but one of its cells is busy."""
         seconds = {(1, 2): 5.0, (1, 0): 0.032, (1, 3): 0.032}
         cells = [replace(c, busy_seconds=seconds.get((c.source, c.destination), 0.02)) for c in matrix(4, lambda *_: 1)]
-        assert places(judge(cells).hot) == [(SpotKind.LINK, 1, 2)]
+        assert places(diagnose_links(cells).hot) == [(SpotKind.LINK, 1, 2)]
 
     def test_in_a_ring_only_the_pair_is_known(self) -> None:
-        (spot,) = judge(ring(8, lambda s, _: 5 if s == 3 else 1)).hot
+        (spot,) = diagnose_links(ring(8, lambda s, _: 5 if s == 3 else 1)).hot
         assert (spot.kind, spot.pairs) == (SpotKind.PAIR, ((3, 4),))
-        assert describe(spot).startswith("from rank 3 to rank 4: 20 MB/s while busy, the others 95 MB/s (5.4 ×")
+        assert describe_hot_spot(spot).startswith("from rank 3 to rank 4: 20 MB/s while busy, the others 95 MB/s (5.4 ×")
 
     def test_ranks_of_two_cells_each_are_judged_by_whether_both_are_hot(self) -> None:
-        three = judge(matrix(3, lambda s, _: 9 if s == 1 else 1)).hot
+        three = diagnose_links(matrix(3, lambda s, _: 9 if s == 1 else 1)).hot
         assert places(three) == [(SpotKind.SENDER, 1, -1)]
-        assert places(judge(matrix(3, lambda s, d: 9 if (s, d) == (1, 2) else 1)).hot) == [(SpotKind.LINK, 1, 2)]
+        assert places(diagnose_links(matrix(3, lambda s, d: 9 if (s, d) == (1, 2) else 1)).hot) == [(SpotKind.LINK, 1, 2)]
 
     def test_one_window_is_luck_two_are_not(self) -> None:
         once = [replace(c, busy_seconds=c.busy_seconds * (5 if c.age == 1 else 1)) for c in slow_cell()]
-        assert judge(once).hot == ()
+        assert diagnose_links(once).hot == ()
         twice = [replace(c, busy_seconds=c.busy_seconds * (5 if c.age < 2 else 1)) for c in slow_cell()]
         rest = [c for c in matrix(4, lambda *_: 1) if (c.source, c.destination) != (1, 2)]
-        (spot,) = judge(rest + twice).hot
+        (spot,) = diagnose_links(rest + twice).hot
         assert (spot.kind, spot.windows) == (SpotKind.LINK, 2)
-        assert judge([c for c in rest + twice if c.age == 0]).hot == (), "the first window of a job"
+        assert diagnose_links([c for c in rest + twice if c.age == 0]).hot == (), "the first window of a job"
 
     def test_the_way_back_of_a_slow_link_is_not_told(self) -> None:
         def factor(source: int, destination: int) -> float:
             return {(1, 2): 9.0, (2, 1): 4.0}.get((source, destination), 1.0)
 
-        assert places(judge(matrix(6, factor)).hot) == [(SpotKind.LINK, 1, 2)]
+        assert places(diagnose_links(matrix(6, factor)).hot) == [(SpotKind.LINK, 1, 2)]
         sides = matrix(6, lambda s, d: 9 if s == 1 else 4 if d == 1 else 1)
-        assert places(judge(sides).hot) == [(SpotKind.SENDER, 1, -1)]
+        assert places(diagnose_links(sides).hot) == [(SpotKind.SENDER, 1, -1)]
         in_turn = ring(8, lambda s, _: {3: 9.0, 2: 5.0, 4: 5.0}.get(s, 1.0))
-        assert places(judge(in_turn).hot) == [(SpotKind.PAIR, 3, 4)]
+        assert places(diagnose_links(in_turn).hot) == [(SpotKind.PAIR, 3, 4)]
 
     @pytest.mark.parametrize("seed", range(10))
     def test_one_slow_side_of_a_ring_of_four_is_half_of_its_cells(self, seed: int) -> None:
@@ -151,39 +151,39 @@ class TestJudge:
         out, of which the middle of all would be the middle."""
         slow = ring(4, lambda s, d: 10 if s == 1 else 6 if d == 1 else 1, seed)
         known = [replace(cell, early_bytes=20 * MB, early_busy_seconds=SECONDS) for cell in slow]
-        assert places(judge(known).hot) == [(SpotKind.PAIR, 1, 2)]
+        assert places(diagnose_links(known).hot) == [(SpotKind.PAIR, 1, 2)]
         alike = [replace(cell, busy_seconds=3 * cell.busy_seconds) for cell in ring(4, lambda *_: 1, seed)]
-        assert judge([replace(c, early_bytes=20 * MB, early_busy_seconds=SECONDS) for c in alike]).hot == ()
+        assert diagnose_links([replace(c, early_bytes=20 * MB, early_busy_seconds=SECONDS) for c in alike]).hot == ()
 
     @pytest.mark.parametrize("seed", range(10))
     def test_a_link_that_has_become_faster_makes_the_others_no_slower(self, seed: int) -> None:
         now = ring(4, lambda *_: 1, seed)
         early = [10 * SECONDS if cell.source == 2 else SECONDS for cell in now]
         known = zip(now, early, strict=True)
-        assert judge([replace(c, early_bytes=20 * MB, early_busy_seconds=was) for c, was in known]).hot == ()
+        assert diagnose_links([replace(c, early_bytes=20 * MB, early_busy_seconds=was) for c, was in known]).hot == ()
 
     def test_a_way_back_that_was_hot_once_leaves_the_direction_open(self) -> None:
         """It is the slower way itself, of which the newest window alone tells yet."""
 
-        def factor(cell: Cell) -> float:
+        def factor(cell: DelayCell) -> float:
             back = 9.0 if (cell.source, cell.destination) == (2, 1) and cell.age == 0 else 1.0
             return 8.0 if (cell.source, cell.destination) == (1, 2) else back
 
         cells = [replace(c, busy_seconds=c.busy_seconds * factor(c)) for c in matrix(6, lambda *_: 1)]
-        assert places(judge(cells).hot) == [(SpotKind.PAIR, 1, 2)]
+        assert places(diagnose_links(cells).hot) == [(SpotKind.PAIR, 1, 2)]
 
     def test_little_traffic_tells_nothing(self) -> None:
         """Single messages wait for their acknowledgements, however fast the link is."""
-        quiet = [Cell(5, 6, age, MB // 2, 4.0) for age in range(3)]
-        idle = [Cell(6, 5, age, 9 * MB, 0.004) for age in range(3)]
-        found = judge(matrix(4, lambda *_: 1) + quiet + idle)
+        quiet = [DelayCell(5, 6, age, MB // 2, 4.0) for age in range(3)]
+        idle = [DelayCell(6, 5, age, 9 * MB, 0.004) for age in range(3)]
+        found = diagnose_links(matrix(4, lambda *_: 1) + quiet + idle)
         assert found.hot == ()
         assert found.cells == 13, "the fast one counts, however coarse its time"
 
     def test_what_hardly_gets_through_is_judged_all_the_same(self) -> None:
         crawling = [replace(c, acked_bytes=2 * MB, busy_seconds=4.9) for c in slow_cell()]
         others = [c for c in matrix(4, lambda *_: 1) if (c.source, c.destination) != (1, 2)]
-        assert places(judge(others + crawling).hot) == [(SpotKind.LINK, 1, 2)]
+        assert places(diagnose_links(others + crawling).hot) == [(SpotKind.LINK, 1, 2)]
 
     def test_classes_of_links_are_judged_by_themselves(self) -> None:
         def far(source: int, destination: int) -> bool:
@@ -191,32 +191,32 @@ class TestJudge:
 
         cells = [replace(c, same_node=not far(c.source, c.destination)) for c in matrix(8, lambda *_: 1)]
         slower = [replace(c, busy_seconds=c.busy_seconds * (1 if c.same_node else 8)) for c in cells]
-        assert judge(slower).hot == (), "between nodes all is slower, and no fault"
+        assert diagnose_links(slower).hot == (), "between nodes all is slower, and no fault"
 
     def test_what_nccl_tells_is_judged_by_itself(self) -> None:
         """An InfiniBand's 20 GB/s beside what a few ranks send over sockets."""
         fast = matrix(6, lambda s, d: 4 if (s, d) == (1, 2) else 1)
         of_nccl = [replace(c, acked_bytes=200 * c.acked_bytes, by_nccl=True) for c in fast]
         sockets = [replace(c, source=c.source + 6, destination=c.destination + 6) for c in matrix(3, lambda *_: 1)]
-        (spot,) = judge(of_nccl + sockets).hot
+        (spot,) = diagnose_links(of_nccl + sockets).hot
         assert places([spot]) == [(SpotKind.LINK, 1, 2)]
-        assert "MB/s while a channel of NCCL is busy" in describe(spot)
+        assert "MB/s while a channel of NCCL is busy" in describe_hot_spot(spot)
 
     def test_nccl_counts_no_ticks(self) -> None:
-        short = Cell(0, 1, 0, 20 * MB, 0.001)
+        short = DelayCell(0, 1, 0, 20 * MB, 0.001)
         assert short.bytes_per_second == 1_000 * MB, "all that fits into five ticks of the kernel's"
         assert replace(short, by_nccl=True).bytes_per_second == 20_000 * MB
 
     def test_rows_and_columns_of_ratios(self) -> None:
-        found = judge(matrix(6, lambda s, _: 3 if s == 1 else 1))
+        found = diagnose_links(matrix(6, lambda s, _: 3 if s == 1 else 1))
         assert found.row_ratio[1] == pytest.approx(3, rel=0.3)
         assert found.row_ratio[0] == pytest.approx(1, rel=0.3)
         assert set(found.column_ratio) == set(range(6))
-        assert judge(ring(6, lambda *_: 1)).row_ratio == {}, "a ring has none that could be told"
+        assert diagnose_links(ring(6, lambda *_: 1)).row_ratio == {}, "a ring has none that could be told"
 
     def test_nothing_is_known_of_nothing(self) -> None:
-        assert not judge([]).known
-        assert judge([Cell(0, 1, 0, 20 * MB, 1.0)]).hot == (), "with nothing to compare with"
+        assert not diagnose_links([]).is_known
+        assert diagnose_links([DelayCell(0, 1, 0, 20 * MB, 1.0)]).hot == (), "with nothing to compare with"
 
     @pytest.mark.parametrize(
         ("cells", "place", "seconds"),
@@ -227,14 +227,14 @@ class TestJudge:
         ids=["ring of 1,024", "all pairs of 128"],
     )
     def test_many_workers_take_little_time(
-        self, cells: list[Cell], place: tuple[SpotKind, int, int], seconds: float
+        self, cells: list[DelayCell], place: tuple[SpotKind, int, int], seconds: float
     ) -> None:
         began = time.process_time()
-        assert places(judge(cells).hot) == [place]
+        assert places(diagnose_links(cells).hot) == [place]
         assert time.process_time() - began < seconds
 
 
-def slow_cell() -> list[Cell]:
+def slow_cell() -> list[DelayCell]:
     return [c for c in matrix(4, lambda *_: 1) if (c.source, c.destination) == (1, 2)]
 
 
@@ -259,7 +259,7 @@ class TestJoinFlows:
     def test_places_in_a_communicator_are_ranks_by_the_word_of_each(self) -> None:
         silent = flow(2, 0, sent_bytes=0, network_seconds=0.0)
         told = [flows("w0", flow(0, 1), flow(0, 2, age=1)), flows("w1", flow(1, 0, sent_bytes=MB)), flows("w2", silent)]
-        cells, unknown = join(told, {"w0": "n", "w1": "n"})
+        cells, unknown = join_link_ends(told, {"w0": "n", "w1": "n"})
         assert unknown == 0
         assert {(c.source, c.destination, c.age, c.acked_bytes, c.same_node) for c in cells} == {
             (10, 11, 0, 20 * MB, True),
@@ -271,18 +271,18 @@ class TestJoinFlows:
     def test_communicators_of_a_pair_are_one_cell(self) -> None:
         other = {"communicator": 0xB2}
         told = [flows("w0", flow(0, 1), flow(0, 1, **other)), flows("w1", flow(1, 0), flow(1, 0, **other))]
-        cells, _ = join(told)
+        cells, _ = join_link_ends(told)
         assert [(c.acked_bytes, c.busy_seconds) for c in cells] == [(40 * MB, 0.4)] * 2
 
     def test_a_peer_that_says_nothing_is_unknown(self) -> None:
-        assert join([flows("w0", flow(0, 1))]) == ([], 1)
+        assert join_link_ends([flows("w0", flow(0, 1))]) == ([], 1)
         elsewhere = flow(1, 0, communicator=0xB2)
-        assert join([flows("w0", flow(0, 1)), flows("w1", elsewhere)]) == ([], 2)
+        assert join_link_ends([flows("w0", flow(0, 1)), flows("w1", elsewhere)]) == ([], 2)
 
     def test_a_place_that_two_claim_is_nobodys(self) -> None:
         liar = flow(1, 0, rank=12, network_seconds=5.0)
         told = [flows("w0", flow(0, 1)), flows("w1", flow(1, 0)), flows("w2", liar)]
-        assert join(told) == ([], 2)
+        assert join_link_ends(told) == ([], 2)
 
     @pytest.mark.parametrize(("over_sockets", "by_nccl"), [(20 * MB, False), (11 * MB, False), (9 * MB, True)])
     def test_what_shows_in_the_kernels_counters_is_not_counted_twice(self, over_sockets: int, by_nccl: bool) -> None:
@@ -290,7 +290,7 @@ class TestJoinFlows:
         a, b = "10.0.0.1:4000", "10.0.0.2:5000"
         one = replace(flows("w0", flow(0, 1)), links=(end(a, b, 10, acked_bytes=over_sockets),))
         other = replace(flows("w1", flow(1, 0)), links=(end(b, a, 11, acked_bytes=over_sockets),))
-        cells, _ = join([one, other])
+        cells, _ = join_link_ends([one, other])
         assert {cell.by_nccl for cell in cells} == {False, by_nccl}
         assert len(cells) == (4 if by_nccl else 2)
 
@@ -305,19 +305,19 @@ class TestJoinFlows:
 class TestJoin:
     def test_both_ends_make_two_cells(self) -> None:
         a, b = "10.0.0.1:4000", "10.0.0.2:5000"
-        cells, unknown = join([ends("w0", end(a, b, 0)), ends("w1", end(b, a, 1, acked_bytes=8 * MB))])
+        cells, unknown = join_link_ends([ends("w0", end(a, b, 0)), ends("w1", end(b, a, 1, acked_bytes=8 * MB))])
         assert unknown == 0
         assert {(c.source, c.destination, c.acked_bytes) for c in cells} == {(0, 1, 20 * MB), (1, 0, 8 * MB)}
 
     def test_several_connections_of_a_pair_are_one_cell(self) -> None:
         pairs = [(f"10.0.0.1:{4000 + i}", "10.0.0.2:5000") for i in range(3)]
-        cells, _ = join([ends("w0", *(end(a, b, 0) for a, b in pairs)), ends("w1", *(end(b, a, 1) for a, b in pairs))])
+        cells, _ = join_link_ends([ends("w0", *(end(a, b, 0) for a, b in pairs)), ends("w1", *(end(b, a, 1) for a, b in pairs))])
         assert {(c.source, c.acked_bytes) for c in cells} == {(0, 60 * MB), (1, 60 * MB)}
         assert all(cell.busy_seconds == pytest.approx(0.6) for cell in cells)
 
     def test_windows_stay_apart_and_an_end_that_was_quiet_in_one_still_names_its_rank(self) -> None:
         a, b = "10.0.0.1:4000", "10.0.0.2:5000"
-        cells, _ = join([ends("w0", end(a, b, 0), end(a, b, 0, age=1)), ends("w1", end(b, a, 1))])
+        cells, _ = join_link_ends([ends("w0", end(a, b, 0), end(a, b, 0, age=1)), ends("w1", end(b, a, 1))])
         assert {(c.source, c.age) for c in cells} == {(0, 0), (0, 1), (1, 0)}
 
     def test_translated_addresses_are_unknown(self) -> None:
@@ -325,33 +325,33 @@ class TestJoin:
             ends("w0", end("10.0.0.1:4000", "10.96.0.9:80", 0)),
             ends("w1", end("10.0.0.2:5000", "10.0.0.1:4000", 1)),
         ]
-        assert join(seen) == ([], 2)
+        assert join_link_ends(seen) == ([], 2)
 
     def test_a_proxy_in_each_pod_is_unknown(self) -> None:
         seen = [ends(f"w{i}", end("127.0.0.1:4000", "127.0.0.1:15001", i)) for i in range(2)]
-        assert join(seen) == ([], 2), "loopback addresses are those of one pod each"
+        assert join_link_ends(seen) == ([], 2), "loopback addresses are those of one pod each"
 
     def test_two_ranks_of_one_worker_meet_on_its_loopback(self) -> None:
         a, b = "127.0.0.1:4000", "127.0.0.1:5000"
-        (one, other), unknown = join([ends("w0", end(a, b, 0), end(b, a, 1))])
+        (one, other), unknown = join_link_ends([ends("w0", end(a, b, 0), end(b, a, 1))])
         assert (unknown, one.same_node, other.same_node) == (0, True, True)
 
     def test_an_end_that_two_claim_is_nobodys(self) -> None:
         a, b = "10.0.0.1:4000", "10.0.0.2:5000"
         liar = ends("w2", end(b, a, 2, busy_seconds=5.0))
-        cells, unknown = join([ends("w0", end(a, b, 0)), ends("w1", end(b, a, 1)), liar])
+        cells, unknown = join_link_ends([ends("w0", end(a, b, 0)), ends("w1", end(b, a, 1)), liar])
         assert (cells, unknown) == ([], 2)
 
     def test_an_end_of_no_rank_is_unknown(self) -> None:
         a, b = "10.0.0.1:4000", "10.0.0.2:5000"
-        assert join([ends("w0", end(a, b, -1)), ends("w1", end(b, a, 1))]) == ([], 2)
+        assert join_link_ends([ends("w0", end(a, b, -1)), ends("w1", end(b, a, 1))]) == ([], 2)
 
     def test_who_is_on_one_node(self) -> None:
         a, b = "10.0.0.1:4000", "10.0.0.2:5000"
         seen = [ends("w0", end(a, b, 0)), ends("w1", end(b, a, 1))]
-        assert all(cell.same_node for cell in join(seen, {"w0": "n", "w1": "n"})[0])
-        assert not any(cell.same_node for cell in join(seen, {"w0": "n", "w1": "m"})[0])
-        assert not any(cell.same_node for cell in join(seen)[0])
+        assert all(cell.same_node for cell in join_link_ends(seen, {"w0": "n", "w1": "n"})[0])
+        assert not any(cell.same_node for cell in join_link_ends(seen, {"w0": "n", "w1": "m"})[0])
+        assert not any(cell.same_node for cell in join_link_ends(seen)[0])
 
     @pytest.mark.parametrize("field", ["acked_bytes", "busy_seconds", "age", "unsent_bytes"])
     def test_hostile_figures_are_refused_by_name(self, field: str) -> None:

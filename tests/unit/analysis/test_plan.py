@@ -9,18 +9,18 @@ import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import (
-    MOST_PATHS_OF_WORKER,
+    MAX_WORKER_PATHS,
     Hop,
     Member,
     Paths,
     Plan,
     PlannedPath,
-    Role,
+    WorkerRole,
     Stop,
     SyncMode,
     WorkerPath,
     WorkerPlan,
-    meeting_place,
+    choose_rendezvous,
 )
 
 PLAN = Plan(
@@ -50,11 +50,11 @@ def test_plan_survives_json() -> None:
 
 
 def test_a_worker_is_told_its_own_part() -> None:
-    part = PLAN.part("j-w4-0")
-    assert (part.role, part.ranks, part.world_size, part.store) == (Role.MEMBER, (2, 3), 4, "10.0.0.1:29400")
+    part = PLAN.build_worker_plan("j-w4-0")
+    assert (part.role, part.ranks, part.world_size, part.store) == (WorkerRole.MEMBER, (2, 3), 4, "10.0.0.1:29400")
     assert not part.serves_store
     assert part.neighbours == ("10.0.0.1",)
-    first = PLAN.part("j-w0-0")
+    first = PLAN.build_worker_plan("j-w0-0")
     assert (part.shares, part.sequence_cost) == (None, None), "the worker of rank 0 hands them to the others"
     assert (first.shares, first.sequence_cost) == (PLAN.shares, PLAN.sequence_cost)
     for told in (part, first):
@@ -62,36 +62,36 @@ def test_a_worker_is_told_its_own_part() -> None:
 
 
 def test_who_is_not_a_member_is_a_spare_or_leaves() -> None:
-    assert PLAN.part("j-w9-0").role is Role.SPARE
-    assert Plan(stop=Stop.FINISH).part("j-w9-0").role is Role.LEAVE
+    assert PLAN.build_worker_plan("j-w9-0").role is WorkerRole.SPARE
+    assert Plan(stop=Stop.FINISH).build_worker_plan("j-w9-0").role is WorkerRole.LEAVE
 
 
 def test_members_leave_when_their_pods_end_or_nothing_is_left_to_do() -> None:
     one = replace(PLAN, leaving=("j-w4-0",))
-    assert (one.part("j-w4-0").role, one.part("j-w0-0").role) == (Role.LEAVE, Role.MEMBER)
-    assert one.part("j-w9-0").role is Role.SPARE
-    assert replace(PLAN, stop=Stop.FINISH).part("j-w4-0").role is Role.LEAVE
-    assert replace(PLAN, stop=Stop.SUSPEND).part("j-w4-0").role is Role.MEMBER, "it saves, and stays warm"
+    assert (one.build_worker_plan("j-w4-0").role, one.build_worker_plan("j-w0-0").role) == (WorkerRole.LEAVE, WorkerRole.MEMBER)
+    assert one.build_worker_plan("j-w9-0").role is WorkerRole.SPARE
+    assert replace(PLAN, stop=Stop.FINISH).build_worker_plan("j-w4-0").role is WorkerRole.LEAVE
+    assert replace(PLAN, stop=Stop.SUSPEND).build_worker_plan("j-w4-0").role is WorkerRole.MEMBER, "it saves, and stays warm"
 
 
 def test_the_secret_is_told_to_members_only() -> None:
-    assert {PLAN.part(member.worker).secret for member in PLAN.members} == {"5ec2e7"}
-    assert PLAN.part("j-w9-0").secret == ""
-    assert replace(PLAN, stop=Stop.FINISH).part("j-w9-0").secret == ""
+    assert {PLAN.build_worker_plan(member.worker).secret for member in PLAN.members} == {"5ec2e7"}
+    assert PLAN.build_worker_plan("j-w9-0").secret == ""
+    assert replace(PLAN, stop=Stop.FINISH).build_worker_plan("j-w9-0").secret == ""
 
 
 def test_the_secret_is_shown_to_nobody_who_prints_a_plan_or_its_errors() -> None:
-    assert "5ec2e7" not in repr(PLAN) + repr(PLAN.part("j-w0-0"))
+    assert "5ec2e7" not in repr(PLAN) + repr(PLAN.build_worker_plan("j-w0-0"))
     with pytest.raises(InputError) as refused:
-        WorkerPlan.from_json({**PLAN.part("j-w0-0").to_json(), "secret": "5ec2e7x"})
+        WorkerPlan.from_json({**PLAN.build_worker_plan("j-w0-0").to_json(), "secret": "5ec2e7x"})
     assert "5ec2e7" not in str(refused.value)
 
 
 def test_each_membership_has_a_secret_of_its_own() -> None:
-    assert replace(PLAN, version=8).sealed(PLAN, "0a").secret == "5ec2e7"
-    assert replace(PLAN, membership=3).sealed(PLAN, "0a").secret == "0a"
+    assert replace(PLAN, version=8).with_membership_secret(PLAN, "0a").secret == "5ec2e7"
+    assert replace(PLAN, membership=3).with_membership_secret(PLAN, "0a").secret == "0a"
     old = replace(PLAN, secret="")
-    assert replace(old, version=8).sealed(old, "0a").secret == "", "the launchers are in the midst of it"
+    assert replace(old, version=8).with_membership_secret(old, "0a").secret == "", "the launchers are in the midst of it"
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_each_membership_has_a_secret_of_its_own() -> None:
 def test_a_membership_meets_where_its_first_member_says_and_in_secret_where_all_can(
     ports: list[int], place: tuple[int, str]
 ) -> None:
-    assert meeting_place(ports, "0a") == place
+    assert choose_rendezvous(ports, "0a") == place
 
 
 def test_a_worker_is_told_of_the_paths_that_begin_or_end_with_it() -> None:
     plan = replace(PLAN, paths=PATHS)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
     for worker, peer, address in (("j-w0-0", "j-w4-0", "10.0.0.5"), ("j-w4-0", "j-w0-0", "10.0.0.1")):
-        told = plan.part(worker)
+        told = plan.build_worker_plan(worker)
         assert WorkerPlan.from_json(json.loads(json.dumps(told.to_json()))) == told
         assert told.paths is not None
         assert (told.paths.spines, told.paths.first_port, told.paths.last_port) == (3, 21000, 21999)
@@ -122,23 +122,23 @@ def test_a_worker_is_told_of_the_paths_that_begin_or_end_with_it() -> None:
             WorkerPath(1, 2, "s1", ("10.98.0.1", "10.98.1.1"), peer, address),
             WorkerPath(3, 0, "s2", ("10.98.0.3",), peer, address),
         ), "what stays within a worker takes no path"
-    assert plan.part("j-w9-0").paths is None, "a spare has no traffic"
+    assert plan.build_worker_plan("j-w9-0").paths is None, "a spare has no traffic"
 
 
 def test_in_a_fabric_that_nobody_knows_paths_have_a_number_instead_of_a_spine() -> None:
     plan = replace(PLAN, paths=Paths((PlannedPath(1, 2, draw=4),), ()))
-    told = plan.part("j-w4-0").paths
+    told = plan.build_worker_plan("j-w4-0").paths
     assert told is not None
     assert told.wanted == (WorkerPath(1, 2, "", (), "j-w0-0", "10.0.0.1", 4),)
 
 
 def test_no_worker_is_told_of_more_paths_than_it_takes() -> None:
-    count = MOST_PATHS_OF_WORKER + 1
+    count = MAX_WORKER_PATHS + 1
     members = (Member("a", "10.0.0.1", (0,)), Member("b", "10.0.0.2", tuple(range(1, count + 1))))
     wanted = tuple(PlannedPath(0, rank, "s1") for rank in range(1, count + 1))
-    told = Plan(members=members, paths=replace(PATHS, wanted=wanted)).part("b")
+    told = Plan(members=members, paths=replace(PATHS, wanted=wanted)).build_worker_plan("b")
     assert told.paths is not None
-    assert len(told.paths.wanted) == MOST_PATHS_OF_WORKER
+    assert len(told.paths.wanted) == MAX_WORKER_PATHS
     assert WorkerPlan.from_json(told.to_json()) == told
 
 
@@ -165,7 +165,7 @@ def test_bad_paths_name_the_field(change: dict[str, object], words: str) -> None
 
 
 def test_a_workers_plan_names_bad_paths_too() -> None:
-    data = replace(PLAN, paths=PATHS).part("j-w0-0").to_json()
+    data = replace(PLAN, paths=PATHS).build_worker_plan("j-w0-0").to_json()
     bad = {**data["paths"]["wanted"][0], "address": "worker-4"}
     with pytest.raises(InputError, match="'worker-4' is no address"):
         WorkerPlan.from_json({**data, "paths": {**data["paths"], "wanted": [bad]}})
@@ -199,4 +199,4 @@ def test_bad_plans_name_the_field(change: dict[str, object], words: str) -> None
 
 def test_a_workers_plan_names_a_bad_cost_too() -> None:
     with pytest.raises(InputError, match=r"plan\.sequence_cost: .* none below 0"):
-        WorkerPlan.from_json({**PLAN.part("j-w0-0").to_json(), "sequence_cost": [-1.0, 1.0, 0.0]})
+        WorkerPlan.from_json({**PLAN.build_worker_plan("j-w0-0").to_json(), "sequence_cost": [-1.0, 1.0, 0.0]})

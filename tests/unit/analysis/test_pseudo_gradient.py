@@ -10,26 +10,26 @@ import pytest
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.pseudo_gradient import Penalty, Statistics, Weights, weigh
+from pacekeeper_analysis.pseudo_gradient import Penalty, NormStatistics, ReplicaWeights, weigh_replicas
 
 PENALTY = Penalty(warmup=5)
 
 
 def learnt(
     norms: list[list[float]], steps: list[float], penalty: Penalty = PENALTY, times: int = 50, noise: float = 0.03
-) -> Statistics:
+) -> NormStatistics:
     """Statistics after so many healthy synchronisations around `norms`."""
     generator = np.random.default_rng(1)
-    statistics = Statistics.fresh(len(norms), len(steps))
+    statistics = NormStatistics.build_empty(len(norms), len(steps))
     for _ in range(times):
         factors = 1 + noise * generator.standard_normal((len(norms), len(steps)))
-        weights, statistics = weigh(np.array(norms) * factors, steps, statistics, penalty)
+        weights, statistics = weigh_replicas(np.array(norms) * factors, steps, statistics, penalty)
         assert not weights.anomalous.any()
     return statistics
 
 
-def once(norms: list[list[float]], steps: list[float], penalty: Penalty = PENALTY, **options: Any) -> Weights:
-    return weigh(norms, steps, Statistics.fresh(len(norms), len(steps)), penalty, **options)[0]
+def once(norms: list[list[float]], steps: list[float], penalty: Penalty = PENALTY, **options: Any) -> ReplicaWeights:
+    return weigh_replicas(norms, steps, NormStatistics.build_empty(len(norms), len(steps)), penalty, **options)[0]
 
 
 def test_equal_replicas_weigh_the_same() -> None:
@@ -42,7 +42,7 @@ def test_equal_replicas_weigh_the_same() -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_replica_that_is_not_finite_counts_in_no_unit(bad: float) -> None:
     statistics = learnt([[1.0] * 3, [2.0] * 3], [4] * 3)
-    (weights, anomalous, rolled_back), after = weigh([[1.0, bad, 1.0], [2.0, 2.0, 2.0]], [4] * 3, statistics, PENALTY)
+    (weights, anomalous, rolled_back), after = weigh_replicas([[1.0, bad, 1.0], [2.0, 2.0, 2.0]], [4] * 3, statistics, PENALTY)
     np.testing.assert_allclose(weights, [[0.5, 0, 0.5]] * 2)
     assert anomalous.tolist() == [[False, True, False]] * 2
     assert not rolled_back.any()
@@ -54,7 +54,7 @@ def test_a_replica_that_is_not_finite_counts_in_no_unit(bad: float) -> None:
 
 def test_a_norm_far_above_its_own_mean_counts_nothing_and_is_not_learnt() -> None:
     statistics = learnt([[1.0] * 3, [2.0] * 3], [4] * 3)
-    (weights, anomalous, rolled_back), after = weigh([[1.0, 1.0, 1.5], [2.0] * 3], [4] * 3, statistics, PENALTY)
+    (weights, anomalous, rolled_back), after = weigh_replicas([[1.0, 1.0, 1.5], [2.0] * 3], [4] * 3, statistics, PENALTY)
     np.testing.assert_allclose(weights[0], [0.5, 0.5, 0])
     np.testing.assert_allclose(weights[1], [1 / 3] * 3)
     assert anomalous.tolist() == [[False, False, True], [False] * 3]
@@ -65,12 +65,12 @@ def test_a_norm_far_above_its_own_mean_counts_nothing_and_is_not_learnt() -> Non
 
 def test_a_norm_below_its_mean_is_no_anomaly() -> None:
     statistics = learnt([[1.0] * 3], [4] * 3)
-    assert not weigh([[1.0, 0.01, 1.0]], [4] * 3, statistics, PENALTY)[0].anomalous.any()
+    assert not weigh_replicas([[1.0, 0.01, 1.0]], [4] * 3, statistics, PENALTY)[0].anomalous.any()
 
 
 def test_only_the_units_without_a_good_replica_roll_back() -> None:
     statistics = learnt([[1.0] * 3, [2.0] * 3], [4] * 3)
-    weights, anomalous, rolled_back = weigh([[9.0] * 3, [2.0] * 3], [4] * 3, statistics, PENALTY)[0]
+    weights, anomalous, rolled_back = weigh_replicas([[9.0] * 3, [2.0] * 3], [4] * 3, statistics, PENALTY)[0]
     assert rolled_back.tolist() == [True, False]
     assert anomalous.tolist() == [[True] * 3, [False] * 3]
     np.testing.assert_array_equal(weights[0], 0)
@@ -107,7 +107,7 @@ def test_a_change_of_speed_is_no_anomaly(growth: float) -> None:
     """A straggler that has recovered does twice the steps at once, and the other way round."""
     slow, fast = 10.0, 20.0
     statistics = learnt([[fast**growth, slow**growth]], [fast, slow])
-    (weights, anomalous, _), _ = weigh([[slow**growth, fast**growth]], [slow, fast], statistics, PENALTY)
+    (weights, anomalous, _), _ = weigh_replicas([[slow**growth, fast**growth]], [slow, fast], statistics, PENALTY)
     assert not anomalous.any()
     np.testing.assert_allclose(weights[0], [1 / 3, 2 / 3])
 
@@ -117,7 +117,7 @@ def test_what_stays_different_is_learnt_anew() -> None:
     statistics = learnt([[1.0, 1.0]], [4, 4])
     outcomes = []
     for _ in range(PENALTY.patience + 1):
-        (_, _, rolled_back), statistics = weigh([[3.0, 3.0]], [4, 4], statistics, PENALTY)
+        (_, _, rolled_back), statistics = weigh_replicas([[3.0, 3.0]], [4, 4], statistics, PENALTY)
         outcomes.append(bool(rolled_back[0]))
     assert outcomes == [True] * PENALTY.patience + [False]
 
@@ -125,7 +125,7 @@ def test_what_stays_different_is_learnt_anew() -> None:
 def test_a_replica_that_is_never_finite_is_never_learnt() -> None:
     statistics = learnt([[1.0, 1.0]], [4, 4])
     for _ in range(3 * PENALTY.patience):
-        (_, anomalous, _), statistics = weigh([[1.0, np.nan]], [4, 4], statistics, PENALTY)
+        (_, anomalous, _), statistics = weigh_replicas([[1.0, np.nan]], [4, 4], statistics, PENALTY)
         assert anomalous.tolist() == [[False, True]]
     assert statistics.count[0, 1] == 50
 
@@ -133,20 +133,20 @@ def test_a_replica_that_is_never_finite_is_never_learnt() -> None:
 def test_a_good_norm_ends_the_row_of_anomalies() -> None:
     statistics = learnt([[1.0, 1.0]], [4, 4])
     for _ in range(2 * PENALTY.patience):
-        (_, anomalous, _), statistics = weigh([[1.0, 9.0]], [4, 4], statistics, PENALTY)
+        (_, anomalous, _), statistics = weigh_replicas([[1.0, 9.0]], [4, 4], statistics, PENALTY)
         assert anomalous[0, 1]
-        (_, anomalous, _), statistics = weigh([[1.0, 1.0]], [4, 4], statistics, PENALTY)
+        (_, anomalous, _), statistics = weigh_replicas([[1.0, 1.0]], [4, 4], statistics, PENALTY)
         assert not anomalous.any()
 
 
 def test_mean_and_variance_are_exponentially_weighted_after_a_plain_average() -> None:
     penalty, norms = Penalty(alpha=0.25, warmup=100), [1.0, 3.0, 2.0, 4.0, 8.0]
-    statistics = Statistics.fresh(1, 1)
+    statistics = NormStatistics.build_empty(1, 1)
     for norm in norms[:4]:
-        _, statistics = weigh([[norm]], [1], statistics, penalty)
+        _, statistics = weigh_replicas([[norm]], [1], statistics, penalty)
     np.testing.assert_allclose(statistics.mean, 2.5)
     np.testing.assert_allclose(statistics.variance, np.var(norms[:4]))
-    _, statistics = weigh([[norms[4]]], [1], statistics, penalty)
+    _, statistics = weigh_replicas([[norms[4]]], [1], statistics, penalty)
     np.testing.assert_allclose(statistics.mean, 0.75 * 2.5 + 0.25 * 8)
     np.testing.assert_allclose(statistics.variance, 0.75 * (np.var(norms[:4]) + 0.25 * 5.5**2))
 
@@ -190,26 +190,26 @@ def test_the_published_rules_are_those_of_the_paper(steps: list[int], scale: flo
     norms[150, 0] = 0.0
     expected, anomalies = published(norms, warmup=100)
     assert anomalies[100:].sum() == 14
-    statistics = Statistics.fresh(1, 3)
+    statistics = NormStatistics.build_empty(1, 3)
     for row, weights, anomalous in zip(norms, expected, anomalies, strict=True):
-        result, statistics = weigh([row], steps, statistics, Penalty.paper(), samples=[5, 6, 7])
+        result, statistics = weigh_replicas([row], steps, statistics, Penalty.from_paper(), samples=[5, 6, 7])
         np.testing.assert_allclose(result.weights[0], weights, rtol=1e-12)
         np.testing.assert_array_equal(result.anomalous[0], anomalous)
         assert result.rolled_back[0] == anomalous.all()
 
 
 def test_the_published_weights_hold_for_norms_of_any_size() -> None:
-    weights = once([[5000.0, 5001.0], [0.001, 0.002]], [4, 4], Penalty.paper()).weights
+    weights = once([[5000.0, 5001.0], [0.001, 0.002]], [4, 4], Penalty.from_paper()).weights
     np.testing.assert_allclose(weights[0, 1] / weights[0, 0], np.exp(-1))
     np.testing.assert_allclose(weights[1, 1] / weights[1, 0], np.exp(-0.001))
 
 
 def test_not_finite_counts_nothing_by_the_published_rules_too() -> None:
-    weights, anomalous, rolled_back = once([[1.0, np.nan], [1.0, 1.0]], [4, 4], Penalty.paper())
+    weights, anomalous, rolled_back = once([[1.0, np.nan], [1.0, 1.0]], [4, 4], Penalty.from_paper())
     np.testing.assert_array_equal(weights, [[1, 0], [1, 0]])
     assert anomalous.tolist() == [[False, True]] * 2
     assert not rolled_back.any()
-    assert once([[np.inf, np.nan]], [4, 4], Penalty.paper()).rolled_back.all()
+    assert once([[np.inf, np.nan]], [4, 4], Penalty.from_paper()).rolled_back.all()
 
 
 def test_rho_mixes_samples_in() -> None:
@@ -234,7 +234,7 @@ def test_replicas_without_a_step_or_without_a_move() -> None:
 
 def test_statistics_come_back_from_json_as_they_were() -> None:
     statistics = learnt([[1.0, 1.0, 1.0], [0.3, 0.3, 0.3]], [4, 4, 4])
-    again = Statistics.from_dict(json.loads(json.dumps(statistics.to_dict())))
+    again = NormStatistics.from_dict(json.loads(json.dumps(statistics.to_dict())))
     for name in ("mean", "variance", "count", "strikes"):
         np.testing.assert_array_equal(getattr(again, name), getattr(statistics, name))
     assert again.shape == (2, 3)
@@ -245,7 +245,7 @@ def test_statistics_come_back_from_json_as_they_were() -> None:
 )
 def test_what_are_no_statistics(data: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="statistics"):
-        Statistics.from_dict(data)
+        NormStatistics.from_dict(data)
 
 
 @pytest.mark.parametrize(
@@ -280,4 +280,4 @@ def test_settings_that_make_no_sense_are_named(field: str, value: Any) -> None:
 )
 def test_numbers_that_do_not_fit_are_named(norms: Any, steps: Any, named: str) -> None:
     with pytest.raises(InputError, match=named):
-        weigh(norms, steps, Statistics.fresh(1, 2), PENALTY)
+        weigh_replicas(norms, steps, NormStatistics.build_empty(1, 2), PENALTY)

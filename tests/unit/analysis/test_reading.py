@@ -9,7 +9,7 @@ from typing import Annotated
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import Longest, Within, parse_json, read
+from pacekeeper_analysis.reading import MaxLength, Within, parse_json, read_dataclass
 
 
 class Grade(IntEnum):
@@ -26,7 +26,7 @@ class Size:
 class Box:
     sizes: dict[str, Size] = field(default_factory=dict)
     grade: Grade = Grade.LOW
-    names: Annotated[tuple[str, ...], Longest(2)] | None = None
+    names: Annotated[tuple[str, ...], MaxLength(2)] | None = None
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_numbers_that_json_does_not_have_are_refused_where_that_is_wanted() -> N
 
 
 def test_objects_by_name_and_numbered_words_are_read() -> None:
-    box = read(Box, {"sizes": {"a": {"nbytes": 1}}, "grade": 1, "names": ["x"]})
+    box = read_dataclass(Box, {"sizes": {"a": {"nbytes": 1}}, "grade": 1, "names": ["x"]})
     assert box == Box({"a": Size(1)}, Grade.HIGH, ("x",))
-    assert read(Box, {"names": None}) == Box()
+    assert read_dataclass(Box, {"names": None}) == Box()
 
 
 @pytest.mark.parametrize(
@@ -70,4 +70,4 @@ def test_objects_by_name_and_numbered_words_are_read() -> None:
 )
 def test_what_is_wrong_names_its_field(wrong: object, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        read(Box, wrong)
+        read_dataclass(Box, wrong)

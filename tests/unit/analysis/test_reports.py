@@ -13,13 +13,13 @@ import pytest
 
 from pacekeeper_analysis import adapt
 from pacekeeper_analysis.diagnose import hang
-from pacekeeper_analysis.diagnose.windows import align
+from pacekeeper_analysis.diagnose.windows import align_windows
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reports import (
-    LONGEST_WINDOW,
+    MAX_WINDOW_STEPS,
     BlockedConnection,
     Evidence,
-    Fault,
+    FaultReport,
     FaultKind,
     FlowWindow,
     Heartbeat,
@@ -39,8 +39,8 @@ STATE = RankState(0, "TRAIN", 1.0, 5, "ALL_REDUCE", 1, 9, 9, 2.0, "S", False, "s
 REPORTS: dict[str, tuple[Any, Any]] = {
     "heartbeat": (Heartbeat, Heartbeat("w", LauncherState.RUNNING, 3, 1, 1, 0, 7, 7, unkillable_ranks=(3,))),
     "fault": (
-        Fault,
-        Fault(
+        FaultReport,
+        FaultReport(
             "n", FaultKind.STALLED, "w", 1, 2.0, ranks=(STATE,), unreachable=("10.0.0.1",), missing=("j-w1-0",),
             blocked=(BlockedConnection(0, "10.0.0.2:5000", 2.5),),
         ),
@@ -90,14 +90,14 @@ def changed(data: Any, path: tuple[Any, ...], value: Any) -> Any:
 def use(report: Any) -> None:
     """All that this package makes of a report."""
     json.dumps(report.to_json(), allow_nan=False).encode()
-    if isinstance(report, Fault):
-        hang.verdict([report], world_size=1)
+    if isinstance(report, FaultReport):
+        hang.diagnose_hang([report], world_size=1)
     if isinstance(report, Evidence):
-        align(report.windows)
-        found = adapt.diagnose(report.windows, 1.1)
+        align_windows(report.windows)
+        found = adapt.diagnose_bottleneck(report.windows, 1.1)
         if found is not None:
-            adapt.ways(found, threshold=1.1)
-        adapt.way_back(report.windows, threshold=1.1)
+            adapt.propose_strategies(found, threshold=1.1)
+        adapt.propose_revert_to_sync(report.windows, threshold=1.1)
 
 
 @pytest.mark.parametrize("kind", REPORTS)
@@ -142,11 +142,11 @@ def test_nothing_but_an_input_error_comes_of_several_nonsenses_at_once(kind: str
         (Heartbeat.from_json, {"worker": "w" * 254}, "Heartbeat.worker"),
         (Heartbeat.from_json, {"sync_mode": "DiLoCo"}, "Heartbeat.sync_mode"),
         (Heartbeat.from_json, {"unkillable_ranks": [0] * 2_000}, "Heartbeat.unkillable_ranks"),
-        (Fault.from_json, {"kind": "Bored"}, "Fault.kind"),
-        (Fault.from_json, {"noticed_at": math.inf}, "Fault.noticed_at"),
-        (Fault.from_json, {"unreachable": ["a"] * 65}, "Fault.unreachable"),
-        (Fault.from_json, {"unreachable": "10.0.0.1"}, "Fault.unreachable"),
-        (Fault.from_json, {"ranks": [{"rank": 0}]}, r"Fault.ranks\[0\]: phase, phase_seconds"),
+        (FaultReport.from_json, {"kind": "Bored"}, "Fault.kind"),
+        (FaultReport.from_json, {"noticed_at": math.inf}, "Fault.noticed_at"),
+        (FaultReport.from_json, {"unreachable": ["a"] * 65}, "Fault.unreachable"),
+        (FaultReport.from_json, {"unreachable": "10.0.0.1"}, "Fault.unreachable"),
+        (FaultReport.from_json, {"ranks": [{"rank": 0}]}, r"Fault.ranks\[0\]: phase, phase_seconds"),
         (Evidence.from_json, {"request": 3}, "Evidence.request"),
         (Evidence.from_json, {"windows": {}}, "Evidence.windows"),
         (Evidence.from_json, {"windows": [None] * 2_000}, "Evidence.windows"),
@@ -160,11 +160,11 @@ def test_the_field_is_named(read: Callable[[Mapping[str, Any]], Any], change: di
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(InputError, match="Fault: kind, worker, round, noticed_at must be given"):
-        Fault.from_json({"name": "n"})
+        FaultReport.from_json({"name": "n"})
 
 
 def test_long_words_are_cut_to_their_end_and_stay_text() -> None:
-    fault = Fault.from_json({**as_sent(REPORTS["fault"][1]), "error": "x" * 100_000 + "the end\ud800"})
+    fault = FaultReport.from_json({**as_sent(REPORTS["fault"][1]), "error": "x" * 100_000 + "the end\ud800"})
     assert len(fault.error) == 8_000
     assert fault.error.endswith("the end?")
 
@@ -176,7 +176,7 @@ def test_long_words_are_cut_to_their_end_and_stay_text() -> None:
         {"lengths": [1.0]},
         {"compute_seconds": [math.nan] * 32},
         {"garbage_seconds": [-1.0] * 32},
-        {"steps": list(range(LONGEST_WINDOW + 1))},
+        {"steps": list(range(MAX_WINDOW_STEPS + 1))},
         {"rank": "oops"},
         {"sync_mode": "Odd"},
     ],

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from pacekeeper_analysis.records import Collective
 from pacekeeper_analysis.reports import FlowWindow
-from pacekeeper_analysis.transport import COMMUNICATOR, NAMED, OPERATION, Flag, flows, running_in_words
+from pacekeeper_analysis.transport import TRANSPORT_COMMUNICATOR, MAX_TRANSFERS_NAMED, PROXY_OPERATION, OperationFlag, collect_flow_windows, describe_running_transfers
 
 MS = 1_000_000
 
 
 def operation(start: int, end: int, **fields: Any) -> NDArray[np.void]:
     """Times in ms."""
-    made = np.zeros((), OPERATION)
+    made = np.zeros((), PROXY_OPERATION)
     made["index"], made["communicator"], made["start_ns"], made["end_ns"] = 1, 0xA1, start * MS, end * MS
     for name, value in fields.items():
         made[name] = value
@@ -25,14 +25,14 @@ def operation(start: int, end: int, **fields: Any) -> NDArray[np.void]:
 
 
 def communicator(order: int, identity: int, size: int, rank: int, **fields: Any) -> NDArray[np.void]:
-    made = np.zeros((), COMMUNICATOR)
+    made = np.zeros((), TRANSPORT_COMMUNICATOR)
     made["order"], made["id"], made["size"], made["rank"] = order, identity, size, rank
     for name, value in fields.items():
         made[name] = value
     return made
 
 
-MEASURED, SENT = Flag.MEASURED, Flag.SEND | Flag.MEASURED
+MEASURED, SENT = OperationFlag.MEASURED, OperationFlag.SEND | OperationFlag.MEASURED
 WORLD = communicator(1, 0xA1, 8, 3)
 NOW = 100_000
 """ms"""
@@ -40,7 +40,7 @@ NOW = 100_000
 
 def told(*operations: NDArray[np.void], known: NDArray[np.void] = WORLD) -> list[FlowWindow]:
     """Of rank 40."""
-    return list(flows(np.array(operations), np.array([known]), 40, NOW * MS))
+    return list(collect_flow_windows(np.array(operations), np.array([known]), 40, NOW * MS))
 
 
 def test_bytes_and_network_time_of_channels_are_summed() -> None:
@@ -59,7 +59,7 @@ def test_peers_and_communicators_are_kept_apart_and_a_receive_names_its_end_only
         operation(0, NOW - 9, peer=3, bytes=4, flags=MEASURED, network_us=7),
         operation(0, NOW - 9, peer=2, bytes=8, flags=SENT, communicator=2**64 - 1),
     ]
-    found = flows(np.array(ended), np.array([WORLD, other]), 40, NOW * MS)
+    found = collect_flow_windows(np.array(ended), np.array([WORLD, other]), 40, NOW * MS)
     assert {(flow.communicator, flow.place, flow.peer): flow.sent_bytes for flow in found} == {
         (0xA1, 3, 2): 1,
         (0xA1, 3, 3): 0,
@@ -91,8 +91,8 @@ def test_windows_cover_what_the_file_keeps(ends: tuple[int, ...], ages: dict[int
         {"end": NOW + 1},
         {"bytes": -1},
         {"bytes": 2**60},
-        {"flags": Flag.SEND},
-        {"flags": SENT | Flag.FOREIGN},
+        {"flags": OperationFlag.SEND},
+        {"flags": SENT | OperationFlag.FOREIGN},
         {"communicator": 0},
         {"communicator": 0xB2},
         {"peer": -1},
@@ -112,27 +112,27 @@ def test_a_place_outside_of_its_communicator_is_none(known: NDArray[np.void]) ->
 
 
 def test_without_operations_there_are_no_flows() -> None:
-    assert flows(np.zeros(0, OPERATION), np.zeros(0, COMMUNICATOR), 0, NOW * MS) == ()
+    assert collect_flow_windows(np.zeros(0, PROXY_OPERATION), np.zeros(0, TRANSPORT_COMMUNICATOR), 0, NOW * MS) == ()
 
 
 def test_running_transfers_are_told_by_age() -> None:
-    begun = Flag.BEGUN
+    begun = OperationFlag.BEGUN
     operations = np.array(
         [
             operation(8_000, 0, peer=2, sequence=7, collective=Collective.ALL_REDUCE, channel=1, flags=begun),
             operation(
-                2_000, 0, peer=5, collective=99, flags=begun | Flag.SEND | Flag.WAITS_FOR_CREDIT | Flag.WAITS_FOR_GPU
+                2_000, 0, peer=5, collective=99, flags=begun | OperationFlag.SEND | OperationFlag.WAITS_FOR_CREDIT | OperationFlag.WAITS_FOR_GPU
             ),
             operation(1_000, 1_500, peer=6, flags=begun),
             operation(1_000, 0, peer=7),
         ]
     )
-    words = running_in_words(3, operations, np.array([communicator(1, 0xA1, 8, 3)]), 10_000 * MS)
+    words = describe_running_transfers(3, operations, np.array([communicator(1, 0xA1, 8, 3)]), 10_000 * MS)
     assert words == (
         "rank 3: sends to rank 5 in a communicator of 8 (operation 0, channel 0) for 8.0 s, "
         "waits for the GPU and the receiver; "
         "receives from rank 2 in a communicator of 8 (ALL_REDUCE 7, channel 1) for 2.0 s"
     )
-    assert running_in_words(3, operations[2:], np.zeros(0, COMMUNICATOR), 0) == ""
-    many = np.repeat(operations[:1], NAMED + 3)
-    assert running_in_words(3, many, np.zeros(0, COMMUNICATOR), 0).endswith("; and 3 more")
+    assert describe_running_transfers(3, operations[2:], np.zeros(0, TRANSPORT_COMMUNICATOR), 0) == ""
+    many = np.repeat(operations[:1], MAX_TRANSFERS_NAMED + 3)
+    assert describe_running_transfers(3, many, np.zeros(0, TRANSPORT_COMMUNICATOR), 0).endswith("; and 3 more")

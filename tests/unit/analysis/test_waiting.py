@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from pacekeeper_analysis.communicators import Communicator, format_entered
-from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict, verdict
+from pacekeeper_analysis.diagnose.hang import HangKind, HangVerdict, diagnose_hang
 from pacekeeper_analysis.diagnose.waiting import WaitGraph
-from pacekeeper_analysis.reports import Fault, FaultKind, RankState
+from pacekeeper_analysis.reports import FaultReport, FaultKind, RankState
 
 IN_TORCH = 'File "/lib/torch/distributed/distributed_c10d.py", line 12 in all_reduce'
 IN_SCRIPT = 'File "/job/train.py", line 9 in spin'
@@ -66,9 +66,9 @@ class Job:
     def has_entered(self, rank: int, group: str, sequence: int) -> None:
         self.entered.setdefault(rank, {})[self.groups[group].identity] = sequence
 
-    def stalls(self) -> list[Fault]:
+    def stalls(self) -> list[FaultReport]:
         return [
-            Fault(
+            FaultReport(
                 f"w{rank}-stall",
                 FaultKind.STALLED,
                 f"w{rank}",
@@ -81,7 +81,7 @@ class Job:
         ]
 
     def verdict(self) -> HangVerdict:
-        found = verdict(self.stalls(), world_size=len(self.ranks))
+        found = diagnose_hang(self.stalls(), world_size=len(self.ranks))
         assert found is not None
         return found
 
@@ -172,7 +172,7 @@ def test_who_works_while_its_collective_is_under_way_is_slow_not_hung() -> None:
     for rank in range(2):
         job.inside(rank, "d0", 50, waiting_seconds=30.0)
     job.inside(1, "d0", 50, stack=IN_SCRIPT, moving=True)
-    assert verdict(job.stalls(), world_size=2) is None
+    assert diagnose_hang(job.stalls(), world_size=2) is None
 
 
 def test_all_inside_of_one_group_are_a_link_of_that_group() -> None:
@@ -259,7 +259,7 @@ def test_what_workers_say_of_groups_that_their_ranks_are_not_in_does_not_count()
     job.inside(0, "a", 4)
     job.outside(1)
     told = [replace(fault, communicators=(Communicator(7, "1,5-9"),)) for fault in job.stalls()]
-    found = verdict(told, world_size=2)
+    found = diagnose_hang(told, world_size=2)
     assert found is not None
     assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (1,))
 
@@ -281,15 +281,15 @@ def test_thousands_of_ranks_in_nested_groups_are_judged_in_a_moment(spread: int)
         if rank == hung:
             state = replace(state, collective="NONE", sequence=69, entered=f"{2 + low:x}:69", stack=IN_SCRIPT)
         faults.append(
-            Fault(f"w{rank}", FaultKind.STALLED, f"w{rank}", 1, 10.0, ranks=(state,), communicators=(world, tensor))
+            FaultReport(f"w{rank}", FaultKind.STALLED, f"w{rank}", 1, 10.0, ranks=(state,), communicators=(world, tensor))
         )
     began = time.process_time()
-    found = verdict(faults, world_size=ranks)
+    found = diagnose_hang(faults, world_size=ranks)
     assert time.process_time() - began < 3.0, "it takes 0.2 s; by the square of the ranks, many"
     assert found is not None
     assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (hung,))
 
 
 def test_ranks_of_whom_nobody_says_anything_have_no_sinks() -> None:
-    sinks = WaitGraph({}, (), ()).sinks()
+    sinks = WaitGraph({}, (), ()).find_sinks()
     assert (sinks.outside, sinks.circles, sinks.meetings, sinks.unknown) == ((), (), (), ())

@@ -10,21 +10,21 @@ import pytest
 
 from bench import decisions
 from bench.scripts.decisions import clairvoyant, draw
-from bench.scripts.decisions.course import Now, first_sign, play
+from bench.scripts.decisions.course import Now, first_sign, run_policy
 from bench.scripts.decisions.draw import Scenario
 from bench.scripts.decisions.figures import summary, table, worst
 from bench.scripts.decisions.kinds import KINDS
-from bench.scripts.decisions.ours import Looks, Ours, nothing_to_do
+from bench.scripts.decisions.ours import PassIntervals, Ours, nothing_to_do
 from bench.scripts.decisions.outcome import Gain, Outcome, outcome, quiet
 from bench.scripts.decisions.policies import OURS, POLICIES, SHARES_SECONDS, SkiRental
-from bench.scripts.decisions.sight import Sight
-from bench.scripts.decisions.world import CALM, EQUAL, LOCAL, Job, Segment, Setup, Spare, Strain, Timeline, Way, World
-from pacekeeper_analysis.price import loss_rate
+from bench.scripts.decisions.sight import SampledMetrics
+from bench.scripts.decisions.world import CALM, EQUAL, LOCAL, JobCosts, Segment, Setup, Spare, Strain, Timeline, TrainingStrategy, CostModel
+from pacekeeper_analysis.price import compute_loss_rate
 from pacekeeper_operator.api import Remedy
-from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.decide.think import evaluate_job
 from pacekeeper_operator.observation import Observation
 
-JOB = Job(
+JOB = JobCosts(
     workers=4,
     ranks_each=1,
     samples=8,
@@ -42,7 +42,7 @@ TWICE = Strain(slow=((2, 2.0),), movable=True)
 SLOW_LINK = Strain(transfer_seconds=0.5, movable=True)
 
 
-def scenario(strain: Strain, seconds: int = 120, job: Job = JOB, depth: float = 1.8, **changes: object) -> Scenario:
+def scenario(strain: Strain, seconds: int = 120, job: JobCosts = JOB, depth: float = 1.8, **changes: object) -> Scenario:
     over = LEAD_SECONDS + seconds
     segments = (Segment(0, LEAD_SECONDS, CALM), Segment(LEAD_SECONDS, over, strain), Segment(over, over + 60, CALM))
     return replace(Scenario(1, "rank", depth, "once", job, Timeline(segments)), **changes)  # type: ignore[arg-type]
@@ -57,21 +57,21 @@ def shortened(drawn: Scenario, seconds: int = 150) -> Scenario:
 
 class TestWorld:
     def test_a_step_takes_what_its_last_rank_takes(self) -> None:
-        world = World(JOB)
+        world = CostModel(JOB)
         assert world.usual_seconds == pytest.approx(0.5)
         assert world.step_seconds(EQUAL, TWICE) == pytest.approx(0.9)
-        assert world.loss(EQUAL, TWICE) == pytest.approx(loss_rate(1.8))
-        assert world.step_seconds(Way(shares=(9, 9, 5, 9)), TWICE) == pytest.approx(0.6)
+        assert world.loss(EQUAL, TWICE) == pytest.approx(compute_loss_rate(1.8))
+        assert world.step_seconds(TrainingStrategy(shares=(9, 9, 5, 9)), TWICE) == pytest.approx(0.6)
         assert world.step_seconds(world.best_exact(TWICE), TWICE) == pytest.approx(0.6)
 
     def test_local_sgd_waits_for_nobody_but_at_its_synchronisations(self) -> None:
-        seconds = World(JOB).step_seconds(LOCAL, TWICE)
+        seconds = CostModel(JOB).step_seconds(LOCAL, TWICE)
         assert 0.4 * 4 / 3.5 < seconds < 0.4 * 4 / 3.5 * 1.04
-        assert World(JOB).synchronisation_seconds(CALM) == pytest.approx(1.3 * (0.4 * 2 / 3 + 0.1) - 0.4 / 3)
-        assert World(JOB).step_seconds(LOCAL, SLOW_LINK) < 0.43
+        assert CostModel(JOB).synchronisation_seconds(CALM) == pytest.approx(1.3 * (0.4 * 2 / 3 + 0.1) - 0.4 / 3)
+        assert CostModel(JOB).step_seconds(LOCAL, SLOW_LINK) < 0.43
 
     def test_what_local_sgd_wins_counts_only_where_exact_training_cannot_mend_it(self) -> None:
-        world = World(JOB)
+        world = CostModel(JOB)
         assert world.loss(LOCAL, SLOW_LINK) == 0.0
         assert world.loss(LOCAL, TWICE) == world.loss(world.best_exact(TWICE), TWICE) > 0, "shares mend most of it"
         weak = Strain(transfer_seconds=0.05)
@@ -84,11 +84,11 @@ class TestWorld:
     def test_a_kind_makes_steps_as_long_as_it_is_told(self, kind: str, ranks: int) -> None:
         job = replace(JOB, workers=ranks // 4, ranks_each=4) if ranks > 4 else JOB
         strain = KINDS[kind].make(job, 1.5, np.random.default_rng(0))
-        assert World(job).step_seconds(EQUAL, strain) / World(job).usual_seconds == pytest.approx(1.5, rel=0.06)
+        assert CostModel(job).step_seconds(EQUAL, strain) / CostModel(job).usual_seconds == pytest.approx(1.5, rel=0.06)
 
     def test_what_can_be_planned_is_planned_by_the_best_way(self) -> None:
-        world = World(JOB)
-        pauses, uneven = Strain(garbage_seconds=1.0), Strain(lengths=0.3)
+        world = CostModel(JOB)
+        pauses, uneven = Strain(gc_seconds=1.0), Strain(lengths=0.3)
         assert world.step_seconds(world.best_exact(pauses), pauses) == pytest.approx(0.5 + 1.0 / 20)
         assert world.step_seconds(world.best_exact(uneven), uneven) == pytest.approx(0.5)
 
@@ -104,13 +104,13 @@ class TestPhases:
         assert [second for second in range(120) if not self.JOB.trains(second)] == [*range(45, 60), *range(105, 120)]
 
     def test_nothing_is_lost_in_them_and_they_tell_nothing(self) -> None:
-        of, world = scenario(TWICE, job=self.JOB), World(self.JOB)
-        course = play(of, world, POLICIES["never act"](of, world))
-        whole = play(scenario(TWICE), World(JOB), POLICIES["never act"](of, world))
+        of, world = scenario(TWICE, job=self.JOB), CostModel(self.JOB)
+        course = run_policy(of, world, POLICIES["never act"](of, world))
+        whole = run_policy(scenario(TWICE), CostModel(JOB), POLICIES["never act"](of, world))
         assert course.cost() == pytest.approx(whole.cost() * (120 - 30) / 120)
         late = first_sign(scenario(TWICE)) - LEAD_SECONDS
         assert first_sign(of) == LEAD_SECONDS + (late if late <= 15 else late + 15)
-        sight = Sight(world, 1)
+        sight = SampledMetrics(world, 1)
         sight.goes_on(0.0, EQUAL, CALM)
         assert sight.done(45.2) == sight.done(59.9) == pytest.approx(90, abs=1)
         assert sight.done(70.2) == pytest.approx(110, abs=1)
@@ -118,7 +118,7 @@ class TestPhases:
     def test_the_clairvoyant_loses_nothing_in_them_either(self) -> None:
         dead = replace(self.JOB, spare=Spare.DEAD)
         of = scenario(TWICE, 600, dead)
-        assert clairvoyant.least_cost(of, World(dead)) == pytest.approx(450 * loss_rate(0.6 / 0.5))
+        assert clairvoyant.least_cost(of, CostModel(dead)) == pytest.approx(450 * compute_loss_rate(0.6 / 0.5))
         found = outcome(of)
         assert found.lost[OURS] >= found.least - 1e-9
         assert found.times <= 1.3
@@ -141,25 +141,25 @@ class TestClairvoyant:
             assert clairvoyant.plan(rates, restart, able=False) == pytest.approx(sum(stays))  # type: ignore[arg-type]
 
     def test_takes_the_spare_where_that_is_less_than_what_shares_leave(self) -> None:
-        left = loss_rate(0.6 / 0.5)
+        left = compute_loss_rate(0.6 / 0.5)
         for seconds in (60, 600):
             of = scenario(TWICE, seconds)
-            assert clairvoyant.least_cost(of, World(JOB)) == pytest.approx(min(20, seconds * left))
+            assert clairvoyant.least_cost(of, CostModel(JOB)) == pytest.approx(min(20, seconds * left))
         dead = replace(JOB, spare=Spare.DEAD)
-        assert clairvoyant.least_cost(scenario(TWICE, 600, dead), World(dead)) == pytest.approx(600 * left)
+        assert clairvoyant.least_cost(scenario(TWICE, 600, dead), CostModel(dead)) == pytest.approx(600 * left)
 
     @pytest.mark.parametrize("seed", range(16))
     def test_is_beaten_by_no_policy(self, seed: int) -> None:
         of = shortened(draw.scenario(seed, ranks=4))
         found = outcome(of)
         for name, lost in found.lost.items():
-            assert lost >= found.least - 1e-9, (name, of.words)
+            assert lost >= found.least - 1e-9, (name, of.description)
         assert not found.failures
 
     @pytest.mark.parametrize("kind", sorted(KINDS))
     def test_whom_policies_are_held_against_is_not_below_it(self, kind: str) -> None:
         of = draw.scenario(3, kind, 64)
-        world = World(of.job)
+        world = CostModel(of.job)
         assert clairvoyant.informed_cost(of, world) >= clairvoyant.least_cost(of, world, first_sign(of)) - 1e-9
 
     def test_and_keeps_what_it_has_done_about_what_comes_and_goes(self) -> None:
@@ -170,18 +170,18 @@ class TestClairvoyant:
         segments = tuple(Segment(*part, uneven if number % 2 else CALM) for number, part in enumerate(parts))
         of = replace(scenario(uneven, 60), timeline=Timeline(segments))
         once = replace(of, timeline=Timeline(segments[:3]))
-        costs = [clairvoyant.informed_cost(each, World(JOB)) for each in (once, of)]
+        costs = [clairvoyant.informed_cost(each, CostModel(JOB)) for each in (once, of)]
         assert costs[0] > 0
         assert costs[1] == pytest.approx(costs[0])
 
 
 class TestPolicies:
     @staticmethod
-    def plays(name: str, of: Scenario) -> tuple[list[Way], list[bool], int]:
+    def plays(name: str, of: Scenario) -> tuple[list[TrainingStrategy], list[bool], int]:
         """The ways, whether the spare is in force, and how long it stood."""
-        world = World(of.job)
-        course = play(of, world, POLICIES[name](of, world))
-        return [setup.way for setup in course.setups], [setup.moved for setup in course.setups], course.stood
+        world = CostModel(of.job)
+        course = run_policy(of, world, POLICIES[name](of, world))
+        return [setup.strategy for setup in course.setups], [setup.moved for setup in course.setups], course.stood
 
     def test_never_act(self) -> None:
         ways, moved, stood = self.plays("never act", scenario(TWICE))
@@ -199,7 +199,7 @@ class TestPolicies:
         ways, moved, stood = self.plays("shares only", of)
         late = first_sign(of) - LEAD_SECONDS
         assert {way.shares for way in ways[LEAD_SECONDS + late + 1 : LEAD_SECONDS + 120]} == {
-            World(JOB).best_exact(TWICE).shares
+            CostModel(JOB).best_exact(TWICE).shares
         }
         assert ways[0] == ways[-1] == EQUAL
         assert (any(moved), stood) == (False, 0)
@@ -211,37 +211,37 @@ class TestPolicies:
             next(n for n, way in enumerate(self.plays("shares only", of)[0]) if way.shares) for of in (fresh, old)
         ]
         assert begins[1] == begins[0] + 15
-        lost = [clairvoyant.informed_cost(of, World(JOB)) for of in (fresh, old)]
+        lost = [clairvoyant.informed_cost(of, CostModel(JOB)) for of in (fresh, old)]
         assert lost[1] == pytest.approx(lost[0]), "from its first sign on"
 
     def test_greyhound_goes_from_level_to_level_as_the_loss_grows(self) -> None:
         of = scenario(TWICE, 900)
         ways, moved, stood = self.plays("Greyhound's levels", of)
         shares, spare = next(n for n, way in enumerate(ways) if way.shares), moved.index(True)
-        begin, rate = first_sign(of), loss_rate(1.8)
+        begin, rate = first_sign(of), compute_loss_rate(1.8)
         assert (shares - begin) * rate == pytest.approx(SHARES_SECONDS, abs=1.0)
-        lost = (shares - begin) * rate + (spare - stood - shares) * loss_rate(1.2)
+        lost = (shares - begin) * rate + (spare - stood - shares) * compute_loss_rate(1.2)
         assert lost == pytest.approx(JOB.restart_seconds, abs=1.5)
         assert ways[-1] == EQUAL
 
     def test_ski_rental_waits_for_its_multiple(self) -> None:
         def begins(times: float) -> int:
             of = scenario(TWICE, 3000)
-            world = World(JOB)
-            course = play(of, world, SkiRental(of, world, times))
+            world = CostModel(JOB)
+            course = run_policy(of, world, SkiRental(of, world, times))
             return [setup.moved for setup in course.setups].index(True) - course.stood
 
-        assert begins(2.0) - begins(1.0) == pytest.approx(20 / loss_rate(1.2), abs=2)
+        assert begins(2.0) - begins(1.0) == pytest.approx(20 / compute_loss_rate(1.2), abs=2)
 
 
 class TestOurs:
     @staticmethod
-    def plays(of: Scenario) -> tuple[Ours, list[Way], list[bool], int]:
-        world = World(of.job)
+    def plays(of: Scenario) -> tuple[Ours, list[TrainingStrategy], list[bool], int]:
+        world = CostModel(of.job)
         ours = Ours(of, world)
-        course = play(of, world, ours)
+        course = run_policy(of, world, ours)
         assert not ours.failures
-        return ours, [setup.way for setup in course.setups], [setup.moved for setup in course.setups], course.stood
+        return ours, [setup.strategy for setup in course.setups], [setup.moved for setup in course.setups], course.stood
 
     def test_shares_first_and_the_spare_when_it_is_due(self) -> None:
         ours, ways, moved, stood = self.plays(scenario(TWICE, 400))
@@ -278,12 +278,12 @@ class TestOurs:
                 seen.append(super()._observe(now, end))
                 return seen[-1]
 
-        ours = Watched(of, World(JOB))
-        play(of, World(JOB), ours)
+        ours = Watched(of, CostModel(JOB))
+        run_policy(of, CostModel(JOB), ours)
         calm = [observation for observation in seen if nothing_to_do(observation, ours.rules)]
         assert 20 < len(calm) < len(seen)
         for observation in calm[5:]:
-            draft, before = think(observation, ours.rules).draft, observation.draft
+            draft, before = evaluate_job(observation, ours.rules).desired, observation.desired
             assert draft.plan == before.plan
             assert draft.state.adaptation == before.state.adaptation
             assert draft.state.incidents == before.state.incidents
@@ -293,7 +293,7 @@ class TestOurs:
         """At noise of 1 and 3 %. At 8 % with hiccups shares follow luck once in some hours (docs/benchmarks.md)."""
         calm = draw.healthy(seed, 0.5, 4)
         assert calm.job.noise <= 0.03
-        found = quiet(calm, Looks(every=10))
+        found = quiet(calm, PassIntervals(every=10))
         assert (found.false_alarms, found.exchanges, found.quarantines) == (0, 0, 0)
 
     def test_days_are_looked_at_for_long_enough_to_find_who_is_a_little_slow(self) -> None:
@@ -305,7 +305,7 @@ class TestOurs:
                 looked.append((now.second, observation.metrics.unsettled))
                 return observation
 
-        play(of, World(of.job), Watched(of, World(of.job), looks=decisions.SELDOM))
+        run_policy(of, CostModel(of.job), Watched(of, CostModel(of.job), pass_intervals=decisions.SELDOM))
         assert len(looked) < 200, "or a thousand days would take too long"
         settled = [second for second, unsettled in looked if not unsettled]
         assert {second // 1800 for second in settled} == {0, 1, 2, 3}
@@ -313,7 +313,7 @@ class TestOurs:
 
 class TestSight:
     def test_a_rank_is_as_slow_as_it_is(self) -> None:
-        sight = Sight(World(JOB), 1)
+        sight = SampledMetrics(CostModel(JOB), 1)
         sight.goes_on(0.0, EQUAL, CALM)
         sight.goes_on(100.0, EQUAL, TWICE)
         before, within, after = (sight.rows(now) for now in (100.2, 103.0, 140.0))
@@ -326,7 +326,7 @@ class TestSight:
         assert sight.done(100.2) == pytest.approx(200, abs=1)
 
     def test_a_step_is_the_same_whenever_it_is_looked_at(self) -> None:
-        sight = Sight(World(replace(JOB, noise=0.1)), 1)
+        sight = SampledMetrics(CostModel(replace(JOB, noise=0.1)), 1)
         sight.goes_on(0.0, EQUAL, CALM)
         first, later = sight.windows(50.2)[0], sight.windows(51.2)[0]
         common = set(first.steps) & set(later.steps)
@@ -335,9 +335,9 @@ class TestSight:
             assert first.compute_seconds[first.steps.index(step)] == later.compute_seconds[later.steps.index(step)]
 
     def test_other_shares_leave_some_steps_and_another_mode_none(self) -> None:
-        sight = Sight(World(JOB), 1)
+        sight = SampledMetrics(CostModel(JOB), 1)
         sight.goes_on(0.0, EQUAL, TWICE)
-        sight.goes_on(100.0, Way(shares=(9, 9, 5, 9)), TWICE)
+        sight.goes_on(100.0, TrainingStrategy(shares=(9, 9, 5, 9)), TWICE)
         assert [*dict.fromkeys(sight.windows(103.0)[2].samples)] == [8, 5]
         sight.goes_on(110.0, LOCAL, TWICE)
         window = sight.windows(111.5)[2]
@@ -367,12 +367,12 @@ class TestDraw:
     @pytest.mark.parametrize("words", ["", "x", "-4109", "5000", "4110-4109", "4100-8000"])
     def test_a_seed_of_no_size_is_refused(self, words: str) -> None:
         with pytest.raises(SystemExit, match=f"^SEEDS={words}: each is a thousand times"):
-            decisions.asked({"SEEDS": words})
+            decisions.read_sizes({"SEEDS": words})
 
     def test_what_is_asked_for(self) -> None:
-        assert decisions.asked({"SEEDS": "4109-4111,64030"}).seeds == [4109, 4110, 4111, 64030]
-        assert decisions.asked({}) is decisions.FULL
-        assert decisions.asked({"QUICK": "1"}) is decisions.QUICK
+        assert decisions.read_sizes({"SEEDS": "4109-4111,64030"}).seeds == [4109, 4110, 4111, 64030]
+        assert decisions.read_sizes({}) is decisions.FULL
+        assert decisions.read_sizes({"QUICK": "1"}) is decisions.QUICK
 
 
 class TestFigures:
@@ -423,5 +423,5 @@ def test_policies_are_asked_again_when_they_want_to_be() -> None:
             return now.setup
 
     policy = Sleeps()
-    play(scenario(TWICE), World(JOB), policy)
+    run_policy(scenario(TWICE), CostModel(JOB), policy)
     assert policy.asked[:4] == [0, 50, LEAD_SECONDS, LEAD_SECONDS + 50], "and when something changes"

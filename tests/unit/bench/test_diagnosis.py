@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from bench.scripts.diagnosis import rules
-from bench.scripts.diagnosis.days import Steps, at_pace
+from bench.scripts.diagnosis.days import Steps, scale_to_step_time
 from bench.scripts.diagnosis.faults import Truth, catalogue
 from bench.scripts.diagnosis.hosts import RANKS, RANKS_A_HOST
 from bench.scripts.diagnosis.perturb import perturbed
-from bench.scripts.diagnosis.record import Recording, pace
-from bench.scripts.diagnosis.replay import Outcome, Verdict, confident_and_wrong, measured, quantile, succession
-from bench.scripts.diagnosis.thresholds import AS_IT_IS, TRIED, Threshold, choose
+from bench.scripts.diagnosis.record import Recording, measure_relative_time
+from bench.scripts.diagnosis.replay import Outcome, ReplayVerdict, confident_and_wrong, measured, quantile, succession
+from bench.scripts.diagnosis.thresholds import UNCHANGED_THRESHOLD, TRIED, Threshold, choose
 from pacekeeper_analysis.diagnose.finding import FaultClass, Finding
 
 NETWORK, CODE = frozenset({FaultClass.NETWORK}), frozenset({FaultClass.CODE})
@@ -88,13 +88,13 @@ def recording(own: float = 0.05) -> Recording:
 
 
 def test_a_busy_machine_is_told_by_the_pace_of_its_steps() -> None:
-    assert pace(recording().told) == pytest.approx(1.2)
-    assert pace([words for words in recording().told if "evidence" not in words]) == math.inf
+    assert measure_relative_time(recording().told) == pytest.approx(1.2)
+    assert measure_relative_time([words for words in recording().told if "evidence" not in words]) == math.inf
 
 
 def test_recordings_of_a_busier_hour_are_brought_to_one_pace() -> None:
     slow = [Steps(np.full((4, RANKS), 0.2, np.float32), np.full((4, RANKS), 0.1, np.float32))]
-    (same,) = at_pace(slow, 0.1)
+    (same,) = scale_to_step_time(slow, 0.1)
     assert same.step[0, 0] == pytest.approx(0.1)
     assert same.own[0, 0] == pytest.approx(0.05)
 
@@ -139,7 +139,7 @@ class TestRules:
 
 
 def outcome(fault: str, right: bool, copy: int) -> Outcome:
-    verdict = Verdict(5.0, "rank 3", "Code", frozenset({"Times", "Waits"}), named=right, classed=right)
+    verdict = ReplayVerdict(5.0, "rank 3", "Code", frozenset({"Times", "Waits"}), named=right, classed=right)
     return Outcome(fault, False, 0, copy, False, verdict, verdict, {})
 
 
@@ -168,7 +168,7 @@ class TestThresholds:
         found = choose(
             {
                 half: {"a": [1.0, 1.0], "b": [1.0, 1.0], "c": [0.0, 0.0]},
-                AS_IT_IS: {"a": [1.0, 1.0], "b": [1.0, 1.0], "c": [0.0, 0.0]},
+                UNCHANGED_THRESHOLD: {"a": [1.0, 1.0], "b": [1.0, 1.0], "c": [0.0, 0.0]},
                 twice: {"a": [1.0, 1.0], "b": [-1.0, 0.0], "c": [1.0, 1.0]},
             }
         )

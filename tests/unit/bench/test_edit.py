@@ -13,7 +13,7 @@ import torch
 
 from bench import edit
 from bench.scripts.edit import drawing, training
-from bench.scripts.edit.training import SYNC_EVERY, Fleet, Run
+from bench.scripts.edit.training import SYNC_EVERY, ReplicaSet, Run
 from bench.scripts.stragglers.workload import GPT, make_optimizer
 from pacekeeper.replication.local_sgd import OuterSGD
 from pacekeeper_analysis.pseudo_gradient import Penalty
@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def moved(fleet: Fleet, scale: float, replica: int, seed: int) -> None:
+def moved(fleet: ReplicaSet, scale: float, replica: int, seed: int) -> None:
     """Something that the replica has learnt."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -38,10 +38,10 @@ def moved(fleet: Fleet, scale: float, replica: int, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=scale)
 
 
-def fleet_of(settings: OuterSGD, replicas: int = 3) -> tuple[GPT, Fleet]:
+def fleet_of(settings: OuterSGD, replicas: int = 3) -> tuple[GPT, ReplicaSet]:
     torch.manual_seed(1)
     model = GPT()
-    return model, Fleet(model, make_optimizer(model, 1e-3), settings, replicas)
+    return model, ReplicaSet(model, make_optimizer(model, 1e-3), settings, replicas)
 
 
 def test_diloco_is_torchs_sgd_with_nesterov_momentum_on_the_plain_mean() -> None:
@@ -58,7 +58,7 @@ def test_diloco_is_torchs_sgd_with_nesterov_momentum_on_the_plain_mean() -> None
         for index, parameter in enumerate(theirs.parameters()):
             parameter.grad = torch.stack([parameter.detach() - its[index].detach() for its in replicas]).mean(dim=0)
         outer.step()
-        fleet.synchronise()
+        fleet.synchronize()
         for one, other in zip(model.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     for its in fleet._models:
@@ -73,7 +73,7 @@ def test_a_replica_gone_bad_does_not_move_the_common_model() -> None:
             next(iter(fleet._models[replica].parameters())).fill_(torch.nan)
     moved(fleet, 0.001, 0, 1)
     expected = [its.detach().clone() for its in fleet._models[0].parameters()]
-    fleet.synchronise()
+    fleet.synchronize()
     for one, other in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(one.detach(), other)
 

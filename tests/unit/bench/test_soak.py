@@ -66,7 +66,7 @@ def member(worker: str, *ranks: int) -> dict[str, Any]:
     ],
 )
 def test_a_plan_fits_its_pods(members: list[dict[str, Any]], wrong: str) -> None:
-    found = invariants.of_plan({"members": members}, 2, [pod("a"), pod("b"), pod("going", going=True)])
+    found = invariants.check_plan({"members": members}, 2, [pod("a"), pod("b"), pod("going", going=True)])
     assert wrong in (found[0] if found else "")
     assert bool(found) == bool(wrong)
 
@@ -84,11 +84,11 @@ def test_a_plan_fits_its_pods(members: list[dict[str, Any]], wrong: str) -> None
 def test_nodes_fit_their_quarantines(tainted: bool, phase: str, wrong: str) -> None:
     node = {"metadata": {"name": "n"}, "spec": {"taints": [{"key": TAINT_QUARANTINE}] if tainted else []}}
     quarantines = [{"metadata": {"name": "n"}, "status": {"phase": phase}}] if phase else []
-    found = invariants.of_nodes([node], quarantines)
+    found = invariants.check_nodes([node], quarantines)
     assert wrong in "".join(found)
     assert bool(found) == bool(wrong)
 
 
 def test_samples_that_are_left_out_or_there_again_are_seen() -> None:
-    assert invariants.of_samples([[2, 0, 1], [1, 2, 0]], 3) == []
-    assert invariants.of_samples([[2, 0, 1], [1, 1, 0]], 3) == ["epoch 2: 1 samples are left out, 1 are there again"]
+    assert invariants.check_samples([[2, 0, 1], [1, 2, 0]], 3) == []
+    assert invariants.check_samples([[2, 0, 1], [1, 1, 0]], 3) == ["epoch 2: 1 samples are left out, 1 are there again"]

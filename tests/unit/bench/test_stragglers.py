@@ -13,7 +13,7 @@ import pytest
 
 from bench import stragglers
 from bench.scripts.stragglers import bounds, diaries, hosts
-from bench.scripts.stragglers.diaries import Entry
+from bench.scripts.stragglers.diaries import DiaryEntry
 from bench.scripts.stragglers.draws import Costs, Scenario, draw_costs
 from bench.scripts.stragglers.run import Run
 
@@ -177,9 +177,9 @@ def test_a_host_that_ends_is_a_failure_with_its_last_words(tmp_path: Path, monke
     started.close()
 
 
-def diary(*steps: tuple[float, int, float, int]) -> list[Entry]:
+def diary(*steps: tuple[float, int, float, int]) -> list[DiaryEntry]:
     """Steps as (end, number of samples, cost, period)."""
-    return [Entry(at, tuple(range(samples)), cost, 0.01, period) for at, samples, cost, period in steps]
+    return [DiaryEntry(at, tuple(range(samples)), cost, 0.01, period) for at, samples, cost, period in steps]
 
 
 def test_a_period_lasts_until_its_last_rank_and_counts_all_samples() -> None:

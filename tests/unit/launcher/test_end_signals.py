@@ -7,13 +7,13 @@ import signal
 import pytest
 
 from pacekeeper.launcher.end_signals import (
-    VARIABLE,
-    default_signals,
-    handled_signals,
+    END_SIGNALS_VARIABLE,
+    choose_default_signals,
+    read_handled_signals,
     parse_signals,
-    signal_for_rank,
+    choose_rank_signal,
 )
-from pacekeeper.launcher.processes import ignored_at_start
+from pacekeeper.launcher.processes import read_initially_ignored_signals
 from pacekeeper_analysis.errors import InputError
 
 
@@ -21,8 +21,8 @@ def test_named_signals_end_a_run_and_sigterm_and_sigint_always_do() -> None:
     assert parse_signals("SIGTERM,SIGUSR1, SIGUSR2") == (
         signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2
     )  # fmt: skip
-    assert handled_signals({VARIABLE: "SIGUSR1"}) == (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    assert handled_signals({}) == default_signals()
+    assert read_handled_signals({END_SIGNALS_VARIABLE: "SIGUSR1"}) == (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    assert read_handled_signals({}) == choose_default_signals()
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_other_names_are_refused(text: str, words: str) -> None:
 
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    ignored_at_start.cache_clear()
+    read_initially_ignored_signals.cache_clear()
     try:
-        assert signal.SIGHUP not in default_signals()
-        assert signal.SIGQUIT in default_signals()
+        assert signal.SIGHUP not in choose_default_signals()
+        assert signal.SIGQUIT in choose_default_signals()
     finally:
         signal.signal(signal.SIGHUP, before)
-        ignored_at_start.cache_clear()
+        read_initially_ignored_signals.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,4 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 def test_a_rank_gets_the_signal_in_the_form_that_it_handles(
     received: signal.Signals, caught: set[signal.Signals], sent: signal.Signals
 ) -> None:
-    assert signal_for_rank(received, caught.__contains__) is sent
+    assert choose_rank_signal(received, caught.__contains__) is sent

@@ -15,10 +15,10 @@ from threading import Thread
 
 import pytest
 
-from pacekeeper.launcher.gpu import DOUBTS, Census, GpuEvent, Journal
-from pacekeeper_analysis.diagnose.gpu_health import WINDOW_SECONDS, GpuSample, Sign
+from pacekeeper.launcher.gpu import MAX_UNKNOWN_GPU_ERRORS, GpuInventory, GpuEvent, GpuHistory
+from pacekeeper_analysis.diagnose.gpu_health import GPU_RATE_WINDOW_SECONDS, GpuSample, GpuSign
 from pacekeeper_analysis.reports import GpuHealth, Heartbeat
-from tests.support.launchers import eventually
+from tests.support.launchers import wait_until_true
 from tests.support.nvml import (
     DRIVER_NOT_LOADED,
     ECC,
@@ -28,7 +28,7 @@ from tests.support.nvml import (
     UNKNOWN,
     XID,
     NvmlDouble,
-    build,
+    build_nvml_double,
 )
 
 PROGRAM = """
@@ -80,7 +80,7 @@ class Watching:
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
         try:
-            eventually(lambda: self.has(holds), what, seconds=240)
+            wait_until_true(lambda: self.has(holds), what, seconds=240)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.events}, {self.said}") from None
 
@@ -92,7 +92,7 @@ class Watching:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("nvml"))
+    return build_nvml_double(tmp_path_factory.mktemp("nvml"))
 
 
 @contextmanager
@@ -136,9 +136,9 @@ def test_errors_of_gpus_are_told_as_they_come(double: NvmlDouble) -> None:
     with watching(double) as one:
         one.until(lambda: bool(double.state.gpus[1].registered), "events are asked for")
         assert (double.state.gpus[0].registered, double.state.gpus[1].registered) == (ECC | XID, XID)
-        double.tell(1, XID, 31)
-        double.tell(0, ECC, 0)
-        double.tell(1, XID, 31)
+        double.send_event(1, XID, 31)
+        double.send_event(0, ECC, 0)
+        double.send_event(1, XID, 31)
         one.until(lambda: len(one.events) == 3, "three events")
     assert one.events == [
         GpuEvent("GPU-1", 31, "XID 31 on GPU-1"),
@@ -162,8 +162,8 @@ def test_a_gpu_that_falls_off_the_bus_is_told_once_and_the_others_are_watched_on
         double.state.wait_error = error  # and now NVML is opened again and again
         one.until(lambda: double.state.openings > 3, "it is opened again")
         double.state.wait_error = 0
-        double.tell(1, XID, 79)
-        double.tell(0, XID, 48)
+        double.send_event(1, XID, 79)
+        double.send_event(0, XID, 48)
         one.until(lambda: len(one.events) == 2, "another GPU's error")
     assert one.events == [OFF_THE_BUS, GpuEvent("GPU-0", 48, "XID 48 on GPU-0")]
     assert len(one.said) == 1, "an NVML in trouble is spoken of once"
@@ -189,7 +189,7 @@ def test_an_nvml_that_never_answers_stops_nothing_and_is_asked_again(double: Nvm
         calls = double.state.calls
         one.until(lambda: double.state.calls > calls, "another thread tries")
         double.state.blocked = 0
-        double.tell(0, XID, 62)
+        double.send_event(0, XID, 62)
         one.until(lambda: bool(one.events), "it is watched again")
         one.goes_on()
     assert one.events == [GpuEvent("GPU-0", 62, "XID 62 on GPU-0")]
@@ -217,18 +217,18 @@ def test_where_there_is_no_gpu_nothing_is_watched(double: NvmlDouble, tmp_path: 
 
 
 def test_unknown_errors_are_a_loss_only_in_a_row() -> None:
-    census = Census()
-    for _ in range(2 * DOUBTS):
-        assert list(census.failed("GPU-1", lost=False)) == []
-        assert list(census.answered("GPU-1", GpuSample(0.0))) == []
-    assert [len(list(census.failed("GPU-1", lost=False))) for _ in range(DOUBTS + 2)] == [0, 0, 1, 0, 0]
+    census = GpuInventory()
+    for _ in range(2 * MAX_UNKNOWN_GPU_ERRORS):
+        assert list(census.record_failure("GPU-1", lost=False)) == []
+        assert list(census.record_sample("GPU-1", GpuSample(0.0))) == []
+    assert [len(list(census.record_failure("GPU-1", lost=False))) for _ in range(MAX_UNKNOWN_GPU_ERRORS + 2)] == [0, 0, 1, 0, 0]
 
 
 SOUND = GpuHealth("GPU-1", pcie_width=16, pcie_generation=5, clock_share=0.9, temperature=50, power=300.0)
 
 
 def test_the_health_of_each_gpu_is_told(double: NvmlDouble) -> None:
-    signs = (Sign.ROWS_PENDING, Sign.MEMORY_ERRORS, Sign.PCIE_REPLAYS, Sign.NVLINK_ERRORS, Sign.NVLINK_DOWN)
+    signs = (GpuSign.ROWS_PENDING, GpuSign.MEMORY_ERRORS, GpuSign.PCIE_REPLAYS, GpuSign.NVLINK_ERRORS, GpuSign.NVLINK_DOWN)
     ill = replace(
         SOUND, signs=signs, memory_errors=2, lifetime_errors=7, remapped_rows=3, pcie_replays=80,
         nvlink_errors=11, throttled_minutes=1, temperature=91, power=699.6,
@@ -253,7 +253,7 @@ def test_rows_that_cannot_be_remapped_any_more_are_an_error_at_once_and_what_was
         one.until(lambda: bool(one.events), "it is told")
         one.goes_on()
     assert one.events == [GpuEvent("GPU-1", 64, "memory rows of GPU-1 could not be remapped (XID 64)")]
-    assert [health.signs for health in one.health] == [(Sign.ROWS_FAILED,)] * 2
+    assert [health.signs for health in one.health] == [(GpuSign.ROWS_FAILED,)] * 2
 
 
 @pytest.mark.parametrize("error", [NOT_SUPPORTED, FUNCTION_NOT_FOUND, UNKNOWN])
@@ -284,7 +284,7 @@ def test_a_gpu_that_is_lost_while_its_health_is_read_is_told_and_has_none_any_mo
 
 
 def test_a_journal_forgets_what_is_older_than_its_window() -> None:
-    journal = Journal("GPU-0")
-    for at in (0.0, 5.0, WINDOW_SECONDS + 4.0):
+    journal = GpuHistory("GPU-0")
+    for at in (0.0, 5.0, GPU_RATE_WINDOW_SECONDS + 4.0):
         journal.add(GpuSample(at, pcie_replays=int(at)))
-    assert journal.examined().pcie_replays == WINDOW_SECONDS - 1
+    assert journal.assess_health().pcie_replays == GPU_RATE_WINDOW_SECONDS - 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.imports import ALWAYS, AT_FIRST_STEP, needs_of
+from pacekeeper.launcher.imports import ALWAYS_IMPORTED_MODULES, FIRST_STEP_MODULES, find_import_needs
 from pacekeeper.launcher.late import is_read_at_import
 
 
@@ -28,10 +28,10 @@ from pacekeeper.launcher.late import is_read_at_import
 )
 def test_modules_are_those_that_the_script_imports(tmp_path: Path, source: str, modules: tuple[str, ...]) -> None:
     (tmp_path / "train.py").write_text(source)
-    needs = needs_of(str(tmp_path / "train.py"), False, [])
+    needs = find_import_needs(str(tmp_path / "train.py"), False, [])
     assert needs.modules == [name for name in modules if name != "torch.utils"]
-    assert needs.first == (*ALWAYS, *needs.modules)
-    assert needs.later == AT_FIRST_STEP
+    assert needs.initial_modules == (*ALWAYS_IMPORTED_MODULES, *needs.modules)
+    assert needs.deferred_modules == FIRST_STEP_MODULES
 
 
 def test_the_scripts_own_modules_are_read_too_and_foreign_ones_are_not(tmp_path: Path) -> None:
@@ -44,14 +44,14 @@ def test_the_scripts_own_modules_are_read_too_and_foreign_ones_are_not(tmp_path:
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(source)
-    needs = needs_of(str(tmp_path / "train.py"), False, [])
+    needs = find_import_needs(str(tmp_path / "train.py"), False, [])
     assert sorted(needs.modules) == ["torch.fx", "torch.jit", "torch.nn"]
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text("import model")
     (tmp_path / "package" / "job.py").write_text("import model, torch.onnx")
-    assert sorted(needs_of("package", True, [str(tmp_path)]).modules) == ["torch.fx"]
-    assert sorted(needs_of("package.job", True, ["/nowhere", str(tmp_path)]).modules) == ["torch.fx", "torch.onnx"]
-    assert needs_of("missing", True, [str(tmp_path)]).modules == []
+    assert sorted(find_import_needs("package", True, [str(tmp_path)]).modules) == ["torch.fx"]
+    assert sorted(find_import_needs("package.job", True, ["/nowhere", str(tmp_path)]).modules) == ["torch.fx", "torch.onnx"]
+    assert find_import_needs("missing", True, [str(tmp_path)]).modules == []
 
 
 BEFORE = "import os\n{}\nimport torch"
@@ -78,10 +78,10 @@ def test_where_a_script_sets_what_torch_reads_at_import_ranks_import_torch_thems
     (tmp_path / "train.py").write_text(source)
     own = "import os\nos.environ['OMP_NUM_THREADS'] = '1'\ndef more():\n    os.environ['TORCH_LOGS'] = 'all'"
     (tmp_path / "settings.py").write_text(own)
-    needs = needs_of(str(tmp_path / "train.py"), False, [])
-    assert needs.sets == names
-    assert bool(needs.first) is not bool(names)
-    assert bool(needs.later) is not bool(names)
+    needs = find_import_needs(str(tmp_path / "train.py"), False, [])
+    assert needs.early_variables == names
+    assert bool(needs.initial_modules) is not bool(names)
+    assert bool(needs.deferred_modules) is not bool(names)
 
 
 def test_the_compilers_variables_are_late_once_it_is_imported() -> None:

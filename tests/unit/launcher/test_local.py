@@ -16,76 +16,76 @@ import pytest
 
 from pacekeeper.launcher import local as local_module
 from pacekeeper.launcher.local import (
-    ADDRESS,
-    ANSWERS,
-    WORKER,
-    Adapting,
+    LOCAL_ADDRESS,
+    MODE_CHANGE_VOTES,
+    LOCAL_WORKER,
+    AdaptationState,
     LocalController,
-    LocalResult,
-    judge_faults,
-    judge_paces,
-    judge_refusal,
-    local_runtime,
+    LocalDecision,
+    evaluate_faults,
+    evaluate_step_times,
+    evaluate_refusal,
+    open_local_runtime,
 )
-from pacekeeper.runtime import Runtime
-from pacekeeper_analysis.adapt import Hysteresis, Trouble
-from pacekeeper_analysis.diagnose.repetition import Repetition
+from pacekeeper.runtime import RuntimeFolder
+from pacekeeper_analysis.adapt import Hysteresis, Bottleneck
+from pacekeeper_analysis.diagnose.repetition import RepeatedFailure
 from pacekeeper_analysis.plan import Member, Plan, SyncMode
-from pacekeeper_analysis.reports import Fault, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
+from pacekeeper_analysis.reports import FaultReport, FaultKind, Heartbeat, LauncherState, RankState, RankWindow
 
-PLAN = Plan(version=3, membership=1, members=(Member(WORKER, ADDRESS, (0, 1, 2, 3)),), restarts=5)
-BEAT = Heartbeat(worker=WORKER, state=LauncherState.RUNNING, round=2, restarts=1, steered=True)
+PLAN = Plan(version=3, membership=1, members=(Member(LOCAL_WORKER, LOCAL_ADDRESS, (0, 1, 2, 3)),), restarts=5)
+BEAT = Heartbeat(worker=LOCAL_WORKER, state=LauncherState.RUNNING, round=2, restarts=1, steered=True)
 
 
-def stall(*stopped: int, round_: int = 2) -> Fault:
+def stall(*stopped: int, round_: int = 2) -> FaultReport:
     """All ranks wait in a collective but those that are stopped."""
     ranks = tuple(
         RankState(rank, "TRAIN", 9.0, 7, "NONE" if rank in stopped else "ALL_REDUCE", 1, 7, 7, 3.0,
                   "T" if rank in stopped else "S", False)
         for rank in range(4)
     )  # fmt: skip
-    return Fault("stall", FaultKind.STALLED, WORKER, round_, 0.0, ranks=ranks)
+    return FaultReport("stall", FaultKind.STALLED, LOCAL_WORKER, round_, 0.0, ranks=ranks)
 
 
 def test_a_hang_starts_the_next_membership_for_one_restart() -> None:
-    outcome = judge_faults(PLAN, [stall(2)], [stall(2)], BEAT)
+    outcome = evaluate_faults(PLAN, [stall(2)], [stall(2)], BEAT)
     assert outcome.plan == replace(PLAN, version=4, membership=2, round=3, restarts=3)
-    assert "rank 2" in outcome.words[0]
+    assert "rank 2" in outcome.messages[0]
 
 
 def test_a_stall_without_a_culprit_and_one_of_an_older_round_change_nothing() -> None:
     busy = stall()
     busy = replace(busy, ranks=(replace(busy.ranks[0], phase="EVALUATE", collective="NONE"), *busy.ranks[1:]))
-    assert judge_faults(PLAN, [busy], [busy], BEAT).plan is PLAN
+    assert evaluate_faults(PLAN, [busy], [busy], BEAT).plan is PLAN
     old = stall(2, round_=1)
-    assert judge_faults(PLAN, [old], [old], BEAT).plan is PLAN
+    assert evaluate_faults(PLAN, [old], [old], BEAT).plan is PLAN
 
 
 def test_a_hang_without_a_restart_left_ends_the_run() -> None:
-    assert judge_faults(PLAN, [stall(2)], [stall(2)], replace(BEAT, restarts=5)).give_up
+    assert evaluate_faults(PLAN, [stall(2)], [stall(2)], replace(BEAT, restarts=5)).give_up_reason
 
 
 def test_a_failed_launcher_ends_the_run_with_the_scripts_words() -> None:
-    fault = Fault("f", FaultKind.RANK_FAILED, WORKER, 2, 0.0, rank=1, exit_code=1, error="Traceback\nValueError: no\n")
-    outcome = judge_faults(PLAN, [fault], [], replace(BEAT, state=LauncherState.FAILED))
-    assert outcome.give_up == "rank 1 ended with code 1 in round 2 before its first step: ValueError: no"
+    fault = FaultReport("f", FaultKind.RANK_FAILED, LOCAL_WORKER, 2, 0.0, rank=1, exit_code=1, error="Traceback\nValueError: no\n")
+    outcome = evaluate_faults(PLAN, [fault], [], replace(BEAT, state=LauncherState.FAILED))
+    assert outcome.give_up_reason == "rank 1 ended with code 1 in round 2 before its first step: ValueError: no"
 
 
 def test_a_failed_launcher_ends_the_run_even_where_the_script_has_said_nothing() -> None:
-    for faults in ([], [Fault("f", FaultKind.RANK_FAILED, WORKER, 2, 0.0, rank=1, exit_code=3)]):
-        assert judge_faults(PLAN, faults, [], replace(BEAT, state=LauncherState.FAILED)).give_up
+    for faults in ([], [FaultReport("f", FaultKind.RANK_FAILED, LOCAL_WORKER, 2, 0.0, rank=1, exit_code=3)]):
+        assert evaluate_faults(PLAN, faults, [], replace(BEAT, state=LauncherState.FAILED)).give_up_reason
 
 
 def test_ends_at_the_same_step_end_the_run_by_the_limit() -> None:
     """One fault a round, each told by itself."""
-    faults: list[Fault] = []
-    words, repetition = [], Repetition()
+    faults: list[FaultReport] = []
+    words, repetition = [], RepeatedFailure()
     for number in (1, 2, 3):
         faults.append(
-            Fault(
+            FaultReport(
                 f"f{number}",
                 FaultKind.RANK_FAILED,
-                WORKER,
+                LOCAL_WORKER,
                 number,
                 0.0,
                 rank=1,
@@ -95,10 +95,10 @@ def test_ends_at_the_same_step_end_the_run_by_the_limit() -> None:
             )
         )
         beat = replace(BEAT, round=number + 1)
-        outcome = judge_faults(PLAN, faults, faults[-1:], beat, repetition, without_progress=3)
+        outcome = evaluate_faults(PLAN, faults, faults[-1:], beat, repetition, without_progress=3)
         repetition = outcome.repetition
-        words.append(outcome.give_up)
-        assert not judge_faults(PLAN, faults, faults[-1:], beat, repetition, without_progress=0).give_up
+        words.append(outcome.give_up_reason)
+        assert not evaluate_faults(PLAN, faults, faults[-1:], beat, repetition, without_progress=0).give_up_reason
     assert words[:2] == ["", ""]
     assert "3 rounds have ended after step 59" in words[2]
     assert "rank 1 ended with code 3" in words[2]
@@ -106,13 +106,13 @@ def test_ends_at_the_same_step_end_the_run_by_the_limit() -> None:
 
 def test_the_third_hang_at_a_step_has_more_time_and_is_the_last() -> None:
     """Of a rank that stands still outside of collectives, which is the script's."""
-    repetition, given_up = Repetition(), ""
+    repetition, given_up = RepeatedFailure(), ""
     for number, seconds in ((1, 3.0), (2, 3.0), (3, 3.0), (3, 400.0)):
         told = stall(round_=number)
         outside = replace(told.ranks[2], collective="NONE", waiting_seconds=seconds)
         told = replace(told, completed_step=True, ranks=(*told.ranks[:2], outside, told.ranks[3]))
-        outcome = judge_faults(PLAN, [told], [told], replace(BEAT, round=number), repetition, without_progress=3)
-        repetition, given_up = outcome.repetition, outcome.give_up
+        outcome = evaluate_faults(PLAN, [told], [told], replace(BEAT, round=number), repetition, without_progress=3)
+        repetition, given_up = outcome.repetition, outcome.give_up_reason
         assert (outcome.plan is PLAN) is (number == 3)
         assert bool(given_up) is (seconds > 300)
     assert "3 rounds have ended after step 7" in given_up
@@ -144,16 +144,16 @@ def local(windows: list[RankWindow]) -> list[RankWindow]:
     ]
 
 
-def judged(plan: Plan, given: list[RankWindow], adapting: Adapting | None = None, now: float = 0.0) -> LocalResult:
-    return judge_paces(plan, given, adapting or Adapting(), now)
+def judged(plan: Plan, given: list[RankWindow], adapting: AdaptationState | None = None, now: float = 0.0) -> LocalDecision:
+    return evaluate_step_times(plan, given, adapting or AdaptationState(), now)
 
 
-def repeatedly(plan: Plan, given: list[RankWindow], adapting: Adapting | None = None, now: float = 0.0) -> LocalResult:
+def repeatedly(plan: Plan, given: list[RankWindow], adapting: AdaptationState | None = None, now: float = 0.0) -> LocalDecision:
     """As many judgements as a change of mode takes."""
-    outcome = LocalResult(plan, adapting=adapting or Adapting())
-    for _ in range(ANSWERS):
+    outcome = LocalDecision(plan, adaptation=adapting or AdaptationState())
+    for _ in range(MODE_CHANGE_VOTES):
         assert outcome.plan is plan
-        outcome = judge_paces(plan, given, outcome.adapting, now)
+        outcome = evaluate_step_times(plan, given, outcome.adaptation, now)
     return outcome
 
 
@@ -164,7 +164,7 @@ def test_a_slow_rank_gets_a_smaller_share_at_once() -> None:
     assert outcome.plan.shares[2] == min(outcome.plan.shares)
     assert outcome.plan.version == 4
     assert outcome.plan.membership == PLAN.membership
-    assert "rank 2 2.00 ×" in outcome.words[0]
+    assert "rank 2 2.00 ×" in outcome.messages[0]
 
 
 def test_equal_ranks_and_balanced_shares_stay_as_they_are() -> None:
@@ -191,7 +191,7 @@ def test_sequences_are_balanced_by_what_they_cost_and_then_left_alone() -> None:
     outcome = judged(PLAN, given)
     assert outcome.plan == replace(PLAN, version=4, sequence_cost=outcome.plan.sequence_cost)
     assert outcome.plan.sequence_cost is not None
-    assert "BalanceLengths" in outcome.words[-1]
+    assert "BalanceLengths" in outcome.messages[-1]
     assert judged(outcome.plan, given).plan is outcome.plan, "as uneven as before, by the same cost"
 
 
@@ -213,18 +213,18 @@ def test_slow_ranks_that_come_and_go_lead_to_async_edit_when_several_judgements_
     outcome = repeatedly(PLAN, volatile(), now=50.0)
     assert outcome.plan.sync_mode is SyncMode.ASYNC_EDIT
     assert outcome.plan.version == PLAN.version + 1
-    assert outcome.adapting == Adapting(Trouble.VOLATILE, changes=Hysteresis().changed(50.0))
-    assert "come and go" in outcome.words[0]
+    assert outcome.adaptation == AdaptationState(Bottleneck.VOLATILE, hysteresis=Hysteresis().with_change(50.0))
+    assert "come and go" in outcome.messages[0]
 
 
 def test_a_judgement_to_the_contrary_begins_the_count_anew() -> None:
     outcome = judged(PLAN, volatile())
-    outcome = judged(PLAN, windows(0.01, 0.01, 0.01, 0.01), outcome.adapting)
-    assert outcome.adapting.wanted == 0
+    outcome = judged(PLAN, windows(0.01, 0.01, 0.01, 0.01), outcome.adaptation)
+    assert outcome.adaptation.change_votes == 0
 
 
 ASYNC = replace(PLAN, sync_mode=SyncMode.ASYNC_EDIT)
-AFTER_A_WHILE = Adapting(Trouble.VOLATILE, changes=Hysteresis().changed(0.0))
+AFTER_A_WHILE = AdaptationState(Bottleneck.VOLATILE, hysteresis=Hysteresis().with_change(0.0))
 
 
 def test_back_to_sync_when_the_trouble_is_over_and_the_mode_was_held_long_enough() -> None:
@@ -232,8 +232,8 @@ def test_back_to_sync_when_the_trouble_is_over_and_the_mode_was_held_long_enough
     assert repeatedly(ASYNC, calm, AFTER_A_WHILE, now=59.0).plan is ASYNC
     outcome = repeatedly(ASYNC, calm, AFTER_A_WHILE, now=60.0)
     assert outcome.plan.sync_mode is SyncMode.SYNC
-    assert outcome.adapting.trouble is Trouble.NONE
-    assert not outcome.adapting.changes.allows(100.0)
+    assert outcome.adaptation.bottleneck is Bottleneck.NONE
+    assert not outcome.adaptation.hysteresis.allows(100.0)
     assert repeatedly(ASYNC, local(volatile()), AFTER_A_WHILE, now=1e6).plan is ASYNC
 
 
@@ -256,30 +256,30 @@ def test_a_mode_that_the_user_has_chosen_stays() -> None:
 def test_a_refused_plan_is_taken_back_and_nothing_else_is_tried() -> None:
     beat = replace(BEAT, refused="plan 3: no replicas to average", plan_version=ASYNC.version)
     before = replace(PLAN, version=2)
-    outcome = judge_refusal(ASYNC, before, beat, AFTER_A_WHILE)
+    outcome = evaluate_refusal(ASYNC, before, beat, AFTER_A_WHILE)
     assert outcome.plan == replace(PLAN, version=ASYNC.version + 1)
-    assert "no replicas to average" in outcome.words[0]
-    again = judge_refusal(outcome.plan, ASYNC, replace(beat, plan_version=4), outcome.adapting)
+    assert "no replicas to average" in outcome.messages[0]
+    again = evaluate_refusal(outcome.plan, ASYNC, replace(beat, plan_version=4), outcome.adaptation)
     assert again.plan is outcome.plan
-    assert not again.words
-    assert repeatedly(outcome.plan, volatile(), outcome.adapting).plan is outcome.plan
+    assert not again.messages
+    assert repeatedly(outcome.plan, volatile(), outcome.adaptation).plan is outcome.plan
 
 
 def test_an_answer_to_an_older_plan_is_no_refusal_of_this_one() -> None:
     beat = replace(BEAT, refused="plan 2: …", plan_version=ASYNC.version - 1)
-    assert judge_refusal(ASYNC, PLAN, beat, Adapting()).plan is ASYNC
-    assert judge_refusal(ASYNC, PLAN, replace(BEAT, plan_version=ASYNC.version), Adapting()).plan is ASYNC
+    assert evaluate_refusal(ASYNC, PLAN, beat, AdaptationState()).plan is ASYNC
+    assert evaluate_refusal(ASYNC, PLAN, replace(BEAT, plan_version=ASYNC.version), AdaptationState()).plan is ASYNC
 
 
 @pytest.mark.parametrize("mode", [None, *SyncMode])
 def test_the_first_plan_has_the_users_mode(mode: SyncMode | None, tmp_path: Path) -> None:
-    runtime = Runtime(tmp_path).make()
+    runtime = RuntimeFolder(tmp_path).create()
     LocalController(runtime, 2, 5, lambda words: pytest.fail(words), mode)
     assert json.loads(runtime.plan.read_text())["sync_mode"] == (mode or SyncMode.SYNC)
 
 
 def test_each_membership_of_a_local_job_gets_a_secret_of_its_own(tmp_path: Path) -> None:
-    runtime = Runtime(tmp_path).make()
+    runtime = RuntimeFolder(tmp_path).create()
     controller = LocalController(runtime, 2, 5, lambda words: pytest.fail(words))
     secrets = []
     for version, membership in ((2, 1), (3, 2), (4, 2)):
@@ -297,7 +297,7 @@ NONSENSE = ["{", '{"state": "Dancing"}', '{"kind": 7}', "[1]", '"words"']
 def test_nonsense_in_the_runtime_folder_ends_nothing(
     what: str, nonsense: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime = Runtime(tmp_path).make()
+    runtime = RuntimeFolder(tmp_path).create()
     controller = LocalController(runtime, 2, 5, lambda words: pytest.fail(words))
     plan = json.loads(runtime.plan.read_text())
     (runtime.heartbeat if what == "heartbeat" else runtime.fault("one")).write_text(nonsense)
@@ -319,12 +319,12 @@ class TestTheFolderOfARun:
         """In another process namespace (`docker run --ipc=host`) the first run's process id is nobody's."""
         real = Path.exists
         monkeypatch.setattr(Path, "exists", lambda path: not str(path).startswith("/proc/") and real(path))
-        with local_runtime() as first:
-            with local_runtime() as second:
+        with open_local_runtime() as first:
+            with open_local_runtime() as second:
                 assert first.root != second.root
                 assert first.rings.is_dir()
             assert not second.root.exists()
-            in_fork(lambda: local_module._sweep(first.root.parent))
+            in_fork(lambda: local_module._sweep_stale_folders(first.root.parent))
             assert first.rings.is_dir(), "a process of the first run does not remove it, either"
         assert not first.root.exists()
 
@@ -345,7 +345,7 @@ class TestTheFolderOfARun:
             flock(file, how)
 
         monkeypatch.setattr(fcntl, "flock", sweep_first)
-        with local_runtime() as runtime:
+        with open_local_runtime() as runtime:
             assert not dead.exists()
             assert others.exists()
             assert swept != [str(runtime.root)]
@@ -359,7 +359,7 @@ class TestTheFolderOfARun:
 
         (parent / "pacekeeper-run-1-dead").mkdir()
         monkeypatch.setattr(fcntl, "flock", refuse)
-        with local_runtime() as runtime:
+        with open_local_runtime() as runtime:
             assert runtime.rings.is_dir()
         assert [path.name for path in parent.iterdir()] == ["pacekeeper-run-1-dead"]
 

@@ -13,11 +13,11 @@ import pytest
 from pacekeeper.launcher.log_files import (
     FileWriter,
     RankOutput,
-    error_file,
-    explain,
+    choose_error_file,
+    merge_error_texts,
     make_run_folder,
-    pass_error_on,
-    recorded_error,
+    copy_error_file,
+    read_recorded_error,
 )
 from pacekeeper.launcher.output import OutputPipe
 from pacekeeper.launcher.rank import RankStart
@@ -25,19 +25,19 @@ from pacekeeper.launcher.rank_options import (
     OutputOptions,
     RankOptions,
     RankPlace,
-    Std,
+    StandardStream,
     StreamPlan,
     StreamSelection,
 )
 from pacekeeper_analysis.errors import InputError
 
-ALL = StreamSelection(Std.OUT | Std.ERR)
+ALL = StreamSelection(StandardStream.OUT | StandardStream.ERR)
 FOLDER = Path("/logs/x_1")
-PLACE = RankPlace(rank=5, local_rank=1, attempt=2, several=True)
+PLACE = RankPlace(rank=5, local_rank=1, attempt=2, shares_console=True)
 FILE = FOLDER / "attempt_2/1/stdout.log"
 
 
-def plan(output: OutputOptions, stream: Std = Std.OUT, place: RankPlace = PLACE) -> StreamPlan:
+def plan(output: OutputOptions, stream: StandardStream = StandardStream.OUT, place: RankPlace = PLACE) -> StreamPlan:
     return output.plan_stream(stream, place, "trainer", "node7")
 
 
@@ -47,14 +47,14 @@ def plan(output: OutputOptions, stream: Std = Std.OUT, place: RankPlace = PLACE)
         (OutputOptions(), StreamPlan(True, "[5] ")),
         (OutputOptions(FOLDER), StreamPlan(True, "[5] ")),
         (OutputOptions(FOLDER, redirects=ALL), StreamPlan(False, "[5] ", FILE)),
-        (OutputOptions(FOLDER, redirects=StreamSelection(Std.ERR)), StreamPlan(True, "[5] ")),
-        (OutputOptions(FOLDER, redirects=StreamSelection(by_rank={0: Std.OUT})), StreamPlan(True, "[5] ")),
-        (OutputOptions(FOLDER, redirects=StreamSelection(by_rank={1: Std.OUT})), StreamPlan(False, "[5] ", FILE)),
+        (OutputOptions(FOLDER, redirects=StreamSelection(StandardStream.ERR)), StreamPlan(True, "[5] ")),
+        (OutputOptions(FOLDER, redirects=StreamSelection(streams_by_rank={0: StandardStream.OUT})), StreamPlan(True, "[5] ")),
+        (OutputOptions(FOLDER, redirects=StreamSelection(streams_by_rank={1: StandardStream.OUT})), StreamPlan(False, "[5] ", FILE)),
         (OutputOptions(FOLDER, tee=ALL), StreamPlan(True, "[trainer1]:", FILE)),
         (OutputOptions(FOLDER, redirects=ALL, tee=ALL), StreamPlan(True, "[trainer1]:", FILE)),
-        (OutputOptions(FOLDER, tee=ALL, shown=frozenset({0})), StreamPlan(False, "[trainer1]:", FILE)),
-        (OutputOptions(shown=frozenset({0})), StreamPlan(False, "[5] ")),
-        (OutputOptions(shown=frozenset({1})), StreamPlan(True, "[5] ")),
+        (OutputOptions(FOLDER, tee=ALL, shown_ranks=frozenset({0})), StreamPlan(False, "[trainer1]:", FILE)),
+        (OutputOptions(shown_ranks=frozenset({0})), StreamPlan(False, "[5] ")),
+        (OutputOptions(shown_ranks=frozenset({1})), StreamPlan(True, "[5] ")),
         (OutputOptions(None, tee=ALL), StreamPlan(True, "[5] ")),  # --log-dir /dev/null
         (
             OutputOptions(FOLDER, tee=ALL, prefix_template="${hostname}:${rank}/${local_rank}/${role_name}/${x} "),
@@ -89,11 +89,11 @@ async def test_redirected_and_teed_streams_are_written_to_files(
     assert folder.parent == tmp_path / "new" / "logs"
     assert folder.name.startswith("a_b_")
     output = OutputOptions(
-        folder, StreamSelection(Std.ERR), StreamSelection(Std.OUT), stdout_filters=("loss", "two"), shown=None
+        folder, StreamSelection(StandardStream.ERR), StreamSelection(StandardStream.OUT), stdout_filters=("loss", "two"), shown_ranks=None
     )
     ranks = RankOutput(RankOptions(output=output))
     (tmp_path / "error.json").write_text("of an earlier rank")
-    stdout, stderr = ranks.open(start(tmp_path), 0, several=True)
+    stdout, stderr = ranks.open(start(tmp_path), 0, shares_console=True)
     assert not (tmp_path / "error.json").exists()
     os.write(stdout.write_end, b"one\nloss 3\nbar 10%\rtwo")
     os.write(stderr.write_end, b"warning\nValueError: 3\n")
@@ -118,7 +118,7 @@ async def test_a_folder_that_takes_no_files_leaves_the_output_on_the_console(
 ) -> None:
     (tmp_path / "file").touch()
     output = OutputOptions(tmp_path / "file", redirects=ALL)
-    streams = RankOutput(RankOptions(output=output)).open(start(tmp_path), 0, several=False)
+    streams = RankOutput(RankOptions(output=output)).open(start(tmp_path), 0, shares_console=False)
     assert all(isinstance(stream, OutputPipe) for stream in streams)
     assert "no log file for rank 0" in caplog.text
     for stream in streams:
@@ -145,9 +145,9 @@ def test_a_file_system_that_stands_still_holds_up_nobody_and_what_is_lost_is_sai
 
 
 def test_error_files_lie_beside_the_log_files_or_in_the_runtime_folder() -> None:
-    assert error_file(RankOptions(), 2, 1, Path("/run/errors")) == Path("/run/errors/1.json")
+    assert choose_error_file(RankOptions(), 2, 1, Path("/run/errors")) == Path("/run/errors/1.json")
     options = RankOptions(output=OutputOptions(FOLDER))
-    assert error_file(options, 2, 1, Path("/run/errors")) == FOLDER / "attempt_2/1/error.json"
+    assert choose_error_file(options, 2, 1, Path("/run/errors")) == FOLDER / "attempt_2/1/error.json"
 
 
 CALLSTACK = "Traceback (most recent call last):\n  File x\nValueError: no data\n"
@@ -169,27 +169,27 @@ RECORDED = {"message": {"message": "ValueError: no data", "extraInfo": {"py_call
 )
 def test_what_record_has_written_is_read_whatever_it_is(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "error.json"
-    assert recorded_error(path) == ""
+    assert read_recorded_error(path) == ""
     path.write_text(content)
-    assert recorded_error(path) == words
+    assert read_recorded_error(path) == words
 
 
 def test_what_record_has_written_explains_where_the_output_does_not() -> None:
-    assert explain("Traceback\n[rank1]: ValueError: no\n", "Traceback\nValueError: no") == (
+    assert merge_error_texts("Traceback\n[rank1]: ValueError: no\n", "Traceback\nValueError: no") == (
         "Traceback\n[rank1]: ValueError: no\n"
     )
-    assert explain("leaked semaphores\n", "Traceback\nValueError: no") == (
+    assert merge_error_texts("leaked semaphores\n", "Traceback\nValueError: no") == (
         "leaked semaphores\nTraceback\nValueError: no\n"
     )
-    assert explain("", "ValueError: no") == "ValueError: no\n"
-    assert explain("words\n", "") == "words\n"
+    assert merge_error_texts("", "ValueError: no") == "ValueError: no\n"
+    assert merge_error_texts("words\n", "") == "words\n"
 
 
 def test_a_ranks_error_file_becomes_the_launchers(tmp_path: Path) -> None:
     rank, own = tmp_path / "rank.json", tmp_path / "own.json"
-    pass_error_on(rank, {"TORCHELASTIC_ERROR_FILE": str(own)})
+    copy_error_file(rank, {"TORCHELASTIC_ERROR_FILE": str(own)})
     rank.write_text("{}")
-    pass_error_on(rank, {})
+    copy_error_file(rank, {})
     assert not own.exists()
-    pass_error_on(rank, {"TORCHELASTIC_ERROR_FILE": str(own)})
+    copy_error_file(rank, {"TORCHELASTIC_ERROR_FILE": str(own)})
     assert own.read_text() == "{}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pacekeeper.launcher.outlet import FULL_BYTES, LogStream, Outlet
+from pacekeeper.launcher.outlet import OUTPUT_FULL_BYTES, LogStream, OutputWriter
 from pacekeeper.launcher.output import OutputPipe
 
 LIMIT = 60.0
@@ -21,7 +21,7 @@ class Reader:
     """A pipe to whose writing end an outlet writes."""
 
     descriptor: int
-    outlet: Outlet
+    outlet: OutputWriter
 
     def read(self, size: int) -> bytes:
         """This many bytes. Not to be called in the loop."""
@@ -38,7 +38,7 @@ class Reader:
 @pytest.fixture
 def reader() -> Iterator[Reader]:
     read_end, write_end = os.pipe()
-    yield Reader(read_end, Outlet(write_end, "standard output"))
+    yield Reader(read_end, OutputWriter(write_end, "standard output"))
     os.close(write_end)  # where a thread is still at it, it has nobody to read it, and ends its write by that
     os.close(read_end)
 
@@ -49,7 +49,7 @@ async def eventually(look: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def rank(outlet: Outlet, number: int) -> OutputPipe:
+def rank(outlet: OutputWriter, number: int) -> OutputPipe:
     return OutputPipe(outlet, f"[{number}] ".encode())
 
 
@@ -101,10 +101,10 @@ async def test_a_reader_that_stands_still_stops_the_ranks_alone_and_nothing_is_l
         os.close(pipe.write_end)
 
     printing = asyncio.create_task(asyncio.to_thread(print_all))
-    await eventually(lambda: reader.outlet.full)
+    await eventually(lambda: reader.outlet.is_full)
     for _ in range(100):
         await asyncio.sleep(0)  # the loop goes on
-    assert reader.outlet._bytes < FULL_BYTES + (2 << 20), "what is not read waits with the rank"
+    assert reader.outlet._bytes < OUTPUT_FULL_BYTES + (2 << 20), "what is not read waits with the rank"
     assert not printing.done()
     await reader.expect(text)
     await printing
@@ -118,13 +118,13 @@ async def test_a_reader_that_has_gone_is_named_and_ranks_go_on(reader: Reader, h
         os.close(reader.descriptor)
         reader.descriptor = os.open(os.devnull, os.O_RDONLY)
     else:
-        outlet = Outlet(os.open("/dev/full", os.O_WRONLY), "standard output")
+        outlet = OutputWriter(os.open("/dev/full", os.O_WRONLY), "standard output")
     pipe = OutputPipe(outlet)
     for _ in range(40):
         await asyncio.to_thread(os.write, pipe.write_end, b"x" * 2**17)
     os.write(pipe.write_end, b"\nlast\n")
     await eventually(lambda: pipe.tail().endswith("last\n"))
-    assert outlet.closed_by_reader.startswith("standard output cannot be written to any more (")
+    assert outlet.closed_reason.startswith("standard output cannot be written to any more (")
     assert outlet.drain(LIMIT)
     os.close(pipe.write_end)
 
@@ -136,4 +136,4 @@ async def test_output_that_others_have_made_non_blocking_is_written_whole(reader
         reader.outlet.write(text[start : start + 50_000])
     await reader.expect(text)
     assert await asyncio.to_thread(reader.outlet.drain, LIMIT)
-    assert not reader.outlet.closed_by_reader
+    assert not reader.outlet.closed_reason

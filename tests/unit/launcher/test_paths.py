@@ -14,22 +14,22 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.launcher import hops, path_finder, paths
-from pacekeeper.launcher.hops import HopProbe, Trace
-from pacekeeper.launcher.knocks import Doors, knock
-from pacekeeper.launcher.network import bind
+from pacekeeper.launcher.hops import HopProbe, HopTrace
+from pacekeeper.launcher.knocks import KnockListeners, knock_ports
+from pacekeeper.launcher.network import bind_socket
 from pacekeeper.launcher.path_finder import PathFinder
 from pacekeeper.launcher.paths import (
-    Found,
-    confirmed,
-    entries,
-    find,
-    initiates,
-    listen_port,
-    probes_of,
-    source_ports,
+    PathSearchResult,
+    check_path_connection,
+    build_shim_lines,
+    find_fitting_probes,
+    is_initiator,
+    compute_listen_port,
+    build_probes,
+    draw_source_ports,
 )
-from pacekeeper.launcher.sockets import Connection, connections
-from pacekeeper.runtime import Runtime
+from pacekeeper.launcher.sockets import TcpConnection, list_connections
+from pacekeeper.runtime import RuntimeFolder
 from pacekeeper_analysis.plan import Hop, Member, Paths, Plan, PlannedPath, WorkerPath, WorkerPaths, WorkerPlan
 from pacekeeper_analysis.reports import PathFault
 
@@ -54,16 +54,16 @@ class Switches:
     spines: int = SPINES
     sent: list[HopProbe] = field(default_factory=list)
 
-    def __call__(self, probes: Sequence[HopProbe]) -> Trace:
+    def __call__(self, probes: Sequence[HopProbe]) -> HopTrace:
         self.sent += probes
-        found = Trace(taken={probe for probe in probes if {probe.source_port, probe.port} & set(self.taken)})
+        found = HopTrace(unavailable={probe for probe in probes if {probe.source_port, probe.port} & set(self.taken)})
         for probe in probes:
-            answers = probe not in found.taken and not self.silent and self.most_answers > 0
+            answers = probe not in found.unavailable and not self.silent and self.most_answers > 0
             if answers and (end := self.end(probe)):
                 if self.loses > 0:
                     self.loses -= 1
                     continue
-                found.ends[probe] = end
+                found.end_addresses[probe] = end
                 self.most_answers -= 1
         return found
 
@@ -89,50 +89,50 @@ def ports(found: list[HopProbe] | PathFault) -> list[int]:
 class TestFind:
     @pytest.mark.parametrize("distance", [2, 3])
     def test_the_ports_whose_packets_end_at_the_spine_are_found(self, distance: int) -> None:
-        found = find(probes(), {S1, "10.98.1.1"}, Switches(distance), enough=2)
+        found = find_fitting_probes(probes(), {S1, "10.98.1.1"}, Switches(distance), enough=2)
         assert ports(found) == [25001, 25005]
 
     def test_it_stops_when_it_has_enough_and_asks_at_one_distance_once_that_is_known(self) -> None:
         network = Switches(3)
-        find(probes(), {S1}, network, enough=3)
+        find_fitting_probes(probes(), {S1}, network, enough=3)
         assert [probe.hops for probe in network.sent[:24]] == [2] * 8 + [3] * 16
         assert all(probe.hops == 4 for probe in network.sent[24:])
         assert len(network.sent) <= 24 + 4
 
     def test_all_that_fit_are_found_where_all_are_wanted(self) -> None:
-        assert len(ports(find(probes(), {S1}, Switches(), enough=16))) == 4
+        assert len(ports(find_fitting_probes(probes(), {S1}, Switches(), enough=16))) == 4
 
     def test_a_switch_that_answers_seldom_is_enough(self) -> None:
         """Linux's default: six at once, and one a second later on."""
-        assert ports(find(probes(), {S1}, Switches(most_answers=6), enough=2)) == [25001, 25005]
+        assert ports(find_fitting_probes(probes(), {S1}, Switches(most_answers=6), enough=2)) == [25001, 25005]
 
     def test_who_was_not_heard_is_asked_once_more(self) -> None:
         """The answers to the first packets are lost."""
         network = Switches(loses=8)
-        assert ports(find(probes(8), {S1}, network, enough=2)) == [25001, 25005]
+        assert ports(find_fitting_probes(probes(8), {S1}, network, enough=2)) == [25001, 25005]
         assert [probe.hops for probe in network.sent] == [2] * 8 + [3] * 8 + [2] * 8 + [3] * 4
 
     def test_where_no_switch_answers_few_are_asked(self) -> None:
         network = Switches(silent=True)
-        assert find(probes(64), {S1}, network, enough=2) is PathFault.FILTERED
-        assert len(network.sent) == 2 * paths.BATCH
+        assert find_fitting_probes(probes(64), {S1}, network, enough=2) is PathFault.FILTERED
+        assert len(network.sent) == 2 * paths.PROBE_BATCH_SIZE
 
     def test_where_all_ports_are_taken_that_is_the_reason(self) -> None:
-        assert find(probes(), {S1}, Switches(taken=[20001]), enough=2) is PathFault.PORTS_TAKEN
+        assert find_fitting_probes(probes(), {S1}, Switches(taken=[20001]), enough=2) is PathFault.PORTS_TAKEN
 
     def test_a_taken_port_is_passed_over(self) -> None:
-        assert ports(find(probes(), {S1}, Switches(taken=[25001]), enough=1)) == [25005]
+        assert ports(find_fitting_probes(probes(), {S1}, Switches(taken=[25001]), enough=1)) == [25005]
 
     def test_a_spine_that_nothing_goes_by_is_not_found_however_many_answer(self) -> None:
         network = Switches()
-        assert find(probes(), {"10.98.0.99"}, network, enough=2) is PathFault.NOT_FOUND
+        assert find_fitting_probes(probes(), {"10.98.0.99"}, network, enough=2) is PathFault.NOT_FOUND
         assert len(network.sent) == 2 * len(probes()), "at each of two distances"
 
     def test_a_spine_that_passes_nothing_on_is_a_black_hole(self) -> None:
-        assert find(probes(), {S1}, Switches(dead={S1}), enough=2) is PathFault.BLACK_HOLE
+        assert find_fitting_probes(probes(), {S1}, Switches(dead={S1}), enough=2) is PathFault.BLACK_HOLE
 
     def test_leaves_that_never_answer_prove_no_black_hole(self) -> None:
-        assert ports(find(probes(), {S1}, Switches(quiet_beyond=True), enough=1)) == [25001]
+        assert ports(find_fitting_probes(probes(), {S1}, Switches(quiet_beyond=True), enough=1)) == [25001]
 
 
 def task(*wanted: WorkerPath, spines: int = SPINES) -> WorkerPaths:
@@ -145,45 +145,45 @@ def path(source: int, destination: int, address: str = HIGH) -> WorkerPath:
 
 class TestPorts:
     def test_the_higher_address_connects(self) -> None:
-        assert initiates(HIGH, LOW)
-        assert not initiates(LOW, HIGH)
-        assert initiates("fd00::a", "fd00::9")
+        assert is_initiator(HIGH, LOW)
+        assert not is_initiator(LOW, HIGH)
+        assert is_initiator("fd00::a", "fd00::9")
 
     def test_who_connects_tries_its_own_ports_towards_the_listener(self) -> None:
-        tried = probes_of(path(3, 5, LOW), task(), HIGH, 7)
+        tried = build_probes(path(3, 5, LOW), task(), HIGH, 7)
         assert len(tried) == 4 * SPINES == len({probe.source_port for probe in tried})
         assert {(probe.address, probe.port) for probe in tried} == {(LOW, 20005)}
         assert all(20500 <= probe.source_port <= 20749 for probe in tried)
 
     def test_who_is_connected_to_tries_the_peers_ports_from_its_listener(self) -> None:
-        tried = probes_of(path(3, 5, HIGH), task(), LOW, 7)
+        tried = build_probes(path(3, 5, HIGH), task(), LOW, 7)
         assert {(probe.source_port, probe.address) for probe in tried} == {(20003, HIGH)}
         assert all(20750 <= probe.port <= 20999 for probe in tried)
 
     def test_what_one_side_tries_the_other_never_takes_without_a_knock(self) -> None:
         """Nodes that follow connections remember what was tried for two minutes, and would drop what comes back."""
-        without, after = (set(source_ports(path(3, 5), task(), 7, knocked=knocked)) for knocked in (False, True))
+        without, after = (set(draw_source_ports(path(3, 5), task(), 7, knocked=knocked)) for knocked in (False, True))
         assert without.isdisjoint(after)
 
     def test_both_sides_draw_the_same(self) -> None:
-        there = [probe.port for probe in probes_of(path(3, 5, HIGH), task(), LOW, 1)]
-        assert there == source_ports(path(3, 5, LOW), task(), 1, knocked=True)
+        there = [probe.port for probe in build_probes(path(3, 5, HIGH), task(), LOW, 1)]
+        assert there == draw_source_ports(path(3, 5, LOW), task(), 1, knocked=True)
 
     def test_no_port_is_drawn_again_until_all_others_have_been(self) -> None:
         both = task(path(3, 5), path(5, 3))
-        drawn = [source_ports(path(3, 5), both, turn, knocked=True) for turn in range(20, 28)]
-        assert {len(ports) for ports in drawn} == {paths.PROBES_BOTH_WAYS}
+        drawn = [draw_source_ports(path(3, 5), both, turn, knocked=True) for turn in range(20, 28)]
+        assert {len(ports) for ports in drawn} == {paths.MAX_BIDIRECTIONAL_PROBES}
         for begin in range(5):
-            assert len({port for ports in drawn[begin : begin + 3] for port in ports}) == 3 * paths.PROBES_BOTH_WAYS
+            assert len({port for ports in drawn[begin : begin + 3] for port in ports}) == 3 * paths.MAX_BIDIRECTIONAL_PROBES
             assert len({port for ports in drawn[begin : begin + 4] for port in ports}) == 250
 
     def test_listeners_of_neighbouring_ranks_differ_and_never_leave_their_half(self) -> None:
-        listening = [listen_port(task(), rank) for rank in range(5000)]
+        listening = [compute_listen_port(task(), rank) for rank in range(5000)]
         assert len(set(listening[:500])) == 500
         assert (min(listening), max(listening)) == (20000, 20499)
 
     def test_more_spines_than_ports_try_them_all(self) -> None:
-        assert len(probes_of(path(3, 5, LOW), task(spines=2000), HIGH, 7)) == 250
+        assert len(build_probes(path(3, 5, LOW), task(spines=2000), HIGH, 7)) == 250
 
 
 class TestSearch:
@@ -197,47 +197,47 @@ class TestSearch:
 
     def test_only_the_sender_searches(self) -> None:
         both = task(path(0, 1, LOW), path(1, 0, LOW))
-        assert [each.path.source for each in paths.search(both, (0,), HIGH, 7, labels=False)] == [0]
+        assert [each.path.source for each in paths.search_paths(both, (0,), HIGH, 7, labels=False)] == [0]
 
     def test_no_more_is_tried_than_switches_bear(self, network: Switches) -> None:
-        (found,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, 7, labels=False)
-        assert len(found.ports) == paths.PORTS
+        (found,) = paths.search_paths(task(path(0, 1, LOW)), (0,), HIGH, 7, labels=False)
+        assert len(found.ports) == paths.PORTS_PER_PATH
         assert {port % SPINES for port in found.ports} == {1}
-        assert len(network.sent) <= 4 * SPINES + paths.BATCH + 2 * paths.PORTS
+        assert len(network.sent) <= 4 * SPINES + paths.PROBE_BATCH_SIZE + 2 * paths.PORTS_PER_PATH
 
     def test_where_the_way_back_is_planned_too_the_side_that_is_connected_to_tries_more(
         self, network: Switches
     ) -> None:
-        (found,) = paths.search(task(path(0, 1, HIGH), path(1, 0, HIGH)), (0,), LOW, 7, labels=False)
-        assert paths.PORTS < len(found.ports) <= paths.MOST_KNOCKS
-        assert len(network.sent) <= paths.PROBES_BOTH_WAYS + paths.BATCH + 2 * paths.PORTS
+        (found,) = paths.search_paths(task(path(0, 1, HIGH), path(1, 0, HIGH)), (0,), LOW, 7, labels=False)
+        assert paths.PORTS_PER_PATH < len(found.ports) <= paths.MAX_KNOCKS_PER_PATH
+        assert len(network.sent) <= paths.MAX_BIDIRECTIONAL_PROBES + paths.PROBE_BATCH_SIZE + 2 * paths.PORTS_PER_PATH
 
     def test_and_the_side_that_connects_waits_for_its_knocks(self, network: Switches) -> None:
         both = task(path(0, 1, LOW), path(1, 0, LOW))
-        (waiting,) = paths.search(both, (0,), HIGH, 7, labels=False)
+        (waiting,) = paths.search_paths(both, (0,), HIGH, 7, labels=False)
         assert (waiting.ports, waiting.fault, network.sent) == ((), PathFault.NONE, [])
         knocked = (20759, 20761, 20763, 20765)
-        assert paths.narrow(waiting, both, HIGH, knocked).ports == (20761, 20765)
-        assert paths.narrow(waiting, both, HIGH, (20759, 20763)).fault is PathFault.NOT_FOUND
+        assert paths.narrow_ports(waiting, both, HIGH, knocked).ports == (20761, 20765)
+        assert paths.narrow_ports(waiting, both, HIGH, (20759, 20763)).fault is PathFault.NOT_FOUND
 
     def test_ports_whose_knocks_have_not_ended_yet_are_tried_again(
         self, network: Switches, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         both = task(path(0, 1, LOW), path(1, 0, LOW))
-        (waiting,) = paths.search(both, (0,), HIGH, 7, labels=False)
+        (waiting,) = paths.search_paths(both, (0,), HIGH, 7, labels=False)
         tries = 0
 
-        def trace(_own: str, probes: Sequence[HopProbe], _seconds: float, _kind: int) -> Trace:
+        def trace(_own: str, probes: Sequence[HopProbe], _seconds: float, _kind: int) -> HopTrace:
             nonlocal tries
             tries += 1
-            return network(probes) if tries > 4 else Trace(taken=set(probes))
+            return network(probes) if tries > 4 else HopTrace(unavailable=set(probes))
 
         monkeypatch.setattr(paths, "trace", trace)
-        assert paths.narrow(waiting, both, HIGH, (20759, 20761, 20763, 20765)).ports == (20761, 20765)
+        assert paths.narrow_ports(waiting, both, HIGH, (20759, 20761, 20763, 20765)).ports == (20761, 20765)
 
     def test_labels_for_roce_are_asked_for_where_there_may_be_any(self) -> None:
-        (without,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, 7, labels=False)
-        (found,) = paths.search(task(path(0, 1, LOW)), (0,), HIGH, 7, labels=True)
+        (without,) = paths.search_paths(task(path(0, 1, LOW)), (0,), HIGH, 7, labels=False)
+        (found,) = paths.search_paths(task(path(0, 1, LOW)), (0,), HIGH, 7, labels=True)
         assert without.label == 0
         assert (paths.ROCE_FIRST_SOURCE_PORT + found.label) % SPINES == 1
 
@@ -245,83 +245,83 @@ class TestSearch:
     def test_few_spines_and_many(self, network: Switches, spines: int) -> None:
         network.spines = spines
         wanted = replace(path(0, 1, LOW), hops=(f"10.98.0.{spines - 1}",))
-        (found,) = paths.search(task(wanted, spines=spines), (0,), HIGH, 7, labels=False)
+        (found,) = paths.search_paths(task(wanted, spines=spines), (0,), HIGH, 7, labels=False)
         assert {port % spines for port in found.ports} == {spines - 1}
 
     def test_in_an_unknown_fabric_ports_are_drawn_without_a_packet(self, network: Switches) -> None:
         unknown = replace(path(0, 1, LOW), spine="", hops=(), draw=5)
         drawn = [
-            paths.search(task(each), (0,), HIGH, turn, labels=True)[0].ports
+            paths.search_paths(task(each), (0,), HIGH, turn, labels=True)[0].ports
             for each, turn in ((unknown, 7), (unknown, 8), (replace(unknown, draw=6), 8))
         ]
         assert drawn[0] == drawn[1], "the same in each round, so that a good one can be kept"
         assert drawn[0] != drawn[2]
-        assert len(drawn[0]) == paths.PORTS
+        assert len(drawn[0]) == paths.PORTS_PER_PATH
         assert not network.sent
 
 
 class TestEntries:
     def test_the_side_that_connects_writes_where_from(self) -> None:
-        found = [Found(path(0, 1, LOW), (20700, 20701))]
-        assert entries(0, task(path(0, 1, LOW)), HIGH, found, {}) == [
+        found = [PathSearchResult(path(0, 1, LOW), (20700, 20701))]
+        assert build_shim_lines(0, task(path(0, 1, LOW)), HIGH, found, {}) == [
             f"listen {HIGH} 0 20000",
             f"connect {LOW} 20001 20700 20701",
         ]
 
     def test_the_side_that_is_connected_to_only_listens(self) -> None:
-        found = [Found(path(1, 0, HIGH), (20700, 20701))]
-        assert entries(1, task(path(1, 0, HIGH)), LOW, found, {}) == [f"listen {LOW} 0 20001"]
+        found = [PathSearchResult(path(1, 0, HIGH), (20700, 20701))]
+        assert build_shim_lines(1, task(path(1, 0, HIGH)), LOW, found, {}) == [f"listen {LOW} 0 20001"]
 
     def test_who_was_knocked_at_connects_from_there(self) -> None:
-        told = entries(0, task(path(1, 0, LOW)), HIGH, (), {(1, 0): [20800, 20801]})
+        told = build_shim_lines(0, task(path(1, 0, LOW)), HIGH, (), {(1, 0): [20800, 20801]})
         assert told == [f"listen {HIGH} 0 20000", f"connect {LOW} 20001 20800 20801"]
 
     def test_ports_that_fit_both_ways_come_first(self) -> None:
         both = task(path(0, 1, LOW), path(1, 0, LOW))
-        found = [Found(path(0, 1, LOW), (20802,))]
-        told = entries(0, both, HIGH, found, {(1, 0): [20800, 20802]})
+        found = [PathSearchResult(path(0, 1, LOW), (20802,))]
+        told = build_shim_lines(0, both, HIGH, found, {(1, 0): [20800, 20802]})
         assert told[1] == f"connect {LOW} 20001 20802 20800"
 
     def test_no_more_ports_are_told_than_the_shim_tries(self) -> None:
-        told = entries(0, task(path(1, 0, LOW)), HIGH, (), {(1, 0): list(range(20800, 20816))})
-        assert len(told[1].split()) == 3 + paths.MOST_PORTS
+        told = build_shim_lines(0, task(path(1, 0, LOW)), HIGH, (), {(1, 0): list(range(20800, 20816))})
+        assert len(told[1].split()) == 3 + paths.MAX_SHIM_PORTS
 
     def test_a_path_without_ports_leaves_the_connection_alone(self) -> None:
-        found = [Found(path(0, 1, LOW), fault=PathFault.FILTERED)]
-        assert entries(0, task(path(0, 1, LOW)), HIGH, found, {}) == [f"listen {HIGH} 0 20000"]
+        found = [PathSearchResult(path(0, 1, LOW), fault=PathFault.FILTERED)]
+        assert build_shim_lines(0, task(path(0, 1, LOW)), HIGH, found, {}) == [f"listen {HIGH} 0 20000"]
 
     def test_knocks_for_other_ranks_and_ranks_without_paths_change_nothing(self) -> None:
-        assert entries(0, task(path(1, 0, LOW)), HIGH, (), {(7, 8): [20800]}) == [f"listen {HIGH} 0 20000"]
-        assert entries(4, task(path(1, 0, LOW)), HIGH, (), {(1, 0): [20800]}) == []
+        assert build_shim_lines(0, task(path(1, 0, LOW)), HIGH, (), {(7, 8): [20800]}) == [f"listen {HIGH} 0 20000"]
+        assert build_shim_lines(4, task(path(1, 0, LOW)), HIGH, (), {(1, 0): [20800]}) == []
 
     def test_labels_are_for_the_sender(self) -> None:
-        found = [Found(path(0, 1, HIGH), (20700,), label=77)]
-        assert entries(0, task(path(0, 1, HIGH)), LOW, found, {})[-1] == f"label {HIGH} 77"
+        found = [PathSearchResult(path(0, 1, HIGH), (20700,), label=77)]
+        assert build_shim_lines(0, task(path(0, 1, HIGH)), LOW, found, {})[-1] == f"label {HIGH} 77"
 
 
 class TestConfirmed:
     """`own` is the sender's side."""
 
-    CONNECTS = Found(path(0, 1, LOW), (20700, 20701))
-    LISTENS = Found(path(1, 0, HIGH), (20700, 20701))
+    CONNECTS = PathSearchResult(path(0, 1, LOW), (20700, 20701))
+    LISTENS = PathSearchResult(path(1, 0, HIGH), (20700, 20701))
 
-    def of(self, found: Found, own: str, *seen: Connection) -> PathFault | None:
-        return confirmed(found, task(found.path), own, seen)
+    def of(self, found: PathSearchResult, own: str, *seen: TcpConnection) -> PathFault | None:
+        return check_path_connection(found, task(found.path), own, seen)
 
     def test_a_connection_from_a_found_port_is_in_force(self) -> None:
-        assert self.of(self.CONNECTS, HIGH, Connection(HIGH, 20701, LOW, 20001)) is PathFault.NONE
-        assert self.of(self.LISTENS, LOW, Connection(LOW, 20001, HIGH, 20700)) is PathFault.NONE
+        assert self.of(self.CONNECTS, HIGH, TcpConnection(HIGH, 20701, LOW, 20001)) is PathFault.NONE
+        assert self.of(self.LISTENS, LOW, TcpConnection(LOW, 20001, HIGH, 20700)) is PathFault.NONE
 
     def test_one_from_another_port_is_not(self) -> None:
-        assert self.of(self.CONNECTS, HIGH, Connection(HIGH, 45001, LOW, 20001)) is PathFault.NOT_TAKEN
-        assert self.of(self.LISTENS, LOW, Connection(LOW, 20001, HIGH, 45001)) is PathFault.NOT_TAKEN
+        assert self.of(self.CONNECTS, HIGH, TcpConnection(HIGH, 45001, LOW, 20001)) is PathFault.NOT_TAKEN
+        assert self.of(self.LISTENS, LOW, TcpConnection(LOW, 20001, HIGH, 45001)) is PathFault.NOT_TAKEN
 
     def test_none_is_there_yet(self) -> None:
-        assert self.of(self.CONNECTS, HIGH, Connection(HIGH, 20701, LOW, 20002)) is None
-        assert self.of(self.LISTENS, LOW, Connection(LOW, 29400, HIGH, 20700)) is None
+        assert self.of(self.CONNECTS, HIGH, TcpConnection(HIGH, 20701, LOW, 20002)) is None
+        assert self.of(self.LISTENS, LOW, TcpConnection(LOW, 29400, HIGH, 20700)) is None
 
     def test_others_arrive_but_never_the_peer_where_addresses_are_rewritten(self) -> None:
-        assert self.of(self.LISTENS, LOW, Connection(LOW, 20001, "192.0.2.1", 20700)) is PathFault.TRANSLATED
+        assert self.of(self.LISTENS, LOW, TcpConnection(LOW, 20001, "192.0.2.1", 20700)) is PathFault.TRANSLATED
 
 
 class TestKnocks:
@@ -330,17 +330,17 @@ class TestKnocks:
     PATH = path(1, 0, "127.0.0.1")
 
     @pytest.fixture
-    def doors(self) -> Iterator[Doors]:
-        made = Doors("127.0.0.2")
+    def doors(self) -> Iterator[KnockListeners]:
+        made = KnockListeners("127.0.0.2")
         yield made
         made.close()
 
-    def test_the_ports_that_were_knocked_at_are_known_and_all_are_free_again(self, doors: Doors) -> None:
+    def test_the_ports_that_were_knocked_at_are_known_and_all_are_free_again(self, doors: KnockListeners) -> None:
         first, second, third, source = free_ports(4)
         doors.open(self.PATH, source, [first, second, third])
-        knock("127.0.0.1", source, "127.0.0.2", [first, third], 1.0)
+        knock_ports("127.0.0.1", source, "127.0.0.2", [first, third], 1.0)
         began = time.monotonic()
-        assert {ends: sorted(ports) for ends, ports in doors.hear(60.0).items()} == {(1, 0): sorted([first, third])}
+        assert {ends: sorted(ports) for ends, ports in doors.wait_for_knocks(60.0).items()} == {(1, 0): sorted([first, third])}
         assert time.monotonic() - began < 30.0
         for port in (first, second):
             with socket.socket() as rank:  # as the shim binds it, and from there towards whom has knocked
@@ -349,62 +349,62 @@ class TestKnocks:
                 with socket.create_server(("127.0.0.1", source)):
                     rank.connect(("127.0.0.1", source))
 
-    def test_it_waits_for_all_that_are_announced_and_no_longer_than_it_may(self, doors: Doors) -> None:
+    def test_it_waits_for_all_that_are_announced_and_no_longer_than_it_may(self, doors: KnockListeners) -> None:
         first, second, source = free_ports(3)
         doors.open(self.PATH, source, [first, second])
         one, other = (self.let_in(source, door) for door in (first, second))
         one.close()
         late = threading.Timer(0.1, other.close)
         late.start()
-        assert doors.hear(60.0) == {(1, 0): [first, second]}
+        assert doors.wait_for_knocks(60.0) == {(1, 0): [first, second]}
         late.join()
         doors.open(self.PATH, source, [first])
         self.let_in(source, first).close()
-        assert doors.hear(0.2) == {(1, 0): [first]}
+        assert doors.wait_for_knocks(0.2) == {(1, 0): [first]}
 
     @staticmethod
     def let_in(source: int, door: int) -> socket.socket:
         """Has said that there are two, and not hung up."""
-        inside = bind("127.0.0.1", source)
+        inside = bind_socket("127.0.0.1", source)
         inside.connect(("127.0.0.2", door))
         inside.send(bytes((2,)))
         return inside
 
-    def test_nobody_waits_for_who_was_not_let_in(self, doors: Doors) -> None:
+    def test_nobody_waits_for_who_was_not_let_in(self, doors: KnockListeners) -> None:
         """A node may have dropped what came back: it has seen that port tried from the other side."""
         door, shut, source = free_ports(3)
         doors.open(self.PATH, source, [door])
-        knock("127.0.0.1", source, "127.0.0.2", [shut, door], 1.0)
+        knock_ports("127.0.0.1", source, "127.0.0.2", [shut, door], 1.0)
         began = time.monotonic()
-        assert doors.hear(60.0) == {(1, 0): [door]}
+        assert doors.wait_for_knocks(60.0) == {(1, 0): [door]}
         assert time.monotonic() - began < 30.0
 
-    def test_who_has_found_none_says_so_and_nobody_waits(self, doors: Doors) -> None:
+    def test_who_has_found_none_says_so_and_nobody_waits(self, doors: KnockListeners) -> None:
         door, source = free_ports(2)
         doors.open(self.PATH, source, [door])
-        knock("127.0.0.1", source, "127.0.0.2", [door], 1.0, found=False)
+        knock_ports("127.0.0.1", source, "127.0.0.2", [door], 1.0, found=False)
         began = time.monotonic()
-        assert doors.hear(60.0) == {}
+        assert doors.wait_for_knocks(60.0) == {}
         assert time.monotonic() - began < 30.0
 
-    def test_others_who_knock_are_sent_away(self, doors: Doors) -> None:
+    def test_others_who_knock_are_sent_away(self, doors: KnockListeners) -> None:
         door, source, elsewhere = free_ports(3)
         doors.open(self.PATH, source, [door])
-        knock("127.0.0.1", elsewhere, "127.0.0.2", [door], 1.0)
-        knock("127.0.0.3", source, "127.0.0.2", [door], 1.0)
-        assert doors.hear(0.2) == {}
+        knock_ports("127.0.0.1", elsewhere, "127.0.0.2", [door], 1.0)
+        knock_ports("127.0.0.3", source, "127.0.0.2", [door], 1.0)
+        assert doors.wait_for_knocks(0.2) == {}
 
-    def test_taken_doors_stay_shut(self, doors: Doors) -> None:
+    def test_taken_doors_stay_shut(self, doors: KnockListeners) -> None:
         taken, free, source = free_ports(3)
         with socket.create_server(("127.0.0.2", taken)):
             doors.open(self.PATH, source, [taken, free])
-            knock("127.0.0.1", source, "127.0.0.2", [taken, free], 1.0)
-            assert doors.hear(0.2) == {(1, 0): [free]}
+            knock_ports("127.0.0.1", source, "127.0.0.2", [taken, free], 1.0)
+            assert doors.wait_for_knocks(0.2) == {(1, 0): [free]}
 
     def test_where_nobody_listens_a_knock_ends_at_once(self) -> None:
         door, source = free_ports(2)
         began = time.monotonic()
-        knock("127.0.0.1", source, "127.0.0.2", [door], 60.0)
+        knock_ports("127.0.0.1", source, "127.0.0.2", [door], 60.0)
         assert time.monotonic() - began < 30.0
 
 
@@ -416,8 +416,8 @@ class TestFinder:
     )
 
     @pytest.fixture
-    def runtime(self, tmp_path: Path) -> Runtime:
-        return Runtime(tmp_path).make()
+    def runtime(self, tmp_path: Path) -> RuntimeFolder:
+        return RuntimeFolder(tmp_path).create()
 
     @pytest.fixture
     def ended(self) -> asyncio.Event:
@@ -425,14 +425,14 @@ class TestFinder:
         return asyncio.Event()
 
     @pytest.fixture
-    def finder(self, runtime: Runtime, ended: asyncio.Event) -> PathFinder:
+    def finder(self, runtime: RuntimeFolder, ended: asyncio.Event) -> PathFinder:
         return PathFinder(runtime, HIGH, no_shim="", labels=False, on_found=ended.set)
 
     async def found(self, finder: PathFinder, ended: asyncio.Event, plan: WorkerPlan, seen: int = 0) -> None:
         ended.clear()
-        assert not finder.find(plan, seen), "the round waits for it"
+        assert not finder.ensure_searched(plan, seen), "the round waits for it"
         await ended.wait()
-        assert finder.find(plan, seen)
+        assert finder.ensure_searched(plan, seen)
 
     @pytest.fixture(autouse=True)
     def switches(self, monkeypatch: pytest.MonkeyPatch) -> Switches:
@@ -441,26 +441,26 @@ class TestFinder:
         return network
 
     async def test_what_is_found_is_written_for_the_rank(
-        self, runtime: Runtime, finder: PathFinder, ended: asyncio.Event
+        self, runtime: RuntimeFolder, finder: PathFinder, ended: asyncio.Event
     ) -> None:
-        plan = self.PLAN.part("w1")
+        plan = self.PLAN.build_worker_plan("w1")
         await self.found(finder, ended, plan)
-        finder.put_in_force(plan)
-        listen, connect = runtime.paths_of(0).read_text().splitlines()
+        finder.apply(plan)
+        listen, connect = runtime.paths_file(0).read_text().splitlines()
         assert listen == f"listen {HIGH} 0 20001"
         assert connect.startswith(f"connect {LOW} 20000 ")
         assert {int(port) % SPINES for port in connect.split()[3:]} == {1}
-        assert [(each.source, each.destination, each.in_force, each.fault) for each in finder.reports()] == [
+        assert [(each.source, each.destination, each.in_force, each.fault) for each in finder.build_reports()] == [
             (1, 0, False, "")
         ]
 
     async def test_each_round_is_searched_once_and_anew(
         self, finder: PathFinder, ended: asyncio.Event, switches: Switches
     ) -> None:
-        plan = self.PLAN.part("w1")
+        plan = self.PLAN.build_worker_plan("w1")
         await self.found(finder, ended, plan)
         count = len(switches.sent)
-        assert finder.find(plan, 0)
+        assert finder.ensure_searched(plan, 0)
         assert len(switches.sent) == count
         await self.found(finder, ended, plan, seen=1)
         assert len(switches.sent) > count
@@ -468,34 +468,34 @@ class TestFinder:
     async def test_a_search_that_nobody_wants_any_more_changes_nothing(
         self, finder: PathFinder, ended: asyncio.Event
     ) -> None:
-        plan = self.PLAN.part("w1")
-        assert not finder.find(plan, 0)
+        plan = self.PLAN.build_worker_plan("w1")
+        assert not finder.ensure_searched(plan, 0)
         await self.found(finder, ended, plan, seen=1)
-        finder.put_in_force(plan)
-        assert len(finder.reports()) == 1
-        assert finder.find(replace(plan, paths=None), 2)
-        finder.put_in_force(replace(plan, paths=None))
-        assert finder.reports() == ()
+        finder.apply(plan)
+        assert len(finder.build_reports()) == 1
+        assert finder.ensure_searched(replace(plan, paths=None), 2)
+        finder.apply(replace(plan, paths=None))
+        assert finder.build_reports() == ()
 
     async def test_a_round_without_paths_takes_back_what_one_before_had(
-        self, runtime: Runtime, finder: PathFinder
+        self, runtime: RuntimeFolder, finder: PathFinder
     ) -> None:
-        plan = replace(self.PLAN, paths=None).part("w1")
-        runtime.paths_of(0).write_text("of a round before")
-        assert finder.find(plan, 0), "nothing to wait for"
-        finder.put_in_force(plan)
-        assert not runtime.paths_of(0).exists()
-        assert finder.reports() == ()
+        plan = replace(self.PLAN, paths=None).build_worker_plan("w1")
+        runtime.paths_file(0).write_text("of a round before")
+        assert finder.ensure_searched(plan, 0), "nothing to wait for"
+        finder.apply(plan)
+        assert not runtime.paths_file(0).exists()
+        assert finder.build_reports() == ()
 
     async def test_without_the_shim_nothing_is_tried_and_that_is_said(
-        self, runtime: Runtime, switches: Switches
+        self, runtime: RuntimeFolder, switches: Switches
     ) -> None:
         finder = PathFinder(runtime, HIGH, no_shim="musl", labels=False, on_found=lambda: None)
-        plan = self.PLAN.part("w1")
-        assert finder.find(plan, 0)
-        finder.put_in_force(plan)
-        assert not runtime.paths_of(0).exists()
-        assert [each.fault for each in finder.reports()] == [PathFault.NO_SHIM]
+        plan = self.PLAN.build_worker_plan("w1")
+        assert finder.ensure_searched(plan, 0)
+        finder.apply(plan)
+        assert not runtime.paths_file(0).exists()
+        assert [each.fault for each in finder.build_reports()] == [PathFault.NO_SHIM]
         assert not switches.sent
 
     async def test_two_launchers_agree_by_knocks(self, tmp_path: Path) -> None:
@@ -503,62 +503,62 @@ class TestFinder:
         members = (Member("w0", "127.0.0.1", (0,)), Member("w1", "127.0.0.2", (1,)))
         wanted = (PlannedPath(1, 0, "s1"), PlannedPath(0, 1, "s1"))
         plan = replace(self.PLAN, members=members, paths=Paths(wanted, (Hop(S1, "s1"),), 20000, 20999))
-        finders, runtimes = [], [Runtime(tmp_path / worker).make() for worker in ("w0", "w1")]
+        finders, runtimes = [], [RuntimeFolder(tmp_path / worker).create() for worker in ("w0", "w1")]
         for member, runtime in zip(members, runtimes, strict=True):
             ended = asyncio.Event()
             finders.append(PathFinder(runtime, member.address, "", labels=False, on_found=ended.set))
-            await self.found(finders[-1], ended, plan.part(member.worker))
+            await self.found(finders[-1], ended, plan.build_worker_plan(member.worker))
         for finder, member in zip(finders, members, strict=True):
-            finder.put_in_force(plan.part(member.worker))
+            finder.put_in_force(plan.build_worker_plan(member.worker))
 
-        line = runtimes[1].paths_of(0).read_text().splitlines()[-1]
+        line = runtimes[1].paths_file(0).read_text().splitlines()[-1]
         ports = [int(port) for port in line.split()[3:]]
         assert line.startswith("connect 127.0.0.1 20000 ")
         assert {port % SPINES for port in ports} == {1}
-        assert runtimes[0].paths_of(0).read_text() == "listen 127.0.0.1 0 20000\n"
-        assert list(finders[1]._found[1, 0].ports) == ports[: paths.PORTS], "those that fit both ways come first"
+        assert runtimes[0].paths_file(0).read_text() == "listen 127.0.0.1 0 20000\n"
+        assert list(finders[1]._found[1, 0].ports) == ports[: paths.PORTS_PER_PATH], "those that fit both ways come first"
 
     async def test_who_waits_for_a_knock_that_never_comes_says_so(
-        self, runtime: Runtime, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+        self, runtime: RuntimeFolder, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(path_finder, "HEAR_SECONDS", 0.01)
         wanted = (PlannedPath(1, 0, "s1"), PlannedPath(0, 1, "s1"))
         members = (Member("w0", "127.0.0.1", (0,)), Member("w1", "127.0.0.2", (1,)))
-        plan = replace(self.PLAN, members=members, paths=Paths(wanted, (Hop(S1, "s1"),), 25000, 25999)).part("w1")
+        plan = replace(self.PLAN, members=members, paths=Paths(wanted, (Hop(S1, "s1"),), 25000, 25999)).build_worker_plan("w1")
         finder = PathFinder(runtime, "127.0.0.2", "", labels=False, on_found=ended.set)
         await self.found(finder, ended, plan)
-        finder.put_in_force(plan)
-        assert [each.fault for each in finder.reports()] == [PathFault.NOT_FOUND]
-        assert runtime.paths_of(0).read_text() == "listen 127.0.0.2 0 25001\n"
+        finder.apply(plan)
+        assert [each.fault for each in finder.build_reports()] == [PathFault.NOT_FOUND]
+        assert runtime.paths_file(0).read_text() == "listen 127.0.0.2 0 25001\n"
 
     async def test_a_path_is_in_force_when_its_connection_is_seen(
-        self, runtime: Runtime, finder: PathFinder, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+        self, runtime: RuntimeFolder, finder: PathFinder, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        plan = self.PLAN.part("w1")
+        plan = self.PLAN.build_worker_plan("w1")
         await self.found(finder, ended, plan)
-        finder.put_in_force(plan)
-        seen: list[Connection] = []
+        finder.apply(plan)
+        seen: list[TcpConnection] = []
         monkeypatch.setattr(path_finder, "connections", lambda: seen)
-        finder.look(100.0)
-        assert not finder.reports()[0].in_force
-        port = int(runtime.paths_of(0).read_text().split()[-1])
-        seen.append(Connection(HIGH, port, LOW, 20000))
-        finder.look(100.5)
-        assert not finder.reports()[0].in_force, "not looked at before a second is over"
-        finder.look(101.0)
-        assert finder.reports()[0].in_force
+        finder.check_connections(100.0)
+        assert not finder.build_reports()[0].in_force
+        port = int(runtime.paths_file(0).read_text().split()[-1])
+        seen.append(TcpConnection(HIGH, port, LOW, 20000))
+        finder.check_connections(100.5)
+        assert not finder.build_reports()[0].in_force, "not looked at before a second is over"
+        finder.check_connections(101.0)
+        assert finder.build_reports()[0].in_force
 
     async def test_a_connection_from_elsewhere_is_told_once_it_stays(
         self, finder: PathFinder, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        plan = self.PLAN.part("w1")
+        plan = self.PLAN.build_worker_plan("w1")
         await self.found(finder, ended, plan)
-        finder.put_in_force(plan)
-        monkeypatch.setattr(path_finder, "connections", lambda: [Connection(HIGH, 45000, LOW, 20000)])
-        finder.look(100.0)
-        assert finder.reports()[0].fault is PathFault.NONE
-        finder.look(100.0 + path_finder.CONFIRM_SECONDS)
-        assert finder.reports()[0].fault is PathFault.NOT_TAKEN
+        finder.apply(plan)
+        monkeypatch.setattr(path_finder, "connections", lambda: [TcpConnection(HIGH, 45000, LOW, 20000)])
+        finder.check_connections(100.0)
+        assert finder.build_reports()[0].fault is PathFault.NONE
+        finder.check_connections(100.0 + path_finder.PATH_CONFIRM_SECONDS)
+        assert finder.build_reports()[0].fault is PathFault.NOT_TAKEN
 
 
 def free_ports(count: int) -> list[int]:
@@ -586,9 +586,9 @@ class TestKernel:
         six = tmp_path / "tcp6"
         loopback = "00000000000000000000000001000000"
         six.write_text(f"header\n 0: {loopback}:0001 {loopback}:0002 01 x")
-        assert connections((table, six, tmp_path / "missing")) == [
-            Connection("10.99.1.10", 25000, "10.99.1.11", 20001),
-            Connection("::1", 1, "::1", 2),
+        assert list_connections((table, six, tmp_path / "missing")) == [
+            TcpConnection("10.99.1.10", 25000, "10.99.1.11", 20001),
+            TcpConnection("::1", 1, "::1", 2),
         ]
 
     @pytest.mark.parametrize(
@@ -604,4 +604,4 @@ class TestKernel:
         ids=["exceeded", "unreachable", "v6", "no sender", "half a sender", "nothing"],
     )
     def test_an_error_names_the_switch_at_which_the_hops_were_used_up(self, content: bytes, address: str) -> None:
-        assert hops._switch(content) == address
+        assert hops._parse_switch_address(content) == address

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.launcher.plans import PlanFile
-from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper_analysis.plan import WorkerRole, WorkerPlan
 
-PLAN = WorkerPlan(version=7, role=Role.MEMBER)
+PLAN = WorkerPlan(version=7, role=WorkerRole.MEMBER)
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.launcher import probe
-from pacekeeper.launcher.network import bind
-from pacekeeper.launcher.probe import GUESTS, TRANSFER_BYTES, TURN_SECONDS, ProbeHost, Prober
+from pacekeeper.launcher.network import bind_socket
+from pacekeeper.launcher.probe import MAX_PROBE_CONNECTIONS, PROBE_TRANSFER_BYTES, PROBE_MEASUREMENT_SECONDS, LinkProbeServer, LinkProber
 from pacekeeper.runtime import read_json
-from pacekeeper.seal import Channel, greet_host
-from pacekeeper_analysis.plan import ProbeTarget, ProbeTask
+from pacekeeper.seal import AuthenticatedChannel, authenticate_to_server
+from pacekeeper_analysis.plan import ProbeTarget, LinkProbeTask
 from pacekeeper_analysis.reports import Evidence, LinkProbe
 
 SECRET, OTHER = "5ec2e7" * 8, "0a" * 24
 
 
 @asynccontextmanager
-async def host(secret: str = SECRET) -> AsyncIterator[tuple[ProbeHost, int]]:
-    serving, listener = ProbeHost(), bind("127.0.0.1")
+async def host(secret: str = SECRET) -> AsyncIterator[tuple[LinkProbeServer, int]]:
+    serving, listener = LinkProbeServer(), bind_socket("127.0.0.1")
     port: int = listener.getsockname()[1]
     await serving.serve(listener)
     serving.admit(1, secret)
@@ -36,9 +36,9 @@ async def host(secret: str = SECRET) -> AsyncIterator[tuple[ProbeHost, int]]:
 
 
 async def measured(folder: Path, *targets: ProbeTarget, secret: str = SECRET, membership: int = 1) -> list[LinkProbe]:
-    prober = Prober(folder / "probes.json")
-    prober.follow(ProbeTask("p", targets), membership, secret)
-    await prober.done()
+    prober = LinkProber(folder / "probes.json")
+    prober.start_task(LinkProbeTask("p", targets), membership, secret)
+    await prober.wait_done()
     found = read_json(folder / "probes.json")
     assert found is not None
     assert found["name"] == "p"
@@ -59,16 +59,16 @@ async def test_pings_and_transfers_of_every_target_in_its_turn(tmp_path: Path) -
 async def test_a_request_is_measured_once_and_a_new_one_ends_it(tmp_path: Path) -> None:
     results = tmp_path / "probes.json"
     async with host() as (_, port):
-        prober = Prober(results)
-        slow = ProbeTask("old", (ProbeTarget("w", f"127.0.0.1:{port}", slot=9),))
-        prober.follow(slow, 1, SECRET)
-        prober.follow(ProbeTask("new", (ProbeTarget("w", f"127.0.0.1:{port}"),)), 1, SECRET)
-        await prober.done()
+        prober = LinkProber(results)
+        slow = LinkProbeTask("old", (ProbeTarget("w", f"127.0.0.1:{port}", slot=9),))
+        prober.start_task(slow, 1, SECRET)
+        prober.start_task(LinkProbeTask("new", (ProbeTarget("w", f"127.0.0.1:{port}"),)), 1, SECRET)
+        await prober.wait_done()
         assert (read_json(results) or {})["name"] == "new"
         results.unlink()
-        prober.follow(ProbeTask("new", ()), 1, SECRET)
-        prober.follow(None, 1, SECRET)
-        await prober.done()
+        prober.start_task(LinkProbeTask("new", ()), 1, SECRET)
+        prober.start_task(None, 1, SECRET)
+        await prober.wait_done()
         assert not results.exists()
 
 
@@ -99,7 +99,7 @@ async def test_somebody_who_says_nothing_costs_a_turn_and_no_more(tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
         (found,) = await measured(tmp_path, ProbeTarget("w", f"127.0.0.1:{silent.getsockname()[1]}"))
-    assert time.monotonic() - began < TURN_SECONDS + 10
+    assert time.monotonic() - began < PROBE_MEASUREMENT_SECONDS + 10
     assert found.failed
 
 
@@ -114,16 +114,16 @@ async def test_a_transfer_that_does_not_end_in_time_tells_what_came_through(
         return await read(reader, min(size, 200_000))
 
     monkeypatch.setattr(asyncio.StreamReader, "read", slowly)
-    monkeypatch.setattr(probe, "TRANSFER_BYTES", 8 * TRANSFER_BYTES)
+    monkeypatch.setattr(probe, "TRANSFER_BYTES", 8 * PROBE_TRANSFER_BYTES)
     async with host() as (_, port):
         (found,) = await measured(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
     assert found.failed == ""
     assert 1e6 < found.bytes_per_second < 60e6
 
 
-async def guest(port: int, secret: str = SECRET) -> tuple[Channel, asyncio.StreamReader, asyncio.StreamWriter]:
+async def guest(port: int, secret: str = SECRET) -> tuple[AuthenticatedChannel, asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    return await greet_host(reader, writer, 1, secret), reader, writer
+    return await authenticate_to_server(reader, writer, 1, secret), reader, writer
 
 
 @pytest.mark.parametrize(
@@ -144,28 +144,28 @@ async def test_a_guest_pings_so_often_and_no_more() -> None:
         channel, _, writer = await guest(port)
         answers = 0
         with contextlib.suppress(ConnectionError):
-            for number in range(probe.PINGS + 10):
+            for number in range(probe.PROBE_PINGS + 10):
                 channel.write({"ping": number})
                 if await channel.read() is None:
                     break
                 answers += 1
-        assert answers == probe.PINGS
+        assert answers == probe.PROBE_PINGS
         writer.close()
 
 
 async def test_strangers_fill_no_memory_and_keep_nobody_out(tmp_path: Path) -> None:
     async with host() as (serving, port):
-        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * GUESTS)]
+        crowd = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3 * MAX_PROBE_CONNECTIONS)]
         async with asyncio.timeout(1):  # less than a stranger has time
-            for reader, _ in crowd[: 2 * GUESTS]:
+            for reader, _ in crowd[: 2 * MAX_PROBE_CONNECTIONS]:
                 await reader.read()  # until it is hung up on
-        assert len(serving._guests) == GUESTS
+        assert len(serving._connections) == MAX_PROBE_CONNECTIONS
         (found,) = await measured(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
         assert found.failed == "", "whoever proves itself comes in"
         async with asyncio.timeout(5):
             for reader, _ in crowd:
                 await reader.read()
-        assert not serving._guests
+        assert not serving._connections
         for _, writer in crowd:
             writer.close()
 

@@ -22,7 +22,7 @@ import pytest
 from pacekeeper.launcher import rank
 from pacekeeper.launcher.processes import die_with_parent, group_exists
 from pacekeeper.launcher.rank import STACK_SIGNAL, RankStart
-from pacekeeper.launcher.warm import Exited, Forked, Warm, start_warm, start_warm_anew
+from pacekeeper.launcher.warm import RankExited, RankForked, WarmProcess, fork_warm_process, spawn_warm_process
 from pacekeeper.observe.ring import RingReader
 
 
@@ -39,7 +39,7 @@ class Ended:
 class Runner:
     """Runs scripts in ranks of a warm process, one after the other."""
 
-    def __init__(self, folder: Path, start: Callable[[], Warm] = start_warm) -> None:
+    def __init__(self, folder: Path, start: Callable[[], WarmProcess] = fork_warm_process) -> None:
         self.folder = folder
         self.warm = start()
 
@@ -61,7 +61,7 @@ class Runner:
         """Start it with what `fork_with` takes; return the rank's process id."""
         self.fork_with(script, **given)
         news = self.next()
-        assert isinstance(news, Forked)
+        assert isinstance(news, RankForked)
         return news.pid
 
     def fork(self, script: str, ring: Path | None = None) -> None:
@@ -88,8 +88,8 @@ class Runner:
             is_module=bool(module),
             arguments=list(arguments),
             environment=dict(environment or {}),
-            ring=str(ring or self.folder / "ring"),
-            stack=str(self.folder / "stack"),
+            ring_path=str(ring or self.folder / "ring"),
+            stack_path=str(self.folder / "stack"),
             threads=threads,
             is_program=bool(program),
         )
@@ -101,7 +101,7 @@ class Runner:
 
     def end(self, pid: int) -> Ended:
         news = self.next()
-        assert isinstance(news, Exited)
+        assert isinstance(news, RankExited)
         return Ended(pid, news.code, (self.folder / "out").read_text(), (self.folder / "err").read_text())
 
     def run(
@@ -115,12 +115,12 @@ class Runner:
     ) -> Ended:
         return self.end(self.start(script, *arguments, module=module, program=program, ring=ring, **environment))
 
-    def next(self) -> Forked | Exited:
+    def next(self) -> RankForked | RankExited:
         # The warm process imports torch first, which on a machine that has never read it takes tens of seconds.
         while True:
             ready, _, _ = select.select([self.warm.connection], [], [], 600)
             assert ready, "no news of the warm process"
-            for news in self.warm.news():
+            for news in self.warm.read_events():
                 return news
 
 
@@ -166,7 +166,7 @@ def test_a_warm_process_that_is_made_anew_forks_ranks_like_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    runner = Runner(tmp_path, start_warm_anew)
+    runner = Runner(tmp_path, spawn_warm_process)
     assert not runner.warm.ready
     script = "import logging, sys\nlogging.getLogger('pacekeeper.here').info('told')\nprint('torch' in sys.modules)\n"
     configured = "logging.basicConfig(level='DEBUG', format='%(levelname)s %(message)s')\nlogging.debug('own')\n"
@@ -432,9 +432,9 @@ def test_a_process_whose_start_fails_ends_there_and_says_why(
         runner = Runner(tmp_path)
         runner.fork("pass")
         news = runner.next()
-        if isinstance(news, Forked):
+        if isinstance(news, RankForked):
             news = runner.next()
-        assert isinstance(news, Exited)
+        assert isinstance(news, RankExited)
         assert news.code == 1
         assert words in (tmp_path / "err").read_text()
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pacekeeper.launcher import ras
-from pacekeeper.launcher.ras import LONGEST, ask, findings, is_asked_by, ranges, summary
+from pacekeeper.launcher.ras import MAX_RAS_REPORT_CHARACTERS, query_ras, extract_findings, is_querying_worker, format_ranges, summarize_status
 from pacekeeper_analysis.errors import InputError
 
 COUNTS = {"Broadcast": 1, "Reduce": 0, "AllGather": 0, "ReduceScatter": 0, "AllReduce": 41}
@@ -85,7 +85,7 @@ async def test_who_is_dead_and_who_has_launched_less_is_told() -> None:
     told = status(rank(0), rank(1, 40), rank(2), gone=(missing(3, unresponsive=True, dead=True),))
     server = Server(json.dumps(told, indent=2))
     async with serving(server) as environment:
-        words = await ask(environment)
+        words = await query_ras(environment)
     assert words == (
         "communicator 0xa1 of 4: dead: rank 3 (10.0.0.2, process 73); AllReduce launched 40 by rank 1, 41 by rank 0, 2"
     )
@@ -102,7 +102,7 @@ def test_every_oddity_has_its_words() -> None:
         gone=(missing(5, unresponsive=True), missing(6)),
         size=7,
     )
-    assert summary(told) == (
+    assert summarize_status(told) == (
         "communicator 0xa1 of 7: no answer from: rank 5 (10.0.0.2, process 75); not a member: rank 6 (10.0.0.2, "
         "process 76); initialising: rank 0; initialisation failed with error 3: rank 1; error 6: rank 2; "
         "aborting: rank 3; finalising: rank 4"
@@ -111,14 +111,14 @@ def test_every_oddity_has_its_words() -> None:
 
 def test_where_all_are_alike_one_line_says_so() -> None:
     alike = status(rank(0), rank(1))
-    assert summary(alike) == "1 communicator: all ranks alike"
-    assert summary({"communicators": alike["communicators"] * 3}) == "3 communicators: all ranks alike"
-    assert summary({"communicators": []}) == "NCCL has no communicators"
+    assert summarize_status(alike) == "1 communicator: all ranks alike"
+    assert summarize_status({"communicators": alike["communicators"] * 3}) == "3 communicators: all ranks alike"
+    assert summarize_status({"communicators": []}) == "NCCL has no communicators"
 
 
 def test_many_ranks_are_counted_in_ranges() -> None:
-    assert ranges([5, 0, 1, 2]) == "0–2, 5"
-    assert ranges(list(range(0, 100, 2))).endswith("14 and 42 more")
+    assert format_ranges([5, 0, 1, 2]) == "0–2, 5"
+    assert format_ranges(list(range(0, 100, 2))).endswith("14 and 42 more")
 
 
 async def test_an_older_nccl_is_asked_for_text() -> None:
@@ -126,41 +126,41 @@ async def test_an_older_nccl_is_asked_for_text() -> None:
         "NCCL version 2.27\n\nJob summary\n===========\n\nErrors\n======\n\nDEAD\n  1 job process is considered dead\n"
     )
     async with serving(Server(None, text)) as environment:
-        assert await ask(environment) == "Errors\n======\n\nDEAD\n  1 job process is considered dead"
-    assert findings("a\n\nWarnings\n========\n\nTIMEOUT\n") == "Warnings\n========\n\nTIMEOUT"
-    assert findings("Job summary\n 4 nodes\n") == "Job summary\n 4 nodes"
+        assert await query_ras(environment) == "Errors\n======\n\nDEAD\n  1 job process is considered dead"
+    assert extract_findings("a\n\nWarnings\n========\n\nTIMEOUT\n") == "Warnings\n========\n\nTIMEOUT"
+    assert extract_findings("Job summary\n 4 nodes\n") == "Job summary\n 4 nodes"
 
 
 async def test_of_a_huge_answer_the_text_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ras, "MOST_BYTES", 100_000)
     huge = json.dumps(status(*(rank(number) for number in range(1_000)), size=1_000))
-    assert len(huge) > ras.MOST_BYTES
+    assert len(huge) > ras.MAX_RAS_ANSWER_BYTES
     async with serving(Server(huge, "Errors\n======\nmany" + "!" * 5_000)) as environment:
-        words = await ask(environment)
+        words = await query_ras(environment)
     assert words.startswith("Errors\n======\nmany!!!")
-    assert len(words) == LONGEST
+    assert len(words) == MAX_RAS_REPORT_CHARACTERS
     async with serving(Server(huge, "x" * 200_000)) as environment:
-        assert await ask(environment) == "NCCL's RAS answers what cannot be read: status: more than 100000 bytes"
+        assert await query_ras(environment) == "NCCL's RAS answers what cannot be read: status: more than 100000 bytes"
 
 
 async def test_a_stopped_process_may_take_the_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ras, "PATIENCE_OF_A_TRY", 0.05)
     server = Server(json.dumps(status(rank(0))), silent_calls=2)
     async with serving(server) as environment:
-        assert await ask(environment) == "1 communicator: all ranks alike"
+        assert await query_ras(environment) == "1 communicator: all ranks alike"
     assert server.calls == 3
 
 
 async def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ras, "PATIENCE_OF_A_TRY", 0.05)
     async with serving(Server(None, silent_calls=99)) as environment:
-        assert await ask(environment, patience=0.2) == "NCCL's RAS has not answered within 0.2 s"
+        assert await query_ras(environment, patience=0.2) == "NCCL's RAS has not answered within 0.2 s"
 
 
 async def test_where_nobody_listens_there_is_nothing_to_tell() -> None:
     async with serving(Server("{}")) as environment:
-        assert await ask({**environment, "NCCL_RAS_ENABLE": "0"}) == ""
-    assert await ask(environment) == ""
+        assert await query_ras({**environment, "NCCL_RAS_ENABLE": "0"}) == ""
+    assert await query_ras(environment) == ""
 
 
 @pytest.mark.parametrize(
@@ -179,25 +179,25 @@ async def test_where_nobody_listens_there_is_nothing_to_tell() -> None:
 )
 async def test_garbage_is_said_to_be_garbage(answer: str, words: str) -> None:
     async with serving(Server(answer)) as environment:
-        assert words in await ask(environment)
+        assert words in await query_ras(environment)
 
 
 async def test_another_service_at_the_port_is_not_believed() -> None:
     async with serving(Server("{}", greeting="HTTP/1.1 400 Bad Request\n")) as environment:
-        assert "greeting: 'HTTP/1.1 400 Bad Request\\n' is not RAS's" in await ask(environment)
+        assert "greeting: 'HTTP/1.1 400 Bad Request\\n' is not RAS's" in await query_ras(environment)
 
 
 @pytest.mark.parametrize("address", ["nowhere", ":28028", "localhost:port", "localhost:99999"])
 async def test_an_address_that_is_none_is_named(address: str) -> None:
-    assert f"NCCL_RAS_ADDR={address!r}: give host:port" in await ask({"NCCL_RAS_ADDR": address})
+    assert f"NCCL_RAS_ADDR={address!r}: give host:port" in await query_ras({"NCCL_RAS_ADDR": address})
 
 
 def test_what_cannot_be_printed_is_left_out() -> None:
     with pytest.raises(InputError):
-        summary([])
-    assert ras.shortened("a\x1b[31mb\x00\n") == "a[31mb"
+        summarize_status([])
+    assert ras.shorten_text("a\x1b[31mb\x00\n") == "a[31mb"
 
 
 def test_not_every_worker_of_a_large_job_asks() -> None:
-    assert all(is_asked_by(ranks) for ranks in ([0], [8, 9], [15, 16]))
-    assert not any(is_asked_by(ranks) for ranks in ([16, 17], []))
+    assert all(is_querying_worker(ranks) for ranks in ([0], [8, 9], [15, 16]))
+    assert not any(is_querying_worker(ranks) for ranks in ([16, 17], []))

@@ -7,33 +7,33 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from pacekeeper.launcher.meeting import Ending, MeetingStage, Status, View
+from pacekeeper.launcher.meeting import RanksEnding, RendezvousStage, ParticipantStatus, RendezvousView
 from pacekeeper.launcher.rounds import (
-    Command,
-    Exit,
-    Kill,
-    Notify,
-    RankSeen,
+    LauncherCommand,
+    ExitLauncher,
+    KillRanks,
+    NotifyFault,
+    RankObservation,
     RoundState,
-    Seen,
-    Start,
-    Terminate,
-    decide,
-    is_alone,
-    report,
+    LauncherObservation,
+    StartRound,
+    TerminateRanks,
+    decide_commands,
+    is_partitioned,
+    build_participant_report,
 )
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper_analysis.plan import Role, Stop, WorkerPlan
+from pacekeeper_analysis.plan import WorkerRole, Stop, WorkerPlan
 from pacekeeper_analysis.reports import FaultKind, LauncherState
 
 SETTINGS = LauncherSettings(worker="w", address="127.0.0.1")
 PLAN = WorkerPlan(
-    version=1, membership=1, role=Role.MEMBER, ranks=(0, 1), world_size=4, workers=2, store="127.0.0.1:1", restarts=5
+    version=1, membership=1, role=WorkerRole.MEMBER, ranks=(0, 1), world_size=4, workers=2, store="127.0.0.1:1", restarts=5
 )
-ROUND_1 = View(1, MeetingStage.RUNNING, 1, port=9, included=True)
-GATHERING = View(1, MeetingStage.GATHERING, 1)
-ALIVE = (RankSeen(0), RankSeen(1))
-GONE = (RankSeen(0, gone=True, exit_code=-9), RankSeen(1, gone=True, exit_code=-9))
+ROUND_1 = RendezvousView(1, RendezvousStage.RUNNING, 1, port=9, included=True)
+GATHERING = RendezvousView(1, RendezvousStage.GATHERING, 1)
+ALIVE = (RankObservation(0), RankObservation(1))
+GONE = (RankObservation(0, is_gone=True, exit_code=-9), RankObservation(1, is_gone=True, exit_code=-9))
 
 
 @dataclass
@@ -42,17 +42,17 @@ class Machine:
 
     now: float = 100.0
     state: RoundState = field(default_factory=RoundState)
-    seen: Seen = field(default_factory=lambda: Seen(wall=0.0, operator_age=0.0, peers_age=0.0))
+    seen: LauncherObservation = field(default_factory=lambda: LauncherObservation(wall_time=0.0, operator_age=0.0, peers_age=0.0))
 
-    def see(self, after: float = 0.0, **changes: object) -> list[Command]:
+    def see(self, after: float = 0.0, **changes: object) -> list[LauncherCommand]:
         """The commands, when the world has changed and `after` seconds have passed."""
         self.now += after
         self.seen = replace(self.seen, **changes)  # type: ignore[arg-type]  # fields of Seen
-        self.state, commands = decide(self.state, self.seen, self.now, SETTINGS)
+        self.state, commands = decide_commands(self.state, self.seen, self.now, SETTINGS)
         return commands
 
-    def status(self) -> Status:
-        return report(self.state, self.seen.plan or PLAN, SETTINGS).status
+    def status(self) -> ParticipantStatus:
+        return build_participant_report(self.state, self.seen.plan or PLAN, SETTINGS).status
 
     def stage(self) -> LauncherState:
         return self.state.stage
@@ -64,19 +64,19 @@ def running() -> Machine:
     machine = Machine()
     machine.see(plan=PLAN)
     (start,) = machine.see(view=ROUND_1)
-    assert start == Start(1, 9, PLAN)
+    assert start == StartRound(1, 9, PLAN)
     machine.see(ranks=ALIVE)
-    assert (machine.stage(), machine.status()) == (LauncherState.RUNNING, Status.RUNNING)
+    assert (machine.stage(), machine.status()) == (LauncherState.RUNNING, ParticipantStatus.RUNNING)
     return machine
 
 
-def notified(commands: list[Command]) -> list[FaultKind]:
-    return [command.fault.kind for command in commands if isinstance(command, Notify)]
+def notified(commands: list[LauncherCommand]) -> list[FaultKind]:
+    return [command.fault.kind for command in commands if isinstance(command, NotifyFault)]
 
 
-def failed(rank: int, exit_code: int, **fields: object) -> tuple[RankSeen, ...]:
-    seen = [RankSeen(0), RankSeen(1)]
-    seen[rank] = RankSeen(rank, exit_code=exit_code, **fields)  # type: ignore[arg-type]
+def failed(rank: int, exit_code: int, **fields: object) -> tuple[RankObservation, ...]:
+    seen = [RankObservation(0), RankObservation(1)]
+    seen[rank] = RankObservation(rank, exit_code=exit_code, **fields)  # type: ignore[arg-type]
     return tuple(seen)
 
 
@@ -89,7 +89,7 @@ def test_a_launcher_without_a_plan_is_warm() -> None:
 def test_a_member_is_ready_until_the_meeting_starts_a_round() -> None:
     machine = Machine()
     assert machine.see(plan=PLAN) == []
-    assert (machine.stage(), machine.status()) == (LauncherState.GATHERING, Status.READY)
+    assert (machine.stage(), machine.status()) == (LauncherState.GATHERING, ParticipantStatus.READY)
     assert machine.see(view=replace(ROUND_1, included=False)) == []
     assert machine.see(view=replace(ROUND_1, membership=2)) == []
 
@@ -99,15 +99,15 @@ def test_a_round_is_started_once(running: Machine) -> None:
 
 
 def test_a_failure_kills_the_rest_and_waits_for_the_peers_word(running: Machine) -> None:
-    assert running.see(ranks=failed(1, -9, step=7, completed_step=True)) == [Kill()]
-    assert running.status() is Status.ENDING
+    assert running.see(ranks=failed(1, -9, step=7, completed_step=True)) == [KillRanks()]
+    assert running.status() is ParticipantStatus.ENDING
     assert running.see(ranks=GONE, view=GATHERING) == []
-    assert running.status() is Status.READY
+    assert running.status() is ParticipantStatus.READY
     notify, start = running.see(view=replace(ROUND_1, round=2, ended_by="w"))
-    assert isinstance(notify, Notify)
+    assert isinstance(notify, NotifyFault)
     fault = notify.fault
     assert (fault.rank, fault.exit_code, fault.step, fault.round, fault.completed_step) == (1, -9, 7, 1, True)
-    assert isinstance(start, Start)
+    assert isinstance(start, StartRound)
 
 
 def test_a_failure_that_followed_from_a_peers_is_kept_quiet(running: Machine) -> None:
@@ -125,34 +125,34 @@ def test_who_failed_for_want_of_ranks_that_had_ended_well_elsewhere_says_so(
     running.see(after=1)
     running.see(ranks=GONE, view=GATHERING)
     told, _ = running.see(view=replace(ROUND_1, round=2, ended_by=SETTINGS.worker, finished_rank=2))
-    assert isinstance(told, Notify)
+    assert isinstance(told, NotifyFault)
     assert told.fault.ended_peer == ended_peer
 
 
 def test_finished_ranks_are_told_of_until_another_round_is_finished(running: Machine) -> None:
-    running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1)))
+    running.see(ranks=tuple(RankObservation(rank, is_gone=True, exit_code=0) for rank in (0, 1)))
     running.see(view=replace(GATHERING, round=1))
-    said = report(running.state, PLAN, SETTINGS)
-    assert (said.status, said.finished_round, said.first_rank) == (Status.READY, 1, 0)
+    said = build_participant_report(running.state, PLAN, SETTINGS)
+    assert (said.status, said.finished_round, said.first_rank) == (ParticipantStatus.READY, 1, 0)
 
 
 def test_a_failure_is_told_when_the_peers_say_nothing(running: Machine) -> None:
     running.see(ranks=failed(1, 1))
     assert notified(running.see(ranks=GONE)) == []
-    assert notified(running.see(after=SETTINGS.settle)) == [FaultKind.RANK_FAILED]
-    assert notified(running.see(after=SETTINGS.settle)) == []
+    assert notified(running.see(after=SETTINGS.settle_timeout)) == [FaultKind.RANK_FAILED]
+    assert notified(running.see(after=SETTINGS.settle_timeout)) == []
 
 
 @pytest.mark.parametrize(
     ("first", "second", "ending", "rank"),
     [
-        (RankSeen(0, exit_code=1, lost_peer=True), RankSeen(1, exit_code=-11), Ending.SIGNAL, 1),
-        (RankSeen(0, exit_code=1), RankSeen(1, exit_code=1, lost_peer=True), Ending.ERROR, 0),
-        (RankSeen(0, exit_code=-6, lost_peer=True), RankSeen(1, exit_code=1), Ending.ERROR, 1),
+        (RankObservation(0, exit_code=1, lost_peer=True), RankObservation(1, exit_code=-11), RanksEnding.SIGNAL, 1),
+        (RankObservation(0, exit_code=1), RankObservation(1, exit_code=1, lost_peer=True), RanksEnding.ERROR, 0),
+        (RankObservation(0, exit_code=-6, lost_peer=True), RankObservation(1, exit_code=1), RanksEnding.ERROR, 1),
     ],
 )
 def test_of_several_failures_the_best_explanation_is_told(
-    running: Machine, first: RankSeen, second: RankSeen, ending: Ending, rank: int
+    running: Machine, first: RankObservation, second: RankObservation, ending: RanksEnding, rank: int
 ) -> None:
     running.see(ranks=(first, second))
     assert running.state.ending is ending
@@ -163,57 +163,57 @@ def test_of_several_failures_the_best_explanation_is_told(
 def test_the_rank_whose_end_the_others_followed_from_may_be_heard_of_after_them(running: Machine) -> None:
     """The others are not killed before: all of them would look as if somebody had killed them."""
     assert running.see(ranks=failed(0, 1, lost_peer=True)) == []
-    both = (RankSeen(0, gone=True, exit_code=1, lost_peer=True), RankSeen(1, gone=True, exit_code=-9, step=7))
+    both = (RankObservation(0, is_gone=True, exit_code=1, lost_peer=True), RankObservation(1, is_gone=True, exit_code=-9, step=7))
     running.see(ranks=both, after=0.02)
-    assert (running.state.ending, running.state.failure and running.state.failure.rank) == (Ending.SIGNAL, 1)
+    assert (running.state.ending, running.state.failure and running.state.failure.rank) == (RanksEnding.SIGNAL, 1)
     assert [kind for _ in range(3) for kind in notified(running.see(after=5))] == [FaultKind.RANK_FAILED]
 
 
 def test_the_rank_that_a_peers_ranks_followed_from_may_be_heard_of_after_them(running: Machine) -> None:
     """Its worker hears that the round is over before it sees why."""
-    assert running.see(view=replace(GATHERING, ended_by="other", ending=Ending.CONNECTION)) == []
-    assert running.see(ranks=failed(1, -9), after=0.02) == [Kill()]
-    assert report(running.state, PLAN, SETTINGS).ending is Ending.SIGNAL
-    running.see(ranks=GONE, view=replace(GATHERING, ended_by=SETTINGS.worker, ending=Ending.SIGNAL))
-    told = running.see(view=replace(ROUND_1, round=2, ended_by=SETTINGS.worker, ending=Ending.SIGNAL))
+    assert running.see(view=replace(GATHERING, ended_by="other", ending=RanksEnding.CONNECTION)) == []
+    assert running.see(ranks=failed(1, -9), after=0.02) == [KillRanks()]
+    assert build_participant_report(running.state, PLAN, SETTINGS).ending is RanksEnding.SIGNAL
+    running.see(ranks=GONE, view=replace(GATHERING, ended_by=SETTINGS.worker, ending=RanksEnding.SIGNAL))
+    told = running.see(view=replace(ROUND_1, round=2, ended_by=SETTINGS.worker, ending=RanksEnding.SIGNAL))
     assert notified(told) == [FaultKind.RANK_FAILED]
 
 
 def test_without_a_better_explanation_the_others_are_killed_in_a_moment(running: Machine) -> None:
     running.see(ranks=failed(0, 1, lost_peer=True))
-    assert running.see(after=0.2) == [Kill()]
+    assert running.see(after=0.2) == [KillRanks()]
     running.see(ranks=GONE)
-    assert running.state.ending is Ending.CONNECTION
+    assert running.state.ending is RanksEnding.CONNECTION
 
 
 def test_the_peers_end_a_round_without_a_fault(running: Machine) -> None:
-    assert running.see(view=replace(GATHERING, ended_by="other", ending=Ending.SIGNAL)) == [Kill()]
+    assert running.see(view=replace(GATHERING, ended_by="other", ending=RanksEnding.SIGNAL)) == [KillRanks()]
     assert notified(running.see(ranks=GONE, after=60)) == []
-    assert running.state.ending is Ending.ENDED
+    assert running.state.ending is RanksEnding.ENDED
 
 
 def test_ranks_get_time_when_a_peer_has_left_because_it_was_told_to(running: Machine) -> None:
-    assert running.see(view=replace(GATHERING, ended_by="other", ending=Ending.LEFT)) == []
-    assert running.status() is Status.ENDING
-    assert running.see(after=SETTINGS.settle) == [Kill()]
+    assert running.see(view=replace(GATHERING, ended_by="other", ending=RanksEnding.LEFT)) == []
+    assert running.status() is ParticipantStatus.ENDING
+    assert running.see(after=SETTINGS.settle_timeout) == [KillRanks()]
 
 
 def test_a_rank_that_fails_while_the_others_leave_does_not_cost_them_their_time(running: Machine) -> None:
-    left = replace(GATHERING, ended_by="other", ending=Ending.LEFT)
+    left = replace(GATHERING, ended_by="other", ending=RanksEnding.LEFT)
     assert running.see(view=left) == []
     assert running.see(ranks=failed(1, 1), view=left, after=0.2) == []
-    assert running.see(view=left, after=SETTINGS.settle) == [Kill()]
+    assert running.see(view=left, after=SETTINGS.settle_timeout) == [KillRanks()]
 
 
 def test_no_round_before_the_killed_ranks_are_gone_and_a_fault_when_they_stay(running: Machine) -> None:
     running.see(ranks=failed(0, -9), view=GATHERING)
-    stuck = (RankSeen(0, exit_code=-9, gone=True), RankSeen(1))
+    stuck = (RankObservation(0, exit_code=-9, is_gone=True), RankObservation(1))
     started = running.see(ranks=stuck, view=replace(ROUND_1, round=2), after=1)
-    assert not any(isinstance(command, Start) for command in started)
+    assert not any(isinstance(command, StartRound) for command in started)
     commands = running.see(after=SETTINGS.kill_timeout)
     assert FaultKind.ROUND_FAILED in notified(commands)
     assert running.stage() is LauncherState.FAILED
-    assert not any(isinstance(command, Start) for command in commands)
+    assert not any(isinstance(command, StartRound) for command in commands)
     assert FaultKind.ROUND_FAILED not in notified(running.see(after=60))
     assert list(running.state.unkillable) == [1]
     running.see(ranks=GONE)
@@ -225,12 +225,12 @@ def test_no_round_before_the_killed_ranks_are_gone_and_a_fault_when_they_stay(ru
 
 def test_a_new_membership_ends_the_ranks_before_it_is_joined(running: Machine) -> None:
     second = replace(PLAN, version=2, membership=2, round=2)
-    assert running.see(plan=second) == [Kill()]
-    assert running.status() is Status.ENDING
+    assert running.see(plan=second) == [KillRanks()]
+    assert running.status() is ParticipantStatus.ENDING
     running.see(ranks=GONE)
-    assert (running.state.membership, running.status()) == (2, Status.READY)
+    assert (running.state.membership, running.status()) == (2, ParticipantStatus.READY)
     assert running.see(view=ROUND_1) == []  # of the old membership
-    assert running.see(view=replace(ROUND_1, membership=2, round=2)) == [Start(2, 9, second)]
+    assert running.see(view=replace(ROUND_1, membership=2, round=2)) == [StartRound(2, 9, second)]
 
 
 def test_a_new_version_of_the_same_membership_changes_nothing(running: Machine) -> None:
@@ -240,100 +240,100 @@ def test_a_new_version_of_the_same_membership_changes_nothing(running: Machine) 
 def test_sigterm_is_passed_on_once_and_answered_with_143(running: Machine) -> None:
     commands = running.see(told_to_end=True)
     assert notified(commands) == [FaultKind.TERMINATING]
-    assert Terminate() in commands
+    assert TerminateRanks() in commands
     assert running.see(after=1) == []
-    assert running.status() is Status.RUNNING, "the peers must not be killed while a checkpoint is written"
+    assert running.status() is ParticipantStatus.RUNNING, "the peers must not be killed while a checkpoint is written"
     assert running.see(ranks=failed(0, 143)) == []
-    assert running.status() is Status.ENDING
+    assert running.status() is ParticipantStatus.ENDING
     (end,) = running.see(ranks=tuple(replace(rank, exit_code=143, gone=True) for rank in ALIVE))
-    assert isinstance(end, Exit)
+    assert isinstance(end, ExitLauncher)
     assert end.code == 143
 
 
 def test_ranks_that_do_not_leave_are_killed_when_the_grace_period_ends(running: Machine) -> None:
     running.see(told_to_end=True)
     assert running.see(after=SETTINGS.grace - 1) == []
-    assert running.see(after=1) == [Kill()]
+    assert running.see(after=1) == [KillRanks()]
 
 
 def test_a_rank_that_ends_well_after_sigterm_does_not_make_the_worker_look_finished(running: Machine) -> None:
     running.see(told_to_end=True)
-    ended = tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1))
+    ended = tuple(RankObservation(rank, is_gone=True, exit_code=0) for rank in (0, 1))
     running.see(ranks=ended)
     (end,) = running.see()
-    assert isinstance(end, Exit)
+    assert isinstance(end, ExitLauncher)
     assert end.code == 143
 
 
 def test_a_rank_that_leaves_unasked_is_no_failure(running: Machine) -> None:
     """The library's ranks leave together when one of them is told to."""
     assert running.see(ranks=failed(0, 143, steered=True)) == []
-    assert running.see(after=SETTINGS.settle) == [Kill()]
+    assert running.see(after=SETTINGS.settle_timeout) == [KillRanks()]
     assert notified(running.see(ranks=GONE, after=60)) == []
-    assert running.state.ending is Ending.LEFT
+    assert running.state.ending is RanksEnding.LEFT
 
 
 def test_the_same_code_of_a_script_that_is_only_watched_is_a_failure(running: Machine) -> None:
-    assert running.see(ranks=failed(0, 143)) == [Kill()]
-    (told,) = [command.fault for command in running.see(ranks=GONE, after=60) if isinstance(command, Notify)]
+    assert running.see(ranks=failed(0, 143)) == [KillRanks()]
+    (told,) = [command.fault for command in running.see(ranks=GONE, after=60) if isinstance(command, NotifyFault)]
     assert (told.kind, told.rank, told.exit_code) == (FaultKind.RANK_FAILED, 0, 143)
 
 
 def test_finished_ranks_wait_for_the_others_and_exit_with_them(running: Machine) -> None:
-    ended = tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1))
+    ended = tuple(RankObservation(rank, is_gone=True, exit_code=0) for rank in (0, 1))
     running.see(ranks=ended)
     running.see()
-    assert running.status() is Status.FINISHED
+    assert running.status() is ParticipantStatus.FINISHED
     assert running.see(after=600) == []
-    (end,) = running.see(view=replace(ROUND_1, phase=MeetingStage.FINISHED))
-    assert isinstance(end, Exit)
+    (end,) = running.see(view=replace(ROUND_1, phase=RendezvousStage.FINISHED))
+    assert isinstance(end, ExitLauncher)
     assert end.code == 0
 
 
 def test_a_finished_launcher_is_ready_again_when_a_peer_fails(running: Machine) -> None:
-    running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1)))
+    running.see(ranks=tuple(RankObservation(rank, is_gone=True, exit_code=0) for rank in (0, 1)))
     running.see()
     running.see(view=GATHERING)
-    assert running.status() is Status.READY
+    assert running.status() is ParticipantStatus.READY
 
 
 def test_ctrl_c_ends_with_the_code_that_shells_know(running: Machine) -> None:
     running.see(told_to_end=True, end_signal=signal.SIGINT)
     running.see(ranks=GONE)
-    assert Exit(130, "told to end (SIGINT)") in [*running.see(), *running.see()]
+    assert ExitLauncher(130, "told to end (SIGINT)") in [*running.see(), *running.see()]
 
 
 def test_a_finished_launcher_that_is_told_to_end_has_succeeded(running: Machine) -> None:
-    running.see(ranks=tuple(RankSeen(rank, gone=True, exit_code=0) for rank in (0, 1)))
+    running.see(ranks=tuple(RankObservation(rank, is_gone=True, exit_code=0) for rank in (0, 1)))
     running.see()
-    assert Exit(0, "its ranks have finished") in running.see(told_to_end=True)
+    assert ExitLauncher(0, "its ranks have finished") in running.see(told_to_end=True)
 
 
 def test_what_a_finished_rank_has_left_running_gets_time_to_end_and_is_killed_then(running: Machine) -> None:
-    ended = tuple(RankSeen(rank, gone=False, exit_code=0) for rank in (0, 1))
+    ended = tuple(RankObservation(rank, is_gone=False, exit_code=0) for rank in (0, 1))
     assert running.see(ranks=ended) == []
-    assert running.status() is Status.FINISHED
+    assert running.status() is ParticipantStatus.FINISHED
     assert running.see(after=SETTINGS.linger - 1) == []
-    assert running.see(after=1) == [Kill()]
-    assert running.status() is Status.FINISHED
+    assert running.see(after=1) == [KillRanks()]
+    assert running.status() is ParticipantStatus.FINISHED
 
 
 @pytest.mark.parametrize(("operator", "peers", "lost"), [(9, 9, True), (9, 7, False), (7, 9, False)])
 def test_ranks_end_only_without_operator_and_peers(running: Machine, operator: float, peers: float, lost: bool) -> None:
     commands = running.see(operator_age=operator, peers_age=peers)
     assert (running.stage() is LauncherState.LOST) == lost
-    assert (Kill() in commands) == lost
+    assert (KillRanks() in commands) == lost
 
 
 def test_who_trains_and_hears_no_peer_is_alone(running: Machine) -> None:
     for age, alone in ((1.0, False), (3.0, True)):
         running.see(peers_age=age)
-        assert is_alone(running.state, running.seen) is alone
+        assert is_partitioned(running.state, running.seen) is alone
     running.see(operator_age=9.0, peers_age=9.0)
-    assert is_alone(running.state, running.seen), "so that it hears of the operator's return"
+    assert is_partitioned(running.state, running.seen), "so that it hears of the operator's return"
     waiting = Machine()
     waiting.see(plan=PLAN, peers_age=99.0)
-    assert not is_alone(waiting.state, waiting.seen)
+    assert not is_partitioned(waiting.state, waiting.seen)
 
 
 def test_a_lost_launcher_comes_back_with_the_first_word_of_either(running: Machine) -> None:
@@ -341,7 +341,7 @@ def test_a_lost_launcher_comes_back_with_the_first_word_of_either(running: Machi
     running.see(ranks=GONE)
     assert running.stage() is LauncherState.LOST
     running.see(operator_age=0.0, after=100)
-    assert (running.stage(), running.status()) == (LauncherState.GATHERING, Status.READY)
+    assert (running.stage(), running.status()) == (LauncherState.GATHERING, ParticipantStatus.READY)
 
 
 def test_a_launcher_without_ranks_is_never_lost() -> None:
@@ -355,7 +355,7 @@ def test_peers_that_do_not_come_are_complained_of_once() -> None:
     machine.see(plan=PLAN)
     assert notified(machine.see(after=SETTINGS.gather_timeout)) == [FaultKind.ROUND_FAILED]
     assert notified(machine.see(after=SETTINGS.gather_timeout)) == []
-    assert machine.status() is Status.READY, "it goes on waiting"
+    assert machine.status() is ParticipantStatus.READY, "it goes on waiting"
 
 
 def test_who_has_not_come_is_named_where_the_meeting_knows(running: Machine) -> None:
@@ -364,7 +364,7 @@ def test_who_has_not_come_is_named_where_the_meeting_knows(running: Machine) -> 
     (fault,) = (
         command.fault
         for command in running.see(after=SETTINGS.gather_timeout)
-        if isinstance(command, Notify) and command.fault.kind is FaultKind.ROUND_FAILED
+        if isinstance(command, NotifyFault) and command.fault.kind is FaultKind.ROUND_FAILED
     )
     assert fault.missing == ("other",)
     assert fault.error == "the other launchers have not come together within 60 s: other"
@@ -372,7 +372,7 @@ def test_who_has_not_come_is_named_where_the_meeting_knows(running: Machine) -> 
 
 def test_a_halted_meeting_means_failed_until_the_next_membership(running: Machine) -> None:
     running.see(ranks=failed(0, 1))
-    running.see(ranks=GONE, view=replace(GATHERING, phase=MeetingStage.HALTED, reason="budget", ended_by="w"))
+    running.see(ranks=GONE, view=replace(GATHERING, phase=RendezvousStage.HALTED, reason="budget", ended_by="w"))
     assert running.stage() is LauncherState.FAILED
     running.see(plan=replace(PLAN, version=2, membership=2))
     assert running.stage() is LauncherState.GATHERING
@@ -381,21 +381,21 @@ def test_a_halted_meeting_means_failed_until_the_next_membership(running: Machin
 @pytest.mark.parametrize(
     ("rank", "seconds", "barren"),
     [
-        (RankSeen(0, exit_code=1, watched=True, completed_step=True), 1, 0),
-        (RankSeen(0, exit_code=1, watched=True), 100, 1),
-        (RankSeen(0, exit_code=1), 1, 1),
-        (RankSeen(0, exit_code=1), 100, 0),
+        (RankObservation(0, exit_code=1, monitored=True, completed_step=True), 1, 0),
+        (RankObservation(0, exit_code=1, monitored=True), 100, 1),
+        (RankObservation(0, exit_code=1), 1, 1),
+        (RankObservation(0, exit_code=1), 100, 0),
     ],
 )
 def test_a_round_without_a_step_is_barren_and_without_records_a_short_one(
-    running: Machine, rank: RankSeen, seconds: float, barren: int
+    running: Machine, rank: RankObservation, seconds: float, barren: int
 ) -> None:
-    running.see(ranks=(rank, RankSeen(1, watched=rank.watched)), after=seconds)
-    assert running.state.barren == barren
+    running.see(ranks=(rank, RankObservation(1, monitored=rank.monitored)), after=seconds)
+    assert running.state.no_progress_rounds == barren
 
 
 def test_a_member_that_becomes_a_spare_ends_its_ranks_and_stays(running: Machine) -> None:
-    assert running.see(plan=replace(PLAN, version=2, role=Role.SPARE)) == [Kill()]
+    assert running.see(plan=replace(PLAN, version=2, role=WorkerRole.SPARE)) == [KillRanks()]
     running.see(ranks=GONE, after=3)
     assert running.state.teardown_seconds == 0, "the next round that it takes part in follows from none of its own"
     assert running.stage() is LauncherState.WARM
@@ -404,20 +404,20 @@ def test_a_member_that_becomes_a_spare_ends_its_ranks_and_stays(running: Machine
 
 def test_leaving_is_no_success_but_the_jobs_end_is() -> None:
     for plan, code in (
-        (WorkerPlan(role=Role.LEAVE), 143),
-        (WorkerPlan(role=Role.LEAVE, stop=Stop.FINISH), 0),
+        (WorkerPlan(role=WorkerRole.LEAVE), 143),
+        (WorkerPlan(role=WorkerRole.LEAVE, stop=Stop.FINISH), 0),
         (replace(PLAN, stop=Stop.FINISH), 0),
     ):
         (end,) = Machine().see(plan=plan)
-        assert isinstance(end, Exit)
+        assert isinstance(end, ExitLauncher)
         assert end.code == code
 
 
 def test_suspension_lets_the_ranks_leave_and_keeps_the_launcher_warm(running: Machine) -> None:
-    assert running.see(plan=replace(PLAN, version=2, stop=Stop.SUSPEND)) == [Terminate()]
-    left = tuple(RankSeen(rank, gone=True, exit_code=143) for rank in (0, 1))
+    assert running.see(plan=replace(PLAN, version=2, stop=Stop.SUSPEND)) == [TerminateRanks()]
+    left = tuple(RankObservation(rank, is_gone=True, exit_code=143) for rank in (0, 1))
     running.see(ranks=left)
     assert running.see() == []
     assert running.stage() is LauncherState.WARM
     running.see(plan=replace(PLAN, version=3, membership=2), ranks=left)
-    assert running.status() is Status.READY
+    assert running.status() is ParticipantStatus.READY

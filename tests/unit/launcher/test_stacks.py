@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.processes import catches
+from pacekeeper.launcher.processes import has_signal_handler
 from pacekeeper.launcher.rank import STACK_SIGNAL
-from pacekeeper.launcher.stacks import StackFile, look_at
+from pacekeeper.launcher.stacks import StackFile, sample_process
 
 A_RANK = """
 import os, signal, sys, time
@@ -35,14 +35,14 @@ def test_a_process_without_the_handler_is_not_asked_for_its_stack(tmp_path: Path
             assert rank.stdin is not None
             assert rank.stdout is not None
             rank.stdout.readline()
-            assert catches(rank.pid, STACK_SIGNAL)
+            assert has_signal_handler(rank.pid, STACK_SIGNAL)
             rank.stdin.write(b"\n")
             rank.stdin.flush()
             deadline = time.monotonic() + 60
-            while catches(rank.pid, STACK_SIGNAL):
+            while has_signal_handler(rank.pid, STACK_SIGNAL):
                 assert time.monotonic() < deadline
-            look = asyncio.run(look_at(rank.pid, StackFile(tmp_path / "0")))
+            look = asyncio.run(sample_process(rank.pid, StackFile(tmp_path / "0")))
             assert (look.stack, rank.poll()) == ("", None)
         finally:
             rank.kill()
-    assert not catches(rank.pid, STACK_SIGNAL), "it is gone"
+    assert not has_signal_handler(rank.pid, STACK_SIGNAL), "it is gone"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.launcher.rank import STACK_SIGNAL
-from pacekeeper.launcher.stacks import StackFile, look_at, process_state
-from pacekeeper.launcher.waits import descendants, helper_ticks
-from pacekeeper_analysis.reports import DEBUGGER
+from pacekeeper.launcher.stacks import StackFile, sample_process, read_process_state
+from pacekeeper.launcher.waits import list_descendants, count_helper_ticks
+from pacekeeper_analysis.reports import DEBUGGER_WAIT
 
 HEAD = f"""
 import faulthandler, os, socket, subprocess, sys, threading, time
@@ -65,14 +65,14 @@ def wait_for(met: Callable[[], bool]) -> None:
         ("child = subprocess.Popen(['sleep', '60']); ready(); child.wait()", "a child process"),
         ("subprocess.Popen(['sleep', '60']);" + LOCK, "one of its threads or child processes"),
         ("threading.Thread(target=lambda: near.recv(1), daemon=True).start();" + LOCK, "its thread at"),
-        ("ready(); sys.stdin = near.makefile(); breakpoint()", DEBUGGER),
+        ("ready(); sys.stdin = near.makefile(); breakpoint()", DEBUGGER_WAIT),
         (LOCK, ""),
         (IDLE_THREAD + LOCK, ""),
     ],
 )
 async def test_what_a_process_waits_for(tmp_path: Path, code: str, words: str) -> None:
     with standing(tmp_path, code) as (pid, file):
-        waits_for = (await look_at(pid, file)).waits_for
+        waits_for = (await sample_process(pid, file)).waits_for
         assert words in waits_for
         assert bool(words) is bool(waits_for), waits_for
 
@@ -81,28 +81,28 @@ async def test_an_attached_debugger_is_seen(tmp_path: Path) -> None:
     attach, detach, libc = 16, 17, ctypes.CDLL(None, use_errno=True)
     with standing(tmp_path, LOCK) as (pid, file):
         assert libc.ptrace(attach, pid, 0, 0) == 0
-        wait_for(lambda: process_state(pid)[0] == "t")
-        look = await look_at(pid, file)
+        wait_for(lambda: read_process_state(pid)[0] == "t")
+        look = await sample_process(pid, file)
         libc.ptrace(detach, pid, 0, 0)
-        assert (look.process_state, look.waits_for) == ("t", DEBUGGER)
-        wait_for(lambda: process_state(pid)[0] == "S")
-        assert (await look_at(pid, file)).waits_for == ""
+        assert (look.process_state, look.waits_for) == ("t", DEBUGGER_WAIT)
+        wait_for(lambda: read_process_state(pid)[0] == "S")
+        assert (await sample_process(pid, file)).waits_for == ""
 
 
 def test_work_of_processes_below_it_is_seen_those_that_have_ended_included(tmp_path: Path) -> None:
     busy = "subprocess.Popen(['sh', '-c', 'while true; do /bin/true; done']); ready(); time.sleep(60)"
     with standing(tmp_path, busy) as (pid, _):
-        before = helper_ticks(pid)
-        assert descendants(pid)
-        wait_for(lambda: helper_ticks(pid) > before + 2)
+        before = count_helper_ticks(pid)
+        assert list_descendants(pid)
+        wait_for(lambda: count_helper_ticks(pid) > before + 2)
 
 
 def test_work_of_its_other_threads_is_seen(tmp_path: Path) -> None:
     busy = "threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start(); ready(); time.sleep(60)"
     with standing(tmp_path, busy) as (pid, _):
-        before = helper_ticks(pid)
-        wait_for(lambda: helper_ticks(pid) > before + 2)
+        before = count_helper_ticks(pid)
+        wait_for(lambda: count_helper_ticks(pid) > before + 2)
 
 
 def test_nobody_is_there() -> None:
-    assert (descendants(2**22), helper_ticks(2**22)) == ([], 0)
+    assert (list_descendants(2**22), count_helper_ticks(2**22)) == ([], 0)

@@ -21,12 +21,12 @@ from pacekeeper.launcher import ras
 from pacekeeper.launcher.inspection import Inspector, is_reachable
 from pacekeeper.launcher.rounds import RoundState
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.launcher.stacks import StackFile, look_at, main_stack, process_state
-from pacekeeper.launcher.watch import Look, Watch, deadline, rank_state, step_seconds_of
+from pacekeeper.launcher.stacks import StackFile, sample_process, extract_main_stack, read_process_state
+from pacekeeper.launcher.watch import ProcessSample, StallDetector, compute_stall_deadline, build_rank_state, estimate_step_seconds
 from pacekeeper.observe.ring import NO_PLACE, RingReader, RingWriter, create_ring
 from pacekeeper_analysis.communicators import Communicator, parse_entered
-from pacekeeper_analysis.records import Collective, Device, Kind, Phase
-from pacekeeper_analysis.reports import Fault, LauncherState
+from pacekeeper_analysis.records import Collective, Device, RecordKind, Phase
+from pacekeeper_analysis.reports import FaultReport, LauncherState
 
 SETTINGS = LauncherSettings(worker="w", address="127.0.0.1")
 RUNNING = RoundState(stage=LauncherState.RUNNING, membership=1, round=3, running=3)
@@ -45,20 +45,20 @@ RUNNING = RoundState(stage=LauncherState.RUNNING, membership=1, round=3, running
 def test_each_phase_has_its_deadline(
     phase: Phase, steps: int, step_seconds: float, hang: float | None, expected: float
 ) -> None:
-    assert deadline(phase, steps, step_seconds, replace(SETTINGS, hang=hang)) == expected
+    assert compute_stall_deadline(phase, steps, step_seconds, replace(SETTINGS, hang=hang)) == expected
 
 
 @pytest.mark.parametrize(("earlier", "expected"), [(0.0, 1800.0), (0.1, 30.0), (0.5, 50.0)])
 def test_the_first_steps_of_a_later_round_have_a_deadline_too(earlier: float, expected: float) -> None:
-    assert deadline(Phase.TRAIN, 1, 0.1, SETTINGS, earlier) == expected
-    assert deadline(Phase.START, 0, 0.0, SETTINGS, earlier) == 1800.0
+    assert compute_stall_deadline(Phase.TRAIN, 1, 0.1, SETTINGS, earlier) == expected
+    assert compute_stall_deadline(Phase.START, 0, 0.0, SETTINGS, earlier) == 1800.0
 
 
 @pytest.mark.parametrize(("longest", "expected"), [(0.0, 1800.0), (0.01, 60.0), (4.0, 80.0), (100.0, 1800.0)])
 def test_a_loader_has_time_by_its_longest_wait(longest: float, expected: float) -> None:
-    assert deadline(Phase.LOAD, 100, 0.1, SETTINGS, longest_load=longest) == expected
+    assert compute_stall_deadline(Phase.LOAD, 100, 0.1, SETTINGS, longest_load=longest) == expected
     for marked in (Phase.CHECKPOINT, Phase.DATA):  # with job.phase("data"), say: the script asks for the time
-        assert deadline(marked, 100, 0.1, SETTINGS, longest_load=longest) == 1800.0
+        assert compute_stall_deadline(marked, 100, 0.1, SETTINGS, longest_load=longest) == 1800.0
 
 
 @dataclass
@@ -67,20 +67,20 @@ class Bench:
 
     path: Path
     stopped: bool = False
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[FaultReport] = field(default_factory=list)
     now: float = 1_000.0
     known: tuple[Communicator, ...] = ()
 
     def __post_init__(self) -> None:
         create_ring(self.path, rank=5, round_=3, capacity=64)
         self.writer, self.reader = RingWriter(self.path), RingReader(self.path)
-        self.watch = Watch(SETTINGS, lambda _: step_seconds_of(self.reader.records()), lambda _: self.stopped)
+        self.watch = StallDetector(SETTINGS, lambda _: estimate_step_seconds(self.reader.records()), lambda _: self.stopped)
         self.writer.enter_phase(Phase.TRAIN)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
             end = int(self.now * 1e9)
-            self.writer.write(Kind.STEP, end - 100_000_000, end, 1, Phase.TRAIN)
+            self.writer.write(RecordKind.STEP, end - 100_000_000, end, 1, Phase.TRAIN)
             self.writer.end_step(1, end)
 
     def records(self, local_rank: int) -> NDArray[np.void]:  # noqa: ARG002  # there is one rank
@@ -89,16 +89,16 @@ class Bench:
     def communicators(self, local_rank: int) -> tuple[Communicator, ...]:  # noqa: ARG002  # as above
         return self.known
 
-    def transfers(self) -> str:
+    def describe_transfers(self) -> str:
         return "rank 5: sends to rank 1"
 
     def look(self, after: float) -> int:
         """How many stalls have been reported after a further look."""
         self.now += after
         ranks = {0: self.reader.state()}
-        if self.watch.look(ranks, self.now):
+        if self.watch.check(ranks, self.now):
             self.watch.begin_report(self.now)
-            report = self.watch.report(RUNNING, ranks, ({}, {}), ["192.0.2.1"], self.known, self.now, wall=5e9)
+            report = self.watch.build_fault(RUNNING, ranks, ({}, {}), ["192.0.2.1"], self.known, self.now, wall=5e9)
             self.faults.append(report)
         return len(self.faults)
 
@@ -155,7 +155,7 @@ async def test_the_processes_of_stalled_ranks_are_looked_at(bench: Bench, sleepe
     for now in (0.0, 2.1):
         assert not bench.faults
         stacks = {0: StackFile(bench.path.with_suffix(".stack"))}
-        inspector.look(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
+        inspector.check(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
     assert inspector._inspection is not None
     await inspector._inspection
     assert bench.faults[0].ranks[0].process_state == "T"
@@ -171,7 +171,7 @@ async def test_a_rank_that_has_only_just_ended_has_crashed_and_does_not_hang(
     inspector, told = Inspector(SETTINGS, bench, bench.faults.append), []
     for now in (0.0, 2.1, 5.2):
         stacks = {0: StackFile(bench.path.with_suffix(".stack"))}
-        inspector.look(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
+        inspector.check(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
         if inspector._inspection is not None:
             await inspector._inspection
         told.append([fault.ranks[0].process_state for fault in bench.faults])
@@ -193,7 +193,7 @@ async def test_what_nccl_says_goes_with_the_next_report_and_holds_up_none(
     bench.writer.state.device = Device.STARTED
     inspector, stacks = Inspector(SETTINGS, bench, bench.faults.append), {0: StackFile(bench.path.with_suffix(".s"))}
     for now in (0.0, 2.1, 5.2):
-        inspector.look(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
+        inspector.check(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
         if inspector._inspection is not None:
             await inspector._inspection
             answered.set()
@@ -213,7 +213,7 @@ async def test_nccl_is_not_asked_about_ranks_without_a_gpu_nor_by_every_worker(
     bench.writer.state.device, bench.writer.state.rank = device, rank
     inspector, stacks = Inspector(SETTINGS, bench, bench.faults.append), {0: StackFile(bench.path.with_suffix(".s"))}
     for now in (0.0, 2.1):
-        inspector.look(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
+        inspector.check(RUNNING, {0: bench.reader.state()}, {0: sleeper.pid}, stacks, [], now)
     assert inspector._inspection is not None
     await inspector._inspection
     assert bench.faults[0].ras == ""
@@ -225,7 +225,7 @@ def test_the_next_round_knows_how_long_a_step_takes(bench: Bench) -> None:
     assert bench.watch.step_seconds({0: bench.reader.state()}) == 0.0
     bench.steps(1)
     assert bench.watch.step_seconds({0: bench.reader.state()}) == pytest.approx(0.1)
-    bench.writer.write(Kind.SYNCHRONISATION, 0, 700_000_000, 1, Phase.TRAIN)
+    bench.writer.write(RecordKind.SYNCHRONISATION, 0, 700_000_000, 1, Phase.TRAIN)
     assert bench.watch.step_seconds({0: bench.reader.state()}) == pytest.approx(0.7)
 
 
@@ -284,7 +284,7 @@ def test_a_stall_says_who_is_in_the_groups_it_speaks_of_and_how_far_the_rank_has
     assert parse_entered(rank.entered) == {7: 12, 2**32 - 1: 40}
     assert (rank.collective, rank.group, rank.peer) == ("RECV", 7, 4)
     assert bench.faults[0].communicators == (Communicator(7, "0-8:4", "data"),)
-    bench.writer.give_back(tensor)
+    bench.writer.release_place(tensor)
     bench.writer.enter_collective(Collective.ALL_REDUCE, 7, 13, 0, data)
     bench.look(1.0)
     assert bench.look(2.1) == 2
@@ -305,24 +305,24 @@ def test_a_rank_in_a_collective_waits_since_it_entered(tmp_path: Path) -> None:
     writer.enter_phase(Phase.TRAIN, 90_000_000_000)
     writer.enter_collective(Collective.ALL_REDUCE, 4, 17, 95_000_000_000, NO_PLACE)
     state = RingReader(tmp_path / "0").state()
-    reported = rank_state(state, Look("S", 3, "a"), Look("S", 3, "a"), since=91.0, now=100.0, overdue=False)
+    reported = build_rank_state(state, ProcessSample("S", 3, "a"), ProcessSample("S", 3, "a"), since=91.0, now=100.0, overdue=False)
     assert (reported.phase_seconds, reported.waiting_seconds) == (10.0, 5.0)
     assert (reported.collective, reported.group, reported.sequence) == ("ALL_REDUCE", 4, 17)
     assert not reported.moving
     writer.leave_collective()
     state = RingReader(tmp_path / "0").state()
-    reported = rank_state(state, Look("S", 3, "a"), Look("S", 5, "a"), since=91.0, now=100.0, overdue=False)
+    reported = build_rank_state(state, ProcessSample("S", 3, "a"), ProcessSample("S", 5, "a"), since=91.0, now=100.0, overdue=False)
     assert not reported.moving, "so much the look itself may cost"
-    reported = rank_state(state, Look("R", 3, "a"), Look("R", 6, "a"), since=91.0, now=100.0, overdue=False)
+    reported = build_rank_state(state, ProcessSample("R", 3, "a"), ProcessSample("R", 6, "a"), since=91.0, now=100.0, overdue=False)
     assert (reported.collective, reported.waiting_seconds, reported.moving) == ("NONE", 9.0, True)
 
 
 def test_a_rank_that_has_exited_well_is_not_stalled_and_reported_as_such(bench: Bench) -> None:
     bench.steps(10)
     ranks = {0: bench.reader.state()}
-    assert not bench.watch.look(ranks, 1_000.0, ended={0})
-    assert not bench.watch.look(ranks, 9_000.0, ended={0})
-    (rank,) = bench.watch.report(RUNNING, ranks, ({}, {}), [], (), 9_000.0, 5e9, ended={0}).ranks
+    assert not bench.watch.check(ranks, 1_000.0, ended={0})
+    assert not bench.watch.check(ranks, 9_000.0, ended={0})
+    (rank,) = bench.watch.build_fault(RUNNING, ranks, ({}, {}), [], (), 9_000.0, 5e9, ended={0}).ranks
     assert rank.ended
 
 
@@ -331,20 +331,20 @@ def test_a_wait_for_what_no_rank_gives_is_excused_for_its_time(tmp_path: Path, d
     """With work under way on its GPU a rank may wait for that."""
     create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
     RingWriter(tmp_path / "0").state.device = device
-    state, look = RingReader(tmp_path / "0").state(), Look("S", 3, "a", waits_for="a socket")
-    young = rank_state(state, look, look, since=100.0, now=399.0, overdue=True)
-    late = rank_state(state, look, look, since=100.0, now=401.0, overdue=True)
-    told = rank_state(state, look, look, since=100.0, now=110.0, overdue=True, patience=9.0)
+    state, look = RingReader(tmp_path / "0").state(), ProcessSample("S", 3, "a", waits_for="a socket")
+    young = build_rank_state(state, look, look, since=100.0, now=399.0, overdue=True)
+    late = build_rank_state(state, look, look, since=100.0, now=401.0, overdue=True)
+    told = build_rank_state(state, look, look, since=100.0, now=110.0, overdue=True, patience=9.0)
     assert [each.excused for each in (young, late, told)] == [tells, False, False]
     assert young.waits_for == ("a socket" if tells else "")
-    assert not rank_state(state, Look("S"), look, since=100.0, now=101.0, overdue=False).excused
+    assert not build_rank_state(state, ProcessSample("S"), look, since=100.0, now=101.0, overdue=False).excused
 
 
 def test_work_below_a_rank_is_its_own(tmp_path: Path) -> None:
     create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
     state = RingReader(tmp_path / "0").state()
-    looks = Look("S", 3, "a", helper_ticks=5), Look("S", 3, "a", helper_ticks=40)
-    assert rank_state(state, *looks, since=91.0, now=100.0, overdue=False).moving
+    looks = ProcessSample("S", 3, "a", helper_ticks=5), ProcessSample("S", 3, "a", helper_ticks=40)
+    assert build_rank_state(state, *looks, since=91.0, now=100.0, overdue=False).moving
 
 
 @pytest.mark.parametrize("device", [device for device in Device if device is not Device.NONE])
@@ -352,10 +352,10 @@ def test_a_rank_that_spins_for_its_gpu_does_not_move(tmp_path: Path, device: Dev
     create_ring(tmp_path / "0", rank=1, round_=3, capacity=64)
     RingWriter(tmp_path / "0").state.device = device
     state = RingReader(tmp_path / "0").state()
-    spins = rank_state(state, Look("R", 3, "a"), Look("R", 50, "a"), since=69.0, now=100.0, overdue=False)
-    moves = rank_state(state, Look("R", 3, "a"), Look("R", 50, "b"), since=69.0, now=100.0, overdue=False)
+    spins = build_rank_state(state, ProcessSample("R", 3, "a"), ProcessSample("R", 50, "a"), since=69.0, now=100.0, overdue=False)
+    moves = build_rank_state(state, ProcessSample("R", 3, "a"), ProcessSample("R", 50, "b"), since=69.0, now=100.0, overdue=False)
     assert (spins.moving, moves.moving) == (False, True)
-    young = rank_state(state, Look("R", 3, "a"), Look("R", 50, "a"), since=91.0, now=100.0, overdue=False)
+    young = build_rank_state(state, ProcessSample("R", 3, "a"), ProcessSample("R", 50, "a"), since=91.0, now=100.0, overdue=False)
     assert young.moving is (device is Device.IDLE), "with nothing under way on its GPU it may work on its host"
 
 
@@ -370,20 +370,20 @@ Current thread 0x00007f0000000001 (most recent call first):
 
 def test_the_main_threads_stack_is_read_with_the_innermost_call_last() -> None:
     frames = 'File "train.py", line 5 in main\nFile "train.py", line 9 in forward'
-    assert main_stack(DUMP, "0x00007f0000000001") == frames
-    assert main_stack("", "0x00007f0000000001") == ""
+    assert extract_main_stack(DUMP, "0x00007f0000000001") == frames
+    assert extract_main_stack("", "0x00007f0000000001") == ""
 
 
 def test_of_a_ranks_stacks_the_newest_alone_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "0"
     file = StackFile(path)
-    assert file.forget() == 0, "it has not begun yet"
+    assert file.drop_dumps() == 0, "it has not begun yet"
     stacks, sizes = [], []
     with subprocess.Popen([sys.executable, "-c", A_RANK, str(path)], stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None
         rank.stdout.readline()
         for _ in range(3):
-            stacks.append(asyncio.run(look_at(rank.pid, file)).stack)
+            stacks.append(asyncio.run(sample_process(rank.pid, file)).stack)
             sizes.append(path.stat().st_size)
         rank.kill()
     assert all(stack.endswith("in waits") for stack in stacks)
@@ -414,12 +414,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_the_process_state_tells_a_stopped_process_and_a_gone_one(sleeper: subprocess.Popen[bytes]) -> None:
-    assert process_state(sleeper.pid)[0] in {"S", "R", "D"}
+    assert read_process_state(sleeper.pid)[0] in {"S", "R", "D"}
     _stop(sleeper)
-    assert process_state(sleeper.pid)[0] == "T"
+    assert read_process_state(sleeper.pid)[0] == "T"
     sleeper.kill()
     sleeper.wait()
-    assert process_state(sleeper.pid) == ("", 0)
+    assert read_process_state(sleeper.pid) == ("", 0)
 
 
 async def test_a_refused_connection_is_an_answer_and_silence_is_none() -> None:

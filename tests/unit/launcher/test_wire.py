@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.launcher import wire
-from pacekeeper.launcher.meeting import MeetingStage, Report, Status
-from pacekeeper.launcher.network import bind
-from pacekeeper.launcher.wire import MeetingClient, MeetingHost
-from pacekeeper.seal import LONGEST_LINE, Channel, Forged, greet_guest, greet_host
+from pacekeeper.launcher.meeting import RendezvousStage, ParticipantReport, ParticipantStatus
+from pacekeeper.launcher.network import bind_socket
+from pacekeeper.launcher.wire import RendezvousClient, RendezvousServer
+from pacekeeper.seal import MAX_AUTHENTICATED_LINE_BYTES, AuthenticatedChannel, AuthenticationError, authenticate_client, authenticate_to_server
 
 SECRET, OTHER = "5ec2e7" * 8, "0a" * 24
 PATIENCE = 20.0
 STORE_PORT = 777
 
 
-def report(worker: str, membership: int = 1) -> Report:
-    return Report(worker, "first", membership, Status.READY, round=0, workers=2)
+def report(worker: str, membership: int = 1) -> ParticipantReport:
+    return ParticipantReport(worker, "first", membership, ParticipantStatus.READY, round=0, workers=2)
 
 
 class Guest:
@@ -32,22 +32,22 @@ class Guest:
 
     def __init__(self, worker: str, port: int, secret: str = SECRET, membership: int = 1) -> None:
         self._seen = asyncio.Event()
-        self.client = MeetingClient(on_view=self._seen.set)
-        self.client.attend("127.0.0.1", port, membership, secret)
-        self.client.say(report(worker, membership))
+        self.client = RendezvousClient(on_view=self._seen.set)
+        self.client.join("127.0.0.1", port, membership, secret)
+        self.client.report(report(worker, membership))
 
     async def wait_until_included(self) -> None:
         async with asyncio.timeout(PATIENCE):
-            while not ((view := self.client.view) and view.phase is MeetingStage.RUNNING and view.included):
+            while not ((view := self.client.view) and view.stage is RendezvousStage.RUNNING and view.included):
                 self._seen.clear()
                 await self._seen.wait()
 
 
 @asynccontextmanager
-async def meeting(secret: str | None = SECRET) -> AsyncIterator[tuple[MeetingHost, int]]:
+async def meeting(secret: str | None = SECRET) -> AsyncIterator[tuple[RendezvousServer, int]]:
     """A host and its port. `secret`: of membership 1; None: the host has not heard of it yet."""
-    host = MeetingHost(lambda: STORE_PORT)
-    listener = bind("127.0.0.1")
+    host = RendezvousServer(lambda: STORE_PORT)
+    listener = bind_socket("127.0.0.1")
     port: int = listener.getsockname()[1]
     await host.serve(listener)
     if secret is not None:
@@ -101,17 +101,17 @@ async def knock(port: int, content: bytes) -> bytes:
 async def test_members_come_together() -> None:
     async with meeting() as (host, port):
         await all_come_together(port)
-        assert host.strangers == 0
+        assert host.rejected_connections == 0
 
 
 async def test_whoever_has_another_secret_is_turned_away_and_the_members_are_not_held_up() -> None:
     async with meeting() as (host, port):
         intruder = Guest("b", port, OTHER)
-        await until(lambda: host.strangers)
+        await until(lambda: host.rejected_connections)
         async with guests(port, "a") as (first,):
             await until(lambda: first.client.view)
             assert first.client.view is not None
-            assert first.client.view.phase is MeetingStage.GATHERING, "the intruder is not counted as b"
+            assert first.client.view.stage is RendezvousStage.GATHERING, "the intruder is not counted as b"
             assert intruder.client.view is None
             intruder.client.leave()
         await all_come_together(port)
@@ -128,7 +128,7 @@ class _Bomb:
 HOSTILE = {
     "garbage": bytes(range(256)) * 4 + b"\n",
     "another protocol": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a line without an end": b"pacekeeper " + b"a" * (4 * LONGEST_LINE),
+    "a line without an end": b"pacekeeper " + b"a" * (4 * MAX_AUTHENTICATED_LINE_BYTES),
     "a giant length": b"\xff" * 8 + b"\n",
     "a membership without an end": b"pacekeeper " + b"0" * 32 + b" " + b"9" * 5000 + b"\n",
     "an unproved report": b"pacekeeper " + b"0" * 32 + b' 1\n{"worker": "a"}\n',
@@ -143,7 +143,7 @@ async def test_what_proves_nothing_is_answered_by_hanging_up(content: bytes) -> 
     async with meeting() as (host, port):
         said = await knock(port, content)
         assert said == b"" or (said.startswith(b"pacekeeper ") and len(said) < 64), "no more than a nonce"
-        assert host.strangers == 1
+        assert host.rejected_connections == 1
         await all_come_together(port)
 
 
@@ -152,7 +152,7 @@ async def test_a_pickle_that_is_sent_is_not_unpickled(tmp_path: Path) -> None:
     async with meeting() as (host, port):
         await knock(port, bomb + b"\n")
         await knock(port, b"pacekeeper " + b"0" * 32 + b" 1\n" + b"0" * 64 + b" " + bomb + b"\n")
-        assert host.strangers == 2
+        assert host.rejected_connections == 2
     assert not (tmp_path / "exploded").exists()
 
 
@@ -164,7 +164,7 @@ async def test_whoever_keeps_silent_is_hung_up_on(content: bytes, monkeypatch: p
     monkeypatch.setattr(wire, "PROOF", 0.05)
     async with meeting() as (host, port):
         await knock(port, content)
-        assert host.strangers == 1
+        assert host.rejected_connections == 1
 
 
 async def test_silent_strangers_without_end_keep_no_member_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ async def test_silent_strangers_without_end_keep_no_member_out(monkeypatch: pyte
     monkeypatch.setattr(wire, "PROOF", PATIENCE)  # they are not waited out
     async with meeting() as (host, port):
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
-        await until(lambda: host.strangers >= 36)
+        await until(lambda: host.rejected_connections >= 36)
         await all_come_together(port)
         for _, writer in silent:
             writer.close()
@@ -183,7 +183,7 @@ async def test_strangers_are_counted_and_said_a_few_times_only(caplog: pytest.Lo
     async with meeting() as (host, port):
         for _ in range(12):
             await knock(port, b"again\n")
-        assert host.strangers == 12
+        assert host.rejected_connections == 12
     said = [record.getMessage() for record in caplog.records if "turned away" in record.getMessage()]
     assert [words.split()[0] for words in said] == ["1", "10"]
     assert "127.0.0.1" in said[0]
@@ -208,9 +208,9 @@ async def test_what_was_recorded_on_one_connection_proves_nothing_on_another() -
         async with guests(listener.sockets[0].getsockname()[1], "a") as (member,):
             await until(lambda: member.client.view)
         assert recorded.count(b"\n") >= 2, "the greeting, and a report"
-        assert host.strangers == 0
+        assert host.rejected_connections == 0
         await knock(port, bytes(recorded))
-        assert host.strangers == 1
+        assert host.rejected_connections == 1
         listener.close()
 
 
@@ -230,17 +230,17 @@ async def test_a_host_without_the_secret_is_not_believed(caplog: pytest.LogCaptu
     member.client.leave()
     server.close()
     assert member.client.view is None
-    assert member.client.heard_at == float("-inf"), "it does not count as contact to the peers"
+    assert member.client.view_received_at == float("-inf"), "it does not count as contact to the peers"
     assert sum("not the meeting's host" in record.getMessage() for record in caplog.records) == 1
 
 
 async def test_a_member_whose_plan_comes_before_the_hosts_is_kept_waiting_at_the_door() -> None:
     async with meeting(secret=None) as (host, port), guests(port, "a", "b") as both:
-        await until(lambda: len(host._door) == 2)
+        await until(lambda: len(host._unauthenticated) == 2)
         host.admit(1, SECRET)
         for guest in both:
             await guest.wait_until_included()
-        assert host.strangers == 0
+        assert host.rejected_connections == 0
 
 
 async def test_a_plan_without_a_secret_lets_anybody_in_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -255,22 +255,22 @@ async def test_a_plan_without_a_secret_lets_anybody_in_and_says_so(caplog: pytes
 async def test_no_secret_is_no_way_into_a_membership_that_has_one() -> None:
     async with meeting() as (host, port):
         intruder = Guest("a", port, secret="")
-        await until(lambda: host.strangers >= 2)
+        await until(lambda: host.rejected_connections >= 2)
         assert intruder.client.view is None
         intruder.client.leave()
 
 
 @asynccontextmanager
-async def channels(host_secret: str = SECRET, guest_secret: str = SECRET) -> AsyncIterator[tuple[Channel, Channel]]:
+async def channels(host_secret: str = SECRET, guest_secret: str = SECRET) -> AsyncIterator[tuple[AuthenticatedChannel, AuthenticatedChannel]]:
     """The host's end and the guest's."""
-    ends: asyncio.Queue[tuple[Channel, asyncio.StreamWriter]] = asyncio.Queue()
+    ends: asyncio.Queue[tuple[AuthenticatedChannel, asyncio.StreamWriter]] = asyncio.Queue()
 
     async def attend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await ends.put((await greet_guest(reader, writer, lambda _: _soon(host_secret)), writer))
+        await ends.put((await authenticate_client(reader, writer, lambda _: _soon(host_secret)), writer))
 
     server = await asyncio.start_server(attend, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
-    guest = await greet_host(reader, writer, 1, guest_secret)
+    guest = await authenticate_to_server(reader, writer, 1, guest_secret)
     host, host_writer = await ends.get()
     try:
         yield host, guest
@@ -314,11 +314,11 @@ async def test_a_message_counts_once_at_its_place_and_as_it_was_said(
         guest.write({"number": 1})
         guest.write({"number": 2})
         wire_.write(tamper(*kept.lines))
-        with pytest.raises(Forged):
+        with pytest.raises(AuthenticationError):
             await _read_both(host)
 
 
-async def _read_both(end: Channel) -> None:
+async def _read_both(end: AuthenticatedChannel) -> None:
     for _ in range(2):
         await end.read()
 
@@ -342,11 +342,11 @@ async def test_a_message_that_is_sent_back_proves_nothing() -> None:
         host._writer = kept  # type: ignore[assignment]
         host.write({"number": 1})
         guest._writer.write(kept.lines[0])
-        with pytest.raises(Forged):
+        with pytest.raises(AuthenticationError):
             await host.read()
 
 
-async def _say(guest: Channel, *reports: Report) -> None:
+async def _say(guest: AuthenticatedChannel, *reports: ParticipantReport) -> None:
     for its in reports:
         guest.write(its.to_json())
 
@@ -356,15 +356,15 @@ async def _say(guest: Channel, *reports: Report) -> None:
     [(report("a", membership=2),), (report("a"), report("b"))],
     ids=["of another membership", "of another worker"],
 )
-async def test_a_connection_speaks_for_one_worker_of_one_membership(reports: tuple[Report, ...]) -> None:
+async def test_a_connection_speaks_for_one_worker_of_one_membership(reports: tuple[ParticipantReport, ...]) -> None:
     async with meeting() as (host, port):
         host.admit(2, OTHER)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        guest = await greet_host(reader, writer, 1, SECRET)
+        guest = await authenticate_to_server(reader, writer, 1, SECRET)
         await _say(guest, *reports)
         async with asyncio.timeout(PATIENCE):
             while await guest.read() is not None:
                 pass
-        await until(lambda: not host._guests)
+        await until(lambda: not host._connections)
         writer.close()
         await all_come_together(port)

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Signal, SignalKind
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import SyncMode
 from pacekeeper_operator import api
 from pacekeeper_operator.api import (
-    Cause,
+    IncidentCause,
     ConditionStatus,
     IncidentSpec,
     IncidentStatus,
-    Job,
+    TrainingJob,
     JobSpec,
     JobStatus,
-    Mode,
+    RemediationMode,
     ObjectRef,
     ProbeResult,
     QuarantineSpec,
@@ -29,20 +29,20 @@ from pacekeeper_operator.api import (
     WorkerCounts,
 )
 from pacekeeper_operator.codec import from_json
-from pacekeeper_operator.subject import Subject
-from tests.support.schema import faults, schema, with_defaults
+from pacekeeper_operator.subject import IncidentKey
+from tests.support.schema import find_schema_errors, read_schema, with_defaults
 
 TEMPLATE = {"spec": {"containers": [{"name": "trainer"}]}}
-CONDITION = ConditionStatus(api.Condition.DEGRADED, "True", api.Reason.ALL_SLOW, "slow", 1.25, 3)
+CONDITION = ConditionStatus(api.JobCondition.DEGRADED, "True", api.Reason.ALL_SLOW, "slow", 1.25, 3)
 
 
-def job(name: str = "gpt", uid: str = "0a1b2c3d-4e5f") -> Job:
-    return Job("team-a", name, uid, 1, JobSpec(TEMPLATE))
+def job(name: str = "gpt", uid: str = "0a1b2c3d-4e5f") -> TrainingJob:
+    return TrainingJob("team-a", name, uid, 1, JobSpec(TEMPLATE))
 
 
 def test_defaults_are_those_of_the_schema() -> None:
-    assert JobSpec.parse(with_defaults({"template": TEMPLATE}, schema("trainingjobs")["spec"])) == JobSpec(TEMPLATE)
-    stored = with_defaults({"reason": "XID 79"}, schema("nodequarantines")["spec"])
+    assert JobSpec.parse(with_defaults({"template": TEMPLATE}, read_schema("trainingjobs")["spec"])) == JobSpec(TEMPLATE)
+    stored = with_defaults({"reason": "XID 79"}, read_schema("nodequarantines")["spec"])
     assert QuarantineSpec.parse(stored) == QuarantineSpec("XID 79")
 
 
@@ -86,17 +86,17 @@ def test_every_field_is_read() -> None:
         spares=1,
         nproc_per_node=8,
         suspend=True,
-        sync_mode=api.WantedMode.ASYNC_EDIT,
+        sync_mode=api.RequestedSyncMode.ASYNC_EDIT,
         scheduling_timeout=90.0,
         checkpoint=api.CheckpointSpec("/c", 7, 2, "claim", "", "other", True),
         detection=api.DetectionSpec(2.0, 16, 9.0),
         remediation=api.RemediationSpec(
-            Mode.RECOMMEND, (Remedy.REBALANCE,), 0, 7200.0, 5, api.ExitCodesSpec((43, 44), (42,))
+            RemediationMode.RECOMMEND, (Remedy.REBALANCE,), 0, 7200.0, 5, api.ExitCodesSpec((43, 44), (42,))
         ),
         run_policy=api.RunPolicySpec(5, 0, api.CleanPodPolicy.ALL),
     )
-    assert spec.fewest_replicas == 2
-    assert JobSpec(TEMPLATE, replicas=4).fewest_replicas == 4, "without minReplicas a job does not shrink"
+    assert spec.effective_min_replicas == 2
+    assert JobSpec(TEMPLATE, replicas=4).effective_min_replicas == 4, "without minReplicas a job does not shrink"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ JOB_STATUS = JobStatus(
     remaining="5h20m",
     last_checkpoint_step=8,
     checkpoint_sub_path="gpt",
-    workers=WorkerCounts.of(4, 3, 1),
+    workers=WorkerCounts.from_counts(4, 3, 1),
     selector="pacekeeper.dev/job=gpt",
     slowdown=1.25,
     goodput=0.97,
@@ -172,7 +172,7 @@ JOB_STATUS = JobStatus(
     leaf_crossings=api.LeafCrossings(now=4, best=2),
 )
 INCIDENT_STATUS = IncidentStatus(
-    mode=Mode.ACT,
+    mode=RemediationMode.ACT,
     remedy=Remedy.REBALANCE,
     considered=(RemedyPrice(Remedy.REBALANCE, 100.0, 0.0, True, "free"), RemedyPrice(Remedy.LOCAL_SGD)),
     first_sign=1.0,
@@ -189,9 +189,9 @@ INCIDENT_STATUS = IncidentStatus(
     predicted_gain=100.0,
     measured_gain=90.0,
     diagnosis=Finding(
-        FaultClass.NETWORK, "link 0 → 1", (Witness(WitnessKind.PROBE, "slow on no other link"),), 0.98, "look at it"
+        FaultClass.NETWORK, "link 0 → 1", (Signal(SignalKind.PROBE, "slow on no other link"),), 0.98, "look at it"
     ),
-    outcome=api.Outcome.MITIGATED,
+    outcome=api.IncidentOutcome.MITIGATED,
     message="better",
 )
 QUARANTINE_STATUS = QuarantineStatus(
@@ -214,8 +214,8 @@ def test_status_survives_the_api_server(status: Any, plural: str) -> None:
     """All its fields are set here, none is pruned or refused, and what is read is what was written."""
     patch = status.to_patch()
     assert None not in patch.values(), "set every field, so that every one is checked"
-    assert set(patch) == set(schema(plural)["status"]["properties"])
-    assert faults(patch, schema(plural)["status"]) == []
+    assert set(patch) == set(read_schema(plural)["status"]["properties"])
+    assert find_schema_errors(patch, read_schema(plural)["status"]) == []
     assert type(status).parse(patch) == status
 
 
@@ -227,8 +227,8 @@ def test_fields_without_a_value_are_removed_by_the_patch() -> None:
 def test_specs_survive_the_api_server() -> None:
     incident = IncidentSpec(
         job_ref=ObjectRef("gpt", "team-a", "uid"),
-        cause=Cause.NODE_LOST,
-        class_=api.Class.INFRASTRUCTURE,
+        cause=IncidentCause.NODE_LOST,
+        class_=api.IncidentClass.INFRASTRUCTURE,
         round=3,
         rank=2,
         worker="gpt-w2-0",
@@ -236,25 +236,25 @@ def test_specs_survive_the_api_server() -> None:
         message="gone",
         evidence=("no answer",),
     )
-    assert faults(incident.to_json(), schema("incidents")["spec"]) == []
-    assert set(incident.to_json()) == set(schema("incidents")["spec"]["properties"])
+    assert find_schema_errors(incident.to_json(), read_schema("incidents")["spec"]) == []
+    assert set(incident.to_json()) == set(read_schema("incidents")["spec"]["properties"])
     assert IncidentSpec.parse(incident.to_json()) == incident
     quarantine = QuarantineSpec("XID 79", "uid", ObjectRef("gpt-r3", "team-a"), 5400.0, True)
-    assert faults(quarantine.to_json(), schema("nodequarantines")["spec"]) == []
+    assert find_schema_errors(quarantine.to_json(), read_schema("nodequarantines")["spec"]) == []
     assert QuarantineSpec.parse(quarantine.to_json()) == quarantine
 
 
 def test_evidence_is_cut_to_what_the_schema_takes() -> None:
     evidence = tuple(f"{i} " + "x" * 100_000 for i in range(500))
-    written = IncidentSpec(ObjectRef("gpt", "team-a", "u"), Cause.HANG, evidence=evidence).to_json()["evidence"]
-    limits = schema("incidents")["spec"]["properties"]["evidence"]
+    written = IncidentSpec(ObjectRef("gpt", "team-a", "u"), IncidentCause.HANG, evidence=evidence).to_json()["evidence"]
+    limits = read_schema("incidents")["spec"]["properties"]["evidence"]
     assert len(written) == limits["maxItems"]
     assert {len(item) for item in written} == {limits["items"]["maxLength"]}
     assert written[0].startswith("0 ")
 
 
 def test_a_state_keeps_what_another_version_of_the_operator_wrote() -> None:
-    fields = schema("trainingjobstates")
+    fields = read_schema("trainingjobstates")
     assert set(fields) == {"apiVersion", "kind", "metadata", "schemaVersion", "plan", "state"}
     for name in ("plan", "state"):
         assert fields[name]["x-kubernetes-preserve-unknown-fields"] is True
@@ -265,60 +265,60 @@ def test_a_state_keeps_what_another_version_of_the_operator_wrote() -> None:
     ("words", "plural", "path"),
     [
         (Remedy, "trainingjobs", "spec.remediation.allow.items"),
-        (Mode, "trainingjobs", "spec.remediation.mode"),
-        (api.WantedMode, "trainingjobs", "spec.syncMode"),
+        (RemediationMode, "trainingjobs", "spec.remediation.mode"),
+        (api.RequestedSyncMode, "trainingjobs", "spec.syncMode"),
         (api.CleanPodPolicy, "trainingjobs", "spec.runPolicy.cleanPodPolicy"),
         (api.JobPhase, "trainingjobs", "status.phase"),
-        (api.Class, "incidents", "spec.class"),
-        (api.Outcome, "incidents", "status.outcome"),
-        (Mode, "incidents", "status.mode"),
+        (api.IncidentClass, "incidents", "spec.class"),
+        (api.IncidentOutcome, "incidents", "status.outcome"),
+        (RemediationMode, "incidents", "status.mode"),
         (api.QuarantinePhase, "nodequarantines", "status.phase"),
-        (api.NodeTrouble, "nodehistories", "status.incidents.items.kind"),
-        (api.NodeTrouble, "nodehistories", "status.counts.items.kind"),
+        (api.NodeIncidentKind, "nodehistories", "status.incidents.items.kind"),
+        (api.NodeIncidentKind, "nodehistories", "status.counts.items.kind"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_words_are_those_of_the_schema(words: Any, plural: str, path: str) -> None:
-    found: Any = {"properties": schema(plural)}
+    found: Any = {"properties": read_schema(plural)}
     for name in path.split("."):
         found = found["items"] if name == "items" else found["properties"][name]
     assert found["enum"] == list(words)
 
 
 def test_each_mode_can_be_wanted_and_auto_is_none_of_them() -> None:
-    assert {*api.WantedMode} - {*SyncMode} == {api.WantedMode.AUTO}
-    assert {*SyncMode} <= {*api.WantedMode}
+    assert {*api.RequestedSyncMode} - {*SyncMode} == {api.RequestedSyncMode.AUTO}
+    assert {*SyncMode} <= {*api.RequestedSyncMode}
 
 
-@pytest.mark.parametrize("cause", Cause)
-def test_incident_names_are_deterministic_and_of_one_job(cause: Cause) -> None:
-    name = Subject(cause, 3).incident_name(job())
-    assert name == Subject(cause, 3).incident_name(job())
+@pytest.mark.parametrize("cause", IncidentCause)
+def test_incident_names_are_deterministic_and_of_one_job(cause: IncidentCause) -> None:
+    name = IncidentKey(cause, 3).incident_name(job())
+    assert name == IncidentKey(cause, 3).incident_name(job())
     assert re.fullmatch(rf"gpt-r3-{cause}-0a1b2", name)
     others = {
-        Subject(cause, 3).incident_name(job(uid="9-of-a-later-job")),
-        Subject(cause, 4).incident_name(job()),
-        Subject(cause, 3, number=2).incident_name(job()),
-        Subject(cause, 3, worker="j-w1-0").incident_name(job()),
-        Subject(cause, 3, rank=1).incident_name(job()),
-        Subject(cause, 3, gpu="node/0/XID=79").incident_name(job()),
+        IncidentKey(cause, 3).incident_name(job(uid="9-of-a-later-job")),
+        IncidentKey(cause, 4).incident_name(job()),
+        IncidentKey(cause, 3, occurrence=2).incident_name(job()),
+        IncidentKey(cause, 3, worker="j-w1-0").incident_name(job()),
+        IncidentKey(cause, 3, rank=1).incident_name(job()),
+        IncidentKey(cause, 3, gpu="node/0/XID=79").incident_name(job()),
     }
     assert name not in others
     assert len(others) == 6
-    longest = Subject(cause, 10**9, rank=10**6, number=10**6).incident_name(job("j" * api.MAX_JOB_NAME))
+    longest = IncidentKey(cause, 10**9, rank=10**6, occurrence=10**6).incident_name(job("j" * api.MAX_JOB_NAME))
     assert len(longest) <= 253
 
 
 def test_a_job_is_read_from_its_object() -> None:
     metadata = {"namespace": "team-a", "name": "gpt", "uid": "u", "generation": 4}
     times = {"creationTimestamp": "2027-01-15T08:00:00Z", "deletionTimestamp": "2027-01-15T09:00:00Z"}
-    found = Job.parse({"metadata": metadata | times, "spec": {"template": TEMPLATE}})
-    assert found == Job("team-a", "gpt", "u", 4, JobSpec(TEMPLATE), 1_800_000_000, deleted=True)
+    found = TrainingJob.parse({"metadata": metadata | times, "spec": {"template": TEMPLATE}})
+    assert found == TrainingJob("team-a", "gpt", "u", 4, JobSpec(TEMPLATE), 1_800_000_000, deleted=True)
 
 
 def test_worker_counts_read_as_a_column() -> None:
-    assert WorkerCounts.of(desired=4, ready=3, spare=1).summary == "3/4+1"
-    assert WorkerCounts.of(desired=4, ready=4, spare=0).summary == "4/4"
+    assert WorkerCounts.from_counts(desired=4, ready=3, spare=1).summary == "3/4+1"
+    assert WorkerCounts.from_counts(desired=4, ready=4, spare=0).summary == "4/4"
 
 
 def test_fields_that_are_missing_are_named_and_no_others() -> None:

@@ -16,9 +16,9 @@ import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_operator import certificates
-from pacekeeper_operator.certificates import SECRET, Authority, Certificates, Serving
+from pacekeeper_operator.certificates import AUTHORITY_SECRET_NAME, CertificateAuthority, CertificateManager, ServingCertificate
 from pacekeeper_operator.cluster import SECRETS, Object
-from pacekeeper_operator.runtime import Runtime
+from pacekeeper_operator.runtime import OperatorRuntime
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
 from tests.support.virtual_time import Timeline, VirtualRuntime
@@ -46,18 +46,18 @@ def timeline() -> Timeline:
 
 
 @pytest.fixture
-async def keeping(cluster: FakeCluster, timeline: Timeline) -> AsyncIterator[Certificates]:
+async def keeping(cluster: FakeCluster, timeline: Timeline) -> AsyncIterator[CertificateManager]:
     async with keep(cluster, timeline, SETTINGS) as kept:
         yield kept
 
 
 @asynccontextmanager
-async def keep(cluster: FakeCluster, timeline: Timeline, settings: Settings) -> AsyncIterator[Certificates]:
+async def keep(cluster: FakeCluster, timeline: Timeline, settings: Settings) -> AsyncIterator[CertificateManager]:
     """Certificates as the operator keeps them while it runs."""
     runtime = Present(timeline)
-    kept = Certificates(cluster, settings, runtime)
-    await kept.begin()
-    task = runtime.start(kept.keep(), "keeper")
+    kept = CertificateManager(cluster, settings, runtime)
+    await kept.start()
+    task = runtime.start_task(kept.renew_periodically(), "keeper")
     yield kept
     task.cancel()
     assert not runtime.failed.is_set()
@@ -83,11 +83,11 @@ async def connects(port: int, trusted: str, host: str = "127.0.0.1") -> bool:
     return True
 
 
-def secret(cluster: FakeCluster, name: str = SECRET) -> Object:
+def secret(cluster: FakeCluster, name: str = AUTHORITY_SECRET_NAME) -> Object:
     return cluster.objects["secrets", "system", name]
 
 
-async def write(cluster: FakeCluster, name: str = SECRET, **data: str) -> None:
+async def write(cluster: FakeCluster, name: str = AUTHORITY_SECRET_NAME, **data: str) -> None:
     """A Secret with these texts; one that exists is changed."""
     encoded = {key.replace("_", "."): base64.b64encode(text.encode()).decode() for key, text in data.items()}
     found = cluster.objects.get(("secrets", "system", name))
@@ -97,20 +97,20 @@ async def write(cluster: FakeCluster, name: str = SECRET, **data: str) -> None:
         await cluster.replace(SECRETS, found | {"data": found["data"] | encoded})
 
 
-async def aged(cluster: FakeCluster) -> Authority:
+async def aged(cluster: FakeCluster) -> CertificateAuthority:
     """An authority that stands in the Secret, and of whose life two thirds are over."""
-    authority = certificates.create(NOW - 0.7 * certificates.AUTHORITY_DAYS * DAY)
+    authority = certificates.create_authority(NOW - 0.7 * certificates.AUTHORITY_DAYS * DAY)
     await cluster.create(SECRETS, authority.to_secret("system"))
     return authority
 
 
 class TestOwnAuthority:
-    async def test_is_made_once(self, cluster: FakeCluster, timeline: Timeline, keeping: Certificates) -> None:
+    async def test_is_made_once(self, cluster: FakeCluster, timeline: Timeline, keeping: CertificateManager) -> None:
         async with keep(cluster, timeline, SETTINGS) as next_one, listening(next_one.context) as port:
             assert next_one.trusted == keeping.trusted
             assert await connects(port, keeping.trusted)
 
-    async def test_nobody_is_given_a_ticket_that_the_next_operator_would_not_know(self, keeping: Certificates) -> None:
+    async def test_nobody_is_given_a_ticket_that_the_next_operator_would_not_know(self, keeping: CertificateManager) -> None:
         context = ssl.create_default_context(cadata=keeping.trusted)
         async with listening(keeping.context) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -119,17 +119,17 @@ class TestOwnAuthority:
             assert session is None or not session.has_ticket
             writer.close()
 
-    async def test_alone_is_trusted(self, keeping: Certificates) -> None:
+    async def test_alone_is_trusted(self, keeping: CertificateManager) -> None:
         async with listening(keeping.context) as port:
             assert await connects(port, keeping.trusted)
             assert await connects(port, keeping.trusted, "pacekeeper.system.svc")
             assert not await connects(port, keeping.trusted, "example.org")
-            assert not await connects(port, certificates.create(NOW).certificate)
+            assert not await connects(port, certificates.create_authority(NOW).certificate)
 
     async def test_old_and_new_are_trusted_once_it_is_renewed(self, cluster: FakeCluster, timeline: Timeline) -> None:
         old = await aged(cluster)
         async with keep(cluster, timeline, SETTINGS) as kept, listening(kept.context) as port:
-            new = Authority.from_secret(secret(cluster))
+            new = CertificateAuthority.from_secret(secret(cluster))
             assert new.certificate != old.certificate
             assert await connects(port, old.certificate), "a worker from before"
             assert await connects(port, new.certificate), "one that knows only the new one"
@@ -143,40 +143,40 @@ class TestOwnAuthority:
         async with keep(cluster, timeline, SETTINGS) as kept, listening(kept.context) as port:
             assert kept.trusted == trusted
             assert await connects(port, old.certificate)
-            assert await connects(port, Authority.from_secret(secret(cluster)).certificate)
+            assert await connects(port, CertificateAuthority.from_secret(secret(cluster)).certificate)
 
     async def test_one_that_has_ended_vouches_for_nobody(self) -> None:
-        old = certificates.create(NOW - 2 * certificates.AUTHORITY_DAYS * DAY)
-        new = old.renewed(NOW)
+        old = certificates.create_authority(NOW - 2 * certificates.AUTHORITY_DAYS * DAY)
+        new = old.renew(NOW)
         assert (new.trusted, new.bridge) == (new.certificate, "")
 
     async def test_it_is_renewed_while_running_without_a_new_server(
-        self, cluster: FakeCluster, timeline: Timeline, keeping: Certificates
+        self, cluster: FakeCluster, timeline: Timeline, keeping: CertificateManager
     ) -> None:
         old = keeping.trusted
         told: list[str] = []
-        keeping.told = told.append
+        keeping.on_trust_changed = told.append
         async with listening(keeping.context) as port:
             cluster.objects.clear()
             aging = await aged(cluster)  # somebody puts another in its place, which is due
-            await timeline.run(certificates.LOOK_SECONDS + 1)
+            await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
             assert told == [keeping.trusted] != [old]
             assert await connects(port, aging.certificate)
-            assert await connects(port, Authority.from_secret(secret(cluster)).certificate)
+            assert await connects(port, CertificateAuthority.from_secret(secret(cluster)).certificate)
             assert not await connects(port, old)
 
     async def test_a_deleted_secret_is_written_anew(
-        self, cluster: FakeCluster, timeline: Timeline, keeping: Certificates
+        self, cluster: FakeCluster, timeline: Timeline, keeping: CertificateManager
     ) -> None:
-        before = Authority.from_secret(secret(cluster))
+        before = CertificateAuthority.from_secret(secret(cluster))
         cluster.objects.clear()
-        await timeline.run(certificates.LOOK_SECONDS + 1)
-        assert Authority.from_secret(secret(cluster)) == before
+        await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
+        assert CertificateAuthority.from_secret(secret(cluster)) == before
         async with listening(keeping.context) as port:
             assert await connects(port, before.certificate)
 
     async def test_a_secret_of_an_older_operator_is_good(self, cluster: FakeCluster, timeline: Timeline) -> None:
-        authority = certificates.create(NOW)
+        authority = certificates.create_authority(NOW)
         await write(cluster, tls_crt=authority.certificate, tls_key=authority.key)
         async with keep(cluster, timeline, SETTINGS) as kept, listening(kept.context) as port:
             assert kept.trusted == authority.certificate
@@ -187,7 +187,7 @@ class TestOwnAuthority:
         [
             ({"tls_crt": "garbage"}, "tls.crt is not a certificate"),
             ({"tls_key": "garbage"}, "tls.key is not a private key"),
-            ({"tls_key": certificates.create(NOW).key}, "tls.key does not belong to tls.crt"),
+            ({"tls_key": certificates.create_authority(NOW).key}, "tls.key does not belong to tls.crt"),
             ({"tls_key": ""}, "tls.key is missing"),
         ],
         ids=["certificate", "key", "another's key", "no key"],
@@ -195,56 +195,56 @@ class TestOwnAuthority:
     async def test_a_corrupt_secret_is_named_with_a_remedy(
         self, cluster: FakeCluster, broken: dict[str, str], why: str
     ) -> None:
-        authority = certificates.create(NOW)
+        authority = certificates.create_authority(NOW)
         await write(cluster, **{"tls_crt": authority.certificate, "tls_key": authority.key} | broken)
-        with pytest.raises(InputError, match=f"Secret system/{SECRET}: {why}.*restore it from a backup, or delete it"):
-            await Certificates(cluster, SETTINGS, Runtime()).begin()
+        with pytest.raises(InputError, match=f"Secret system/{AUTHORITY_SECRET_NAME}: {why}.*restore it from a backup, or delete it"):
+            await CertificateManager(cluster, SETTINGS, OperatorRuntime()).start()
 
     async def test_a_secret_that_becomes_corrupt_changes_nothing_that_is_shown(
-        self, cluster: FakeCluster, timeline: Timeline, keeping: Certificates, caplog: pytest.LogCaptureFixture
+        self, cluster: FakeCluster, timeline: Timeline, keeping: CertificateManager, caplog: pytest.LogCaptureFixture
     ) -> None:
         await write(cluster, tls_crt="garbage")
-        await timeline.run(certificates.LOOK_SECONDS + 1)
-        assert f"Secret system/{SECRET}" in caplog.text
+        await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
+        assert f"Secret system/{AUTHORITY_SECRET_NAME}" in caplog.text
         async with listening(keeping.context) as port:
             assert await connects(port, keeping.trusted)
 
     async def test_an_api_server_that_is_away_at_first_is_waited_for(
         self, cluster: FakeCluster, timeline: Timeline, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        kept, find = Certificates(cluster, SETTINGS, Present(timeline)), cluster.find
+        kept, find = CertificateManager(cluster, SETTINGS, Present(timeline)), cluster.find
 
         async def away(*_: Any) -> Object | None:
             raise kopf.TemporaryError("no answer")
 
         monkeypatch.setattr(cluster, "find", away)
-        beginning = asyncio.create_task(kept.begin())
+        beginning = asyncio.create_task(kept.start())
         await timeline.run(10)
         assert not beginning.done()
         monkeypatch.setattr(cluster, "find", find)
-        await timeline.run(certificates.FIRST_LOOK_SECONDS)
+        await timeline.run(certificates.CERTIFICATE_STARTUP_RETRY_SECONDS)
         await beginning
         assert kept.trusted
 
 
 def test_a_serving_certificate_is_due_at_two_thirds_of_its_life() -> None:
-    serving = certificates.create(NOW).serving(("localhost",), NOW)
-    assert not serving.due(NOW + 0.6 * certificates.SERVING_DAYS * DAY)
-    assert serving.due(NOW + 0.7 * certificates.SERVING_DAYS * DAY)
+    serving = certificates.create_authority(NOW).issue_serving_certificate(("localhost",), NOW)
+    assert not serving.is_due(NOW + 0.6 * certificates.SERVING_DAYS * DAY)
+    assert serving.is_due(NOW + 0.7 * certificates.SERVING_DAYS * DAY)
 
 
 async def test_a_serving_certificate_is_renewed_while_running(
-    cluster: FakeCluster, timeline: Timeline, keeping: Certificates, monkeypatch: pytest.MonkeyPatch
+    cluster: FakeCluster, timeline: Timeline, keeping: CertificateManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with listening(keeping.context) as port:
         first = await certificate_of(port)
-        await timeline.run(certificates.LOOK_SECONDS + 1)
+        await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
         assert await certificate_of(port) == first, "while it is good it stays"
-        monkeypatch.setattr(Serving, "due", lambda *_: True)
-        await timeline.run(certificates.LOOK_SECONDS + 1)
+        monkeypatch.setattr(ServingCertificate, "due", lambda *_: True)
+        await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
         assert await certificate_of(port) != first
         assert await connects(port, keeping.trusted)
-    assert Authority.from_secret(secret(cluster)).trusted == keeping.trusted, "and its authority stays"
+    assert CertificateAuthority.from_secret(secret(cluster)).trusted == keeping.trusted, "and its authority stays"
 
 
 async def certificate_of(port: int) -> bytes:
@@ -263,8 +263,8 @@ class TestGivenSecret:
 
     async def give(self, cluster: FakeCluster, *hosts: str) -> str:
         """What cert-manager would write; the authority to be trusted."""
-        authority = certificates.create(NOW)
-        serving = authority.serving(hosts or ("127.0.0.1",), NOW)
+        authority = certificates.create_authority(NOW)
+        serving = authority.issue_serving_certificate(hosts or ("127.0.0.1",), NOW)
         await write(cluster, "theirs", tls_crt=serving.chain, tls_key=serving.key, ca_crt=authority.certificate)
         return authority.certificate
 
@@ -273,29 +273,29 @@ class TestGivenSecret:
         async with keep(cluster, timeline, self.SETTINGS) as kept, listening(kept.context) as port:
             assert await connects(port, first)
             second = await self.give(cluster)
-            await timeline.run(certificates.LOOK_SECONDS + 1)
+            await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
             assert kept.trusted == second
             assert await connects(port, second)
             assert not await connects(port, first)
-        assert ("secrets", "system", SECRET) not in cluster.objects, "no authority of our own is made"
+        assert ("secrets", "system", AUTHORITY_SECRET_NAME) not in cluster.objects, "no authority of our own is made"
 
     async def test_what_no_worker_would_trust_is_named(self, cluster: FakeCluster) -> None:
         await self.give(cluster, "example.org")
         with pytest.raises(InputError, match=r"no worker would trust the certificate for 127\.0\.0\.1"):
-            await Certificates(cluster, self.SETTINGS, Runtime()).begin()
+            await CertificateManager(cluster, self.SETTINGS, OperatorRuntime()).start()
 
     async def test_a_field_that_is_missing_is_named(self, cluster: FakeCluster) -> None:
         await write(cluster, "theirs", tls_crt="x", tls_key="y")
         with pytest.raises(InputError, match=r"Secret system/theirs \(tls_secret\): ca.crt is missing"):
-            await Certificates(cluster, self.SETTINGS, Runtime()).begin()
+            await CertificateManager(cluster, self.SETTINGS, OperatorRuntime()).start()
 
     async def test_it_is_waited_for(self, cluster: FakeCluster, timeline: Timeline) -> None:
-        kept = Certificates(cluster, self.SETTINGS, Present(timeline))
-        beginning = asyncio.create_task(kept.begin())
+        kept = CertificateManager(cluster, self.SETTINGS, Present(timeline))
+        beginning = asyncio.create_task(kept.start())
         await timeline.run(60)
         assert not beginning.done()
         trusted = await self.give(cluster)
-        await timeline.run(certificates.FIRST_LOOK_SECONDS)
+        await timeline.run(certificates.CERTIFICATE_STARTUP_RETRY_SECONDS)
         await beginning
         assert kept.trusted == trusted
 
@@ -303,5 +303,5 @@ class TestGivenSecret:
         trusted = await self.give(cluster)
         async with keep(cluster, timeline, self.SETTINGS) as kept, listening(kept.context) as port:
             cluster.objects.clear()
-            await timeline.run(certificates.LOOK_SECONDS + 1)
+            await timeline.run(certificates.CERTIFICATE_CHECK_INTERVAL_SECONDS + 1)
             assert await connects(port, trusted)

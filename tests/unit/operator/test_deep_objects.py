@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pacekeeper_operator.cluster import parse
+from pacekeeper_operator.cluster import parse_response
 
 LEVELS = 9_900
 READS = """
@@ -35,4 +35,4 @@ def test_it_is_read_by_kopfs_parser_and_by_ours() -> None:
 
 
 def test_what_is_no_json_at_all_is_the_message() -> None:
-    assert parse(b"upstream [[[ gone") == {"message": "upstream [[[ gone"}
+    assert parse_response(b"upstream [[[ gone") == {"message": "upstream [[[ gone"}

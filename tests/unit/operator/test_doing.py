@@ -8,47 +8,47 @@ from typing import Any
 import kopf
 import pytest
 
-from pacekeeper_analysis.behaviour.page import Page
+from pacekeeper_analysis.behaviour.page import ProfilePage
 from pacekeeper_operator import metrics
-from pacekeeper_operator.api import Cause, Class, Outcome, Remedy, Verdict
+from pacekeeper_operator.api import IncidentCause, IncidentClass, IncidentOutcome, Remedy, QuarantineVerdict
 from pacekeeper_operator.cluster import (
-    BEHAVIOURS,
+    PROFILE_WINDOWS,
     EVENTS,
-    INCIDENTS,
-    JOBS,
+    INCIDENT_OBJECTS,
+    TRAINING_JOBS,
     PODS,
-    POLICIES,
-    QUARANTINES,
+    NETWORK_POLICIES,
+    NODE_QUARANTINES,
     Conflict,
-    Kind,
+    ResourceKind,
     NotFound,
     Object,
 )
 from pacekeeper_operator.effects import (
-    AskForQuarantine,
+    RequestQuarantine,
     CreatePod,
     DeleteJob,
     DeletePod,
     Effect,
-    GuardNetwork,
-    KeepBehaviour,
-    Localise,
-    TryTemplate,
+    ApplyNetworkPolicy,
+    SaveProfile,
+    LocalizeProfile,
+    ValidateTemplate,
     WriteIncident,
 )
-from pacekeeper_operator.observation import Ruling
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.observe.prometheus import Prometheus
-from pacekeeper_operator.services.desk import Desk
-from pacekeeper_operator.services.doing import SHOWS_SECONDS, TEMPLATE_SECONDS, carry_out
+from pacekeeper_operator.observation import QuarantineDecision
+from pacekeeper_operator.observe.memory import JobRegistry
+from pacekeeper_operator.observe.prometheus import PrometheusClient
+from pacekeeper_operator.services.desk import JobContext
+from pacekeeper_operator.services.doing import WATCH_SETTLE_SECONDS, TEMPLATE_RETRY_SECONDS, handle_effect
 from pacekeeper_operator.services.operator import Operator
-from pacekeeper_operator.services.reconcile import desk_for
+from pacekeeper_operator.services.reconcile import create_job_context
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Incident, WantedQuarantine, Worker
+from pacekeeper_operator.state import Incident, QuarantineRequest, WorkerRecord
 from tests.support.fake_cluster import FakeCluster
-from tests.support.patterns import SLOW, WORK, answers, pattern
-from tests.support.still import Still
-from tests.support.worlds import NOW, training
+from tests.support.patterns import SLOW_FUNCTION, HEALTHY_WORK, build_answers, build_pattern
+from tests.support.still import FixedTimeRuntime
+from tests.support.worlds import NOW, build_training
 from tests.support.written import INSTALLATION
 
 
@@ -60,13 +60,13 @@ class Cluster(FakeCluster):
         self.deletions: list[tuple[str, str, str, int | None]] = []
         self.dry_runs = 0
 
-    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(self, kind: ResourceKind, body: Object, *, dry_run: bool = False) -> Object:
         self.dry_runs += dry_run
         metadata = {"creationTimestamp": "2026-01-01T00:00:00Z", **body["metadata"]}
         return await super().create(kind, {**body, "metadata": metadata}, dry_run=dry_run)
 
     async def delete(
-        self, kind: Kind, name: str, namespace: str = "", *, uid: str = "", grace: int | None = None, **_: Any
+        self, kind: ResourceKind, name: str, namespace: str = "", *, uid: str = "", grace: int | None = None, **_: Any
     ) -> None:
         self.deletions.append((kind.plural, name, uid, grace))
         await super().delete(kind, name, namespace, uid=uid)
@@ -78,17 +78,17 @@ class Bench:
 
     cluster: Cluster = field(default_factory=Cluster)
     operator: Operator = field(init=False)
-    desk: Desk = field(init=False)
+    desk: JobContext = field(init=False)
 
     def __post_init__(self) -> None:
-        world = training()
-        prometheus = Prometheus("", "", "")
-        self.operator = Operator(Settings(), self.cluster, Memory(0.0), INSTALLATION, prometheus, Still(), paused="")
-        self.desk = desk_for(self.operator, world.job, {})
-        self.desk.memory.draft = world.draft
+        world = build_training()
+        prometheus = PrometheusClient("", "", "")
+        self.operator = Operator(Settings(), self.cluster, JobRegistry(0.0), INSTALLATION, prometheus, FixedTimeRuntime(), paused="")
+        self.desk = create_job_context(self.operator, world.job, {})
+        self.desk.cache.desired = world.desired
 
     async def do(self, effect: Effect) -> float:
-        return await carry_out(self.operator, self.desk, effect)
+        return await handle_effect(self.operator, self.desk, effect)
 
     def events(self) -> list[tuple[str, str, str]]:
         """Type, reason and note of each, oldest first."""
@@ -103,71 +103,71 @@ def bench() -> Bench:
 
 class TestTemplate:
     async def test_that_is_accepted_is_no_event(self, bench: Bench) -> None:
-        assert await bench.do(TryTemplate(1)) == TEMPLATE_SECONDS
-        assert bench.desk.memory.template is not None
-        assert (bench.desk.memory.template.rejection, bench.events()) == ("", [])
+        assert await bench.do(ValidateTemplate(1)) == TEMPLATE_RETRY_SECONDS
+        assert bench.desk.cache.template is not None
+        assert (bench.desk.cache.template.rejection, bench.events()) == ("", [])
         assert (bench.cluster.dry_runs, bench.cluster.objects) == (1, {})
 
     async def test_that_is_refused_is_told_once(self, bench: Bench) -> None:
         bench.desk.job = replace(bench.desk.job, spec=replace(bench.desk.job.spec, template={"spec": None}))
         for _ in range(2):
-            await bench.do(TryTemplate(1))
-            assert bench.desk.memory.template is not None
-            words = bench.desk.memory.template.rejection
+            await bench.do(ValidateTemplate(1))
+            assert bench.desk.cache.template is not None
+            words = bench.desk.cache.template.rejection
             assert words.startswith("spec.template: is not a pod template")
             assert bench.events() == [("Warning", "InvalidTemplate", words)]
-            bench.desk.memory.draft = training().draft.with_placement(template_rejected=1)
-        bench.desk.memory.draft = training().draft.with_placement(template_rejected=0)
-        await bench.do(TryTemplate(1))
+            bench.desk.cache.desired = build_training().desired.with_placement(template_rejected=1)
+        bench.desk.cache.desired = build_training().desired.with_placement(template_rejected=0)
+        await bench.do(ValidateTemplate(1))
         assert len(bench.events()) == 2, "of this generation nobody has been told yet"
 
     async def test_also_where_nothing_is_written_of_the_job_yet(self, bench: Bench) -> None:
         bench.desk.job = replace(bench.desk.job, spec=replace(bench.desk.job.spec, template={"spec": None}))
-        bench.desk.memory.draft = None
-        await bench.do(TryTemplate(1))
+        bench.desk.cache.desired = None
+        await bench.do(ValidateTemplate(1))
         assert len(bench.events()) == 1
 
     async def test_one_that_has_changed_meanwhile_is_not_tried(self, bench: Bench) -> None:
-        assert await bench.do(TryTemplate(0)) == 0.0
-        assert (bench.desk.memory.template, bench.cluster.dry_runs) == (None, 0)
+        assert await bench.do(ValidateTemplate(0)) == 0.0
+        assert (bench.desk.cache.template, bench.cluster.dry_runs) == (None, 0)
 
 
 class TestPods:
     async def test_creation_is_repeatable(self, bench: Bench) -> None:
-        effect = CreatePod(Worker("j-w7-0", 7, 0))
-        assert await bench.do(effect) == SHOWS_SECONDS
-        assert await bench.do(effect) == SHOWS_SECONDS
+        effect = CreatePod(WorkerRecord("j-w7-0", 7, 0))
+        assert await bench.do(effect) == WATCH_SETTLE_SECONDS
+        assert await bench.do(effect) == WATCH_SETTLE_SECONDS
         assert [key for key in bench.cluster.objects if key[0] == PODS.plural] == [("pods", "ns", "j-w7-0")]
 
     async def test_a_name_that_somebody_else_has_taken_is_told(self, bench: Bench) -> None:
         metadata = {"name": "j-w7-0", "namespace": "ns", "uid": "u"}
         await bench.cluster.create(PODS, {"metadata": metadata, "spec": {}, "status": {}})
         with pytest.raises(kopf.TemporaryError, match="taken by a pod that is not this job's"):
-            await bench.do(CreatePod(Worker("j-w7-0", 7, 0)))
+            await bench.do(CreatePod(WorkerRecord("j-w7-0", 7, 0)))
 
     @pytest.mark.parametrize(("force", "grace"), [(True, 0), (False, None)])
     async def test_deletion_is_of_this_very_pod(self, bench: Bench, force: bool, grace: int | None) -> None:
-        assert await bench.do(DeletePod("j-w1-0", "uid-1", force)) == SHOWS_SECONDS
+        assert await bench.do(DeletePod("j-w1-0", "uid-1", force)) == WATCH_SETTLE_SECONDS
         assert bench.cluster.deletions == [("pods", "j-w1-0", "uid-1", grace)]
 
 
 async def test_a_job_is_deleted_by_its_uid(bench: Bench) -> None:
-    assert await bench.do(DeleteJob("u1d2c3")) == SHOWS_SECONDS
-    assert bench.cluster.deletions == [(JOBS.plural, "j", "u1d2c3", None)]
+    assert await bench.do(DeleteJob("u1d2c3")) == WATCH_SETTLE_SECONDS
+    assert bench.cluster.deletions == [(TRAINING_JOBS.plural, "j", "u1d2c3", None)]
 
 
 class TestQuarantine:
     async def test_what_became_of_the_node_is_told_when_it_changes(self, bench: Bench) -> None:
         node = {"metadata": {"name": "node-1", "uid": "n1", "labels": {}}, "spec": {}, "status": {}}
         bench.cluster._store(("nodes", "", "node-1"), node)
-        wanted = AskForQuarantine(WantedQuarantine("node-1", "n1", "XID 79", "i", at=NOW))
+        wanted = RequestQuarantine(QuarantineRequest("node-1", "n1", "XID 79", "i", at=NOW))
         for _ in range(2):
             assert await bench.do(wanted) > 0
-        ruling = bench.desk.memory.rulings["i", "node-1"]
-        assert ruling.verdict is Verdict.SUSPECTED
+        ruling = bench.desk.cache.quarantine_decisions["i", "node-1"]
+        assert ruling.verdict is QuarantineVerdict.SUSPECTED
         assert [(kind, reason) for kind, reason, _ in bench.events()] == [("Normal", "QuarantineNode")]
-        assert (QUARANTINES.plural, "", "node-1") in bench.cluster.objects
-        bench.desk.memory.rulings["i", "node-1"] = Ruling(Verdict.PAUSED, "remedies were paused")
+        assert (NODE_QUARANTINES.plural, "", "node-1") in bench.cluster.objects
+        bench.desk.cache.quarantine_decisions["i", "node-1"] = QuarantineDecision(QuarantineVerdict.PAUSED, "remedies were paused")
         await bench.do(wanted)
         assert len(bench.events()) == 2
 
@@ -175,16 +175,16 @@ class TestQuarantine:
 class TestNetwork:
     async def test_the_policy_is_made_and_put_right_and_otherwise_left_alone(self, bench: Bench) -> None:
         def policy() -> dict[str, Any]:
-            (found,) = (body for key, body in bench.cluster.objects.items() if key[0] == POLICIES.plural)
+            (found,) = (body for key, body in bench.cluster.objects.items() if key[0] == NETWORK_POLICIES.plural)
             return found
 
-        await bench.do(GuardNetwork(1))
+        await bench.do(ApplyNetworkPolicy(1))
         made = policy()["metadata"]["resourceVersion"]
-        await bench.do(GuardNetwork(1))
+        await bench.do(ApplyNetworkPolicy(1))
         assert policy()["metadata"]["resourceVersion"] == made
         wanted = policy()["spec"]
         policy()["spec"] = {**wanted, "ingress": [{}]}
-        await bench.do(GuardNetwork(1))
+        await bench.do(ApplyNetworkPolicy(1))
         assert policy()["spec"] == wanted
 
     async def test_one_that_another_operator_has_just_made_will_do(
@@ -194,11 +194,11 @@ class TestNetwork:
             raise Conflict("exists already")
 
         monkeypatch.setattr(bench.cluster, "create", taken)
-        assert await bench.do(GuardNetwork(1)) > 0
+        assert await bench.do(ApplyNetworkPolicy(1)) > 0
 
 
 def incident(**changes: Any) -> Incident:
-    known = Incident("i", Cause.HANG, Class.UNKNOWN, 1, "rank 2 hangs", NOW - 9, NOW - 8, NOW - 7)
+    known = Incident("i", IncidentCause.HANG, IncidentClass.UNKNOWN, 1, "rank 2 hangs", NOW - 9, NOW - 8, NOW - 7)
     return replace(known, **changes)
 
 
@@ -210,8 +210,8 @@ class TestIncidents:
         """What people are told by it."""
         known = len(bench.events())
         assert await bench.do(WriteIncident(now, before)) == 0.0
-        assert bench.desk.told[now.name] == now
-        assert (INCIDENTS.plural, "ns", "i") in bench.cluster.objects
+        assert bench.desk.written_incidents[now.name] == now
+        assert (INCIDENT_OBJECTS.plural, "ns", "i") in bench.cluster.objects
         return bench.events()[known:]
 
     async def test_beginning_and_end_are_told_once(self, bench: Bench) -> None:
@@ -219,18 +219,18 @@ class TestIncidents:
         (told,) = await self.write(bench, opened)
         assert told == ("Warning", "IncidentOpened", "rank 2 hangs; applied: RestartRanks (i)")
         assert await self.write(bench, replace(opened, evidence=("more",)), opened) == []
-        closed = replace(opened, outcome=Outcome.RECOVERED, recovered=NOW - 1)
+        closed = replace(opened, outcome=IncidentOutcome.RECOVERED, recovered=NOW - 1)
         (told,) = await self.write(bench, closed, opened)
         assert told == ("Normal", "IncidentClosed", "i: Recovered 8.0 s after the first sign; rank 2 hangs")
         assert await self.write(bench, replace(closed, quarantine="node-1 is quarantined"), closed) == []
 
     async def test_one_that_is_over_before_it_is_written_is_told_as_such(self, bench: Bench) -> None:
-        over = incident(remedy=None, outcome=Outcome.RECOMMENDED)
+        over = incident(remedy=None, outcome=IncidentOutcome.RECOMMENDED)
         assert await self.write(bench, over) == [("Normal", "IncidentClosed", "i: Recommended; rank 2 hangs")]
 
     async def test_what_became_of_the_node_stands_in_it(self, bench: Bench) -> None:
         def message() -> object:
-            return bench.cluster.objects[INCIDENTS.plural, "ns", "i"]["status"].get("message")
+            return bench.cluster.objects[INCIDENT_OBJECTS.plural, "ns", "i"]["status"].get("message")
 
         await self.write(bench, incident())
         assert message() is None
@@ -247,9 +247,9 @@ class TestIncidents:
 
     @pytest.mark.parametrize(
         ("outcome", "kind"),
-        [(Outcome.FAILED, "Warning"), (Outcome.NOT_HELPED, "Warning"), (Outcome.SUPERSEDED, "Normal")],
+        [(IncidentOutcome.FAILED, "Warning"), (IncidentOutcome.NOT_HELPED, "Warning"), (IncidentOutcome.SUPERSEDED, "Normal")],
     )
-    async def test_what_did_not_help_is_a_warning(self, bench: Bench, outcome: Outcome, kind: str) -> None:
+    async def test_what_did_not_help_is_a_warning(self, bench: Bench, outcome: IncidentOutcome, kind: str) -> None:
         opened = incident(**ACTED)
         await self.write(bench, opened)
         (told,) = await self.write(bench, replace(opened, outcome=outcome), opened)
@@ -259,16 +259,16 @@ class TestIncidents:
         def count(counter: Any, *labels: str) -> float:
             return float(counter.labels(*labels)._value.get())
 
-        opened = (Cause.HANG, Class.UNKNOWN, "Act")
-        before = count(metrics.INCIDENTS, *opened), count(metrics.REMEDIES, Remedy.RESTART_RANKS)
+        opened = (IncidentCause.HANG, IncidentClass.UNKNOWN, "Act")
+        before = count(metrics.INCIDENTS_OPENED, *opened), count(metrics.REMEDIES_APPLIED, Remedy.RESTART_RANKS)
         await self.write(bench, incident(**ACTED))
         await self.write(bench, incident(**ACTED, evidence=("more",)), incident(**ACTED))
-        after = count(metrics.INCIDENTS, *opened), count(metrics.REMEDIES, Remedy.RESTART_RANKS)
+        after = count(metrics.INCIDENTS_OPENED, *opened), count(metrics.REMEDIES_APPLIED, Remedy.RESTART_RANKS)
         assert after == (before[0] + 1, before[1] + 1)
 
     async def test_only_remedies_that_were_applied_are_counted(self, bench: Bench) -> None:
         def remedies() -> float:
-            return sum(sample.value for metric in metrics.REMEDIES.collect() for sample in metric.samples)
+            return sum(sample.value for metric in metrics.REMEDIES_APPLIED.collect() for sample in metric.samples)
 
         before = remedies()
         await self.write(bench, incident(remedy=str(Remedy.RESTART_RANKS)))
@@ -279,27 +279,27 @@ class TestIncidents:
 
 class TestBehaviour:
     async def test_patterns_are_localised_and_kept_with_their_incident(self, bench: Bench) -> None:
-        slow = [pattern(rank, {**WORK, SLOW: 0.2} if rank == 1 else WORK, 0.6) for rank in range(3)]
-        bench.desk.memory.patterns = dict(answers(slow))
-        await bench.do(Localise("profile-7", 4))
-        done = bench.desk.memory.localised
+        slow = [build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2} if rank == 1 else HEALTHY_WORK, 0.6) for rank in range(3)]
+        bench.desk.cache.profile_answers = dict(build_answers(slow))
+        await bench.do(LocalizeProfile("profile-7", 4))
+        done = bench.desk.cache.localized_profile
         assert done is not None
-        assert (done.window, done.localisation.finding.culprit) == ("profile-7", "train.py:augment on rank 1")
-        assert done.localisation.remarks == ("3 of 4 ranks have answered",)
+        assert (done.window, done.localization.finding.culprit) == ("profile-7", "train.py:augment on rank 1")
+        assert done.localization.remarks == ("3 of 4 ranks have answered",)
         ((kind, reason, note),) = bench.events()
         assert (kind, reason) == ("Normal", "BehaviourWindow")
         assert "train.py:augment on rank 1" in note
 
         with pytest.raises(NotFound):  # tried again: the incident is written by another errand
-            await bench.do(KeepBehaviour("profile-7", "why"))
-        await bench.cluster.create(INCIDENTS, {"metadata": {"name": "why", "namespace": "ns", "uid": "u"}})
+            await bench.do(SaveProfile("profile-7", "why"))
+        await bench.cluster.create(INCIDENT_OBJECTS, {"metadata": {"name": "why", "namespace": "ns", "uid": "u"}})
         for _ in range(2):
-            await bench.do(KeepBehaviour("profile-7", "why"))
-        kept = await bench.cluster.get(BEHAVIOURS, "why", "ns")
+            await bench.do(SaveProfile("profile-7", "why"))
+        kept = await bench.cluster.get(PROFILE_WINDOWS, "why", "ns")
         assert kept["metadata"]["ownerReferences"][0]["uid"] == "u"
-        page = Page.from_json(kept["spec"]["content"].encode())
+        page = ProfilePage.from_json(kept["spec"]["content"].encode())
         assert [answer.pattern.rank for answer in page.answers] == [1, 0, 2]
         assert page.plots[0].function == "train.py:augment"
         assert page.plots[0].seconds == pytest.approx((0.0, 0.2, 0.0), abs=1e-3)
-        assert bench.desk.memory.localised is not None
-        assert bench.desk.memory.localised.page == ""
+        assert bench.desk.cache.localized_profile is not None
+        assert bench.desk.cache.localized_profile.page == ""

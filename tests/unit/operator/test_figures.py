@@ -13,17 +13,17 @@ import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Member, Plan
-from pacekeeper_analysis.reports import Heartbeat, RankFigures
-from pacekeeper_operator.decide.straggler import WAITING
-from pacekeeper_operator.observation import GpuValue, Metrics
+from pacekeeper_analysis.reports import Heartbeat, RankMetrics
+from pacekeeper_operator.decide.straggler import MIN_WAITING_SHARE
+from pacekeeper_operator.observation import GpuValue, JobMetrics
 from pacekeeper_operator.observe import figures as of_figures
-from pacekeeper_operator.observe.figures import NOTHING, ROW, Rows, matters, of_plan, read
+from pacekeeper_operator.observe.figures import NO_RANK_ROWS, RANK_ROW, RankRows, needs_immediate_pass, select_plan_rows, read_rank_rows
 
 PLAN = Plan(members=tuple(Member(f"w{n}", f"10.0.0.{n}", (2 * n, 2 * n + 1)) for n in range(2)))
 """Two workers of two ranks."""
 
 
-def figures(rank: int, **changes: Any) -> RankFigures:
+def figures(rank: int, **changes: Any) -> RankMetrics:
     values: dict[str, Any] = {
         "steps": 32,
         "step_seconds": 0.1,
@@ -33,16 +33,16 @@ def figures(rank: int, **changes: Any) -> RankFigures:
         "share": 8,
         "first_steps_seconds": 0.08,
     }
-    return RankFigures(rank, **(values | changes))
+    return RankMetrics(rank, **(values | changes))
 
 
-def metrics(heard: Mapping[str, Rows], plan: Plan, known: Metrics) -> Metrics:
-    return of_figures.metrics(of_plan(heard, plan), plan, known)
+def metrics(heard: Mapping[str, RankRows], plan: Plan, known: JobMetrics) -> JobMetrics:
+    return of_figures.summarize_ranks(select_plan_rows(heard, plan), plan, known)
 
 
-def of(**changes_of_rank_3: Any) -> Metrics:
+def of(**changes_of_rank_3: Any) -> JobMetrics:
     ranks = [figures(0), figures(1), figures(2), figures(3, **changes_of_rank_3)]
-    return metrics({"w0": read(ranks[:2]), "w1": read(ranks[2:])}, PLAN, Metrics())
+    return metrics({"w0": read_rank_rows(ranks[:2]), "w1": read_rank_rows(ranks[2:])}, PLAN, JobMetrics())
 
 
 def test_ranks_that_are_alike() -> None:
@@ -63,13 +63,13 @@ def test_a_slow_rank_stands_out() -> None:
 
 
 def test_in_a_job_of_two_a_slow_rank_is_held_against_the_other() -> None:
-    heard = {"w0": read([figures(0), figures(1, compute_seconds_per_sample=0.015)])}
+    heard = {"w0": read_rank_rows([figures(0), figures(1, compute_seconds_per_sample=0.015)])}
     two = replace(PLAN, members=(Member("w0", "10.0.0.1", (0, 1)),))
-    found = metrics(heard, two, Metrics())
+    found = metrics(heard, two, JobMetrics())
     assert (found.pace, found.behind, found.per_sample) == pytest.approx((1.5, 1.0, 0.01))
-    well, slow = (read([figures(1, compute_seconds_per_sample=seconds)]) for seconds in (0.01, 0.0112))
-    assert matters(well, slow, found, 1.1), "it is looked at at once"
-    assert matters(slow, well, found, 1.1)
+    well, slow = (read_rank_rows([figures(1, compute_seconds_per_sample=seconds)]) for seconds in (0.01, 0.0112))
+    assert needs_immediate_pass(well, slow, found, 1.1), "it is looked at at once"
+    assert needs_immediate_pass(slow, well, found, 1.1)
 
 
 def test_shares_that_fit_leave_it_its_pace_and_mend_what_the_others_wait() -> None:
@@ -79,43 +79,43 @@ def test_shares_that_fit_leave_it_its_pace_and_mend_what_the_others_wait() -> No
 
 
 def test_of_how_many_steps_with_the_plans_shares_they_are() -> None:
-    told = {"w0": read([figures(0), figures(1, steps=9)]), "w1": read([figures(2), figures(3)])}
-    assert metrics(told, PLAN, Metrics()).steps == 9
-    assert metrics(told, replace(PLAN, shares=(8, 8, 8, 8)), Metrics()).steps == 9
-    assert metrics(told, replace(PLAN, shares=(9, 8, 7, 8)), Metrics()).steps == 0
-    assert metrics({}, PLAN, Metrics()).steps == 0
+    told = {"w0": read_rank_rows([figures(0), figures(1, steps=9)]), "w1": read_rank_rows([figures(2), figures(3)])}
+    assert metrics(told, PLAN, JobMetrics()).steps == 9
+    assert metrics(told, replace(PLAN, shares=(8, 8, 8, 8)), JobMetrics()).steps == 9
+    assert metrics(told, replace(PLAN, shares=(9, 8, 7, 8)), JobMetrics()).steps == 0
+    assert metrics({}, PLAN, JobMetrics()).steps == 0
 
 
 def test_what_nobody_knows_is_none() -> None:
-    silent = metrics({"w0": read([RankFigures(0), RankFigures(1)])}, PLAN, Metrics())
-    assert silent == Metrics(untold=("w1",)), "who tells that there is nothing yet has told"
-    watched = metrics({"w0": read([figures(0, share=0), figures(1, share=0)])}, PLAN, Metrics())
+    silent = metrics({"w0": read_rank_rows([RankMetrics(0), RankMetrics(1)])}, PLAN, JobMetrics())
+    assert silent == JobMetrics(untold=("w1",)), "who tells that there is nothing yet has told"
+    watched = metrics({"w0": read_rank_rows([figures(0, share=0), figures(1, share=0)])}, PLAN, JobMetrics())
     assert (watched.throughput, watched.behind, watched.pace) == (None, None, 1.0)
-    assert metrics({}, Plan(), Metrics()) == Metrics()
+    assert metrics({}, Plan(), JobMetrics()) == JobMetrics()
 
 
 def test_what_prometheus_says_stays() -> None:
-    known = Metrics(gpu=(GpuValue("n", "0", "XID", 79.0),), unavailable="away", ranks=4, at=5.0)
-    found = metrics({"w0": read([figures(0)])}, PLAN, known)
+    known = JobMetrics(gpu=(GpuValue("n", "0", "XID", 79.0),), unavailable="away", ranks=4, at=5.0)
+    found = metrics({"w0": read_rank_rows([figures(0)])}, PLAN, known)
     assert (found.gpu, found.unavailable, found.ranks, found.at) == (known.gpu, "away", 4, 5.0)
 
 
 class TestWhoSpeaks:
     def test_a_worker_for_its_own_ranks_only(self) -> None:
-        lies = read([figures(0), figures(1), figures(2, compute_seconds_per_sample=1e9), figures(7)])
-        found = metrics({"w0": lies, "w1": read([figures(2), figures(3)])}, PLAN, Metrics())
+        lies = read_rank_rows([figures(0), figures(1), figures(2, compute_seconds_per_sample=1e9), figures(7)])
+        found = metrics({"w0": lies, "w1": read_rank_rows([figures(2), figures(3)])}, PLAN, JobMetrics())
         assert found.pace == pytest.approx(1.0)
 
     def test_nobody_but_the_plans_members(self) -> None:
-        found = metrics({"spare": read([figures(3, compute_seconds_per_sample=1.0)])}, PLAN, Metrics())
-        assert found == Metrics(untold=("w0", "w1"))
+        found = metrics({"spare": read_rank_rows([figures(3, compute_seconds_per_sample=1.0)])}, PLAN, JobMetrics())
+        assert found == JobMetrics(untold=("w0", "w1"))
 
     def test_who_leaves_out_a_rank_has_not_told(self) -> None:
-        found = metrics({"w0": read([figures(0)]), "w1": read([figures(2), figures(3)])}, PLAN, Metrics())
+        found = metrics({"w0": read_rank_rows([figures(0)]), "w1": read_rank_rows([figures(2), figures(3)])}, PLAN, JobMetrics())
         assert found.untold == ("w0",)
 
     def test_the_last_word_about_a_rank_counts(self) -> None:
-        twice = read([figures(0, step_seconds=9.0), figures(0, step_seconds=0.2)])
+        twice = read_rank_rows([figures(0, step_seconds=9.0), figures(0, step_seconds=0.2)])
         assert twice["step_seconds"].tolist() == [0.2]
 
 
@@ -153,7 +153,7 @@ class TestHostile:
                 figures(n, step_seconds=own, compute_seconds=own, compute_seconds_per_sample=own, wait_seconds=huge)
                 for n in range(2)
             ]
-            found = metrics({"w0": read([*said[:1], figures(1, first_steps_seconds=tiny)])}, PLAN, Metrics())
+            found = metrics({"w0": read_rank_rows([*said[:1], figures(1, first_steps_seconds=tiny)])}, PLAN, JobMetrics())
             numbers = [value for value in vars(found).values() if isinstance(value, float)]
             assert all(math.isfinite(number) for number in numbers)
 
@@ -162,43 +162,43 @@ class TestMatters:
     """Of a worker with rank 0 and 1, in a job whose ranks take 0.01 s a sample; slow is 1.25 × that."""
 
     def test_a_rank_that_becomes_slow_or_is_so_no_more(self) -> None:
-        last = Metrics(per_sample=0.01)
-        well, slow = read([figures(0)]), read([figures(0, compute_seconds_per_sample=0.0125)])
-        assert matters(well, slow, last, 1.25)
-        assert matters(slow, well, last, 1.25)
-        assert not matters(well, read([figures(0, compute_seconds_per_sample=0.0124)]), last, 1.25)
-        assert not matters(slow, read([figures(0, compute_seconds_per_sample=0.04)]), last, 1.25), "it is known"
-        assert not matters(well, slow, Metrics(), 1.25), "nothing to hold it against"
+        last = JobMetrics(per_sample=0.01)
+        well, slow = read_rank_rows([figures(0)]), read_rank_rows([figures(0, compute_seconds_per_sample=0.0125)])
+        assert needs_immediate_pass(well, slow, last, 1.25)
+        assert needs_immediate_pass(slow, well, last, 1.25)
+        assert not needs_immediate_pass(well, read_rank_rows([figures(0, compute_seconds_per_sample=0.0124)]), last, 1.25)
+        assert not needs_immediate_pass(slow, read_rank_rows([figures(0, compute_seconds_per_sample=0.04)]), last, 1.25), "it is known"
+        assert not needs_immediate_pass(well, slow, JobMetrics(), 1.25), "nothing to hold it against"
 
     def test_the_least_wait_of_all(self) -> None:
-        waits, works = read([figures(0, wait_seconds=0.1 * WAITING)]), read([figures(0, wait_seconds=0.0)])
-        assert matters(works, waits, Metrics(waiting=0.0, waits_least=0), 1.25), "it was the one that waited least"
-        assert not matters(works, waits, Metrics(waiting=0.0, waits_least=1), 1.25), "another one still does"
-        assert matters(waits, works, Metrics(waiting=0.5, waits_least=1), 1.25), "not all wait any more"
-        assert not matters(waits, waits, Metrics(waiting=0.5, waits_least=1), 1.25)
+        waits, works = read_rank_rows([figures(0, wait_seconds=0.1 * MIN_WAITING_SHARE)]), read_rank_rows([figures(0, wait_seconds=0.0)])
+        assert needs_immediate_pass(works, waits, JobMetrics(waiting=0.0, waits_least=0), 1.25), "it was the one that waited least"
+        assert not needs_immediate_pass(works, waits, JobMetrics(waiting=0.0, waits_least=1), 1.25), "another one still does"
+        assert needs_immediate_pass(waits, works, JobMetrics(waiting=0.5, waits_least=1), 1.25), "not all wait any more"
+        assert not needs_immediate_pass(waits, waits, JobMetrics(waiting=0.5, waits_least=1), 1.25)
 
     def test_nothing_said_is_no_news(self) -> None:
-        assert not matters(NOTHING, NOTHING, Metrics(per_sample=0.01, waiting=0.5, waits_least=0), 1.25)
+        assert not needs_immediate_pass(NO_RANK_ROWS, NO_RANK_ROWS, JobMetrics(per_sample=0.01, waiting=0.5, waits_least=0), 1.25)
 
 
 def test_forty_thousand_ranks_are_looked_at_in_a_moment() -> None:
     """By what it costs in memory and calls: as many rows as ranks, and no Python object a rank."""
     members = tuple(Member(f"w{n}", "10.0.0.1", tuple(range(8 * n, 8 * n + 8))) for n in range(5000))
-    rows = np.zeros(40_000, ROW)
+    rows = np.zeros(40_000, RANK_ROW)
     rows["rank"], rows["compute_seconds_per_sample"], rows["step_seconds"] = range(40_000), 0.01, 0.1
     heard = {member.worker: rows[8 * n : 8 * n + 8] for n, member in enumerate(members)}
-    found = metrics(heard, Plan(members=members), Metrics())
+    found = metrics(heard, Plan(members=members), JobMetrics())
     assert (found.pace, found.untold) == (1.0, ())
 
 
 def test_a_rank_takes_no_more_of_a_heartbeat_than_the_operator_allows() -> None:
-    from pacekeeper_operator.server import RANK_BYTES, RANK_MARKS, _heartbeat_room
+    from pacekeeper_operator.server import HEARTBEAT_BYTES_PER_RANK, HEARTBEAT_TOKENS_PER_RANK, _compute_heartbeat_limits
 
-    full = figures(1023, **{name: 1.2345e-05 for name in ROW.names or () if name.endswith("seconds")})
+    full = figures(1023, **{name: 1.2345e-05 for name in RANK_ROW.names or () if name.endswith("seconds")})
     beat = Heartbeat(worker="w" * 253, figures=(full,) * 1024, unkillable_ranks=tuple(range(1024)), refused="é" * 2000)
     body = json.dumps(beat.to_json()).encode()
-    most, most_marks = _heartbeat_room(1024)
+    most, most_marks = _compute_heartbeat_limits(1024)
     assert len(body) <= most
     assert body.count(b",") + body.count(b"{") + body.count(b"[") <= most_marks
-    assert _heartbeat_room(1) == _heartbeat_room(100)
-    assert (RANK_BYTES, RANK_MARKS) <= (512, 16)
+    assert _compute_heartbeat_limits(1) == _compute_heartbeat_limits(100)
+    assert (HEARTBEAT_BYTES_PER_RANK, HEARTBEAT_TOKENS_PER_RANK) <= (512, 16)

@@ -8,12 +8,12 @@ from typing import Any
 import kopf
 import pytest
 
-from pacekeeper_operator.api import LABEL_NO_QUARANTINE, Mode, Verdict, Witness, format_time
-from pacekeeper_operator.cluster import CONFIG_MAPS, NODES, QUARANTINES, Busy, Conflict, Kind, Object
-from pacekeeper_operator.decide.node_suspicion import HOLD_SECONDS
-from pacekeeper_operator.services.fleet import Fleet
-from pacekeeper_operator.services.nodes_first import BETWEEN_SECONDS, FEW, FIRST_SECONDS
-from pacekeeper_operator.services.quarantine import AT_ONCE, watch_over
+from pacekeeper_operator.api import LABEL_NO_QUARANTINE, RemediationMode, QuarantineVerdict, Witness, format_time
+from pacekeeper_operator.cluster import CONFIG_MAPS, NODE_OBJECTS, NODE_QUARANTINES, ApiServerBusy, Conflict, ResourceKind, Object
+from pacekeeper_operator.decide.node_suspicion import CONFIRMED_SUSPICION_HOLD_SECONDS
+from pacekeeper_operator.services.fleet import NodeRegistry
+from pacekeeper_operator.services.nodes_first import NODE_PRIORITY_SPACING_SECONDS, NODE_PRIORITY_THRESHOLD, MAX_NODE_PRIORITY_SECONDS
+from pacekeeper_operator.services.quarantine import MAX_CONCURRENT_RECONCILES, run_quarantine_loop
 from pacekeeper_operator.settings import Settings
 from tests.support.virtual_time import Timeline, VirtualRuntime
 
@@ -30,7 +30,7 @@ class Slow(Cluster):
         super().__init__()
         self.timeline = timeline
         self.calls = self.under_way = self.most = 0
-        self.fleet: Fleet | None = None
+        self.fleet: NodeRegistry | None = None
         self.refuses: list[Exception] = []  # what the next approvals raise, after they are written
         for i in range(4, NODES_THERE + 1):
             self.node(f"node-{i}")
@@ -39,36 +39,36 @@ class Slow(Cluster):
         self.calls += 1
         self.under_way += 1
         self.most = max(self.most, self.under_way)
-        await self.timeline.after(0.01)
+        await self.timeline.wait_for(0.01)
         self.under_way -= 1
 
-    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(self, kind: ResourceKind, body: Object, *, dry_run: bool = False) -> Object:
         await self._takes_time()
         done = self._told(kind, await super().create(kind, body, dry_run=dry_run))
         return self._unless_refused(kind, body, done)
 
-    async def patch(self, kind: Kind, name: str, body: Any, namespace: str = "", **named: Any) -> Object:
+    async def patch(self, kind: ResourceKind, name: str, body: Any, namespace: str = "", **named: Any) -> Object:
         await self._takes_time()
         done = self._told(kind, await super().patch(kind, name, body, namespace, **named))
         return self._unless_refused(kind, body, done)
 
-    async def apply(self, kind: Kind, body: Object, *, manager: str, subresource: str = "") -> Object:
+    async def apply(self, kind: ResourceKind, body: Object, *, manager: str, subresource: str = "") -> Object:
         await self._takes_time()
         return self._told(kind, await super().apply(kind, body, manager=manager, subresource=subresource))
 
-    async def find(self, kind: Kind, name: str, namespace: str = "") -> Object | None:
+    async def find(self, kind: ResourceKind, name: str, namespace: str = "") -> Object | None:
         self.calls += 1
         return await super().find(kind, name, namespace)
 
-    def _unless_refused(self, kind: Kind, body: Object, done: Object) -> Object:
-        if kind is QUARANTINES and body.get("spec", {}).get("approved") and self.refuses:
+    def _unless_refused(self, kind: ResourceKind, body: Object, done: Object) -> Object:
+        if kind is NODE_QUARANTINES and body.get("spec", {}).get("approved") and self.refuses:
             raise self.refuses.pop(0)
         return done
 
-    def _told(self, kind: Kind, body: Object) -> Object:
-        if self.fleet is not None and kind in (NODES, QUARANTINES):
-            shelf = self.fleet.nodes if kind is NODES else self.fleet.quarantines
-            self.timeline.after(0.005).add_done_callback(lambda _: shelf.hear(body, deleted=False))
+    def _told(self, kind: ResourceKind, body: Object) -> Object:
+        if self.fleet is not None and kind in (NODE_OBJECTS, NODE_QUARANTINES):
+            shelf = self.fleet.nodes if kind is NODE_OBJECTS else self.fleet.quarantines
+            self.timeline.wait_for(0.005).add_done_callback(lambda _: shelf.apply_event(body, deleted=False))
         return body
 
     def breaks(self, name: str, at: float) -> None:
@@ -78,14 +78,14 @@ class Slow(Cluster):
         body["status"]["conditions"].append(condition)
         stored = self._store(("nodes", "", name), body)
         if self.fleet is not None:
-            self.fleet.nodes.hear(stored, deleted=False)
+            self.fleet.nodes.apply_event(stored, deleted=False)
 
     def mends(self, name: str) -> None:
         body = self.objects["nodes", "", name]
         body["status"]["conditions"] = [one for one in body["status"]["conditions"] if one["type"] != FAULT]
         stored = self._store(("nodes", "", name), body)
         if self.fleet is not None:
-            self.fleet.nodes.hear(stored, deleted=False)
+            self.fleet.nodes.apply_event(stored, deleted=False)
 
 
 class Place:
@@ -93,14 +93,14 @@ class Place:
         self.timeline = Timeline()
         self.runtime, self.cluster = VirtualRuntime(self.timeline), Slow(self.timeline)
         raised = {"quarantine_max_nodes": 1000, "quarantine_max_share": 1.0, "breaker_nodes": 1000}
-        named = {"namespace": "system", "quarantine_mode": Mode.ACT, "quarantine_conditions": (FAULT,)}
+        named = {"namespace": "system", "quarantine_mode": RemediationMode.ACT, "quarantine_conditions": (FAULT,)}
         self.settings = Settings(**{**named, **raised, **settings})
-        self.fleet = self.cluster.fleet = Fleet(self.cluster, self.runtime, self.settings)
+        self.fleet = self.cluster.fleet = NodeRegistry(self.cluster, self.runtime, self.settings)
         self._watching: asyncio.Task[Any] | None = None
 
     async def run(self, seconds: float) -> None:
         if self._watching is None:
-            self._watching = self.runtime.start(watch_over(self.fleet), "quarantines")
+            self._watching = self.runtime.start_task(run_quarantine_loop(self.fleet), "quarantines")
         await self.timeline.run(seconds)
         assert not self._watching.done()
 
@@ -109,7 +109,7 @@ class Place:
         assert self._watching is not None
         self._watching.cancel()
         await asyncio.gather(self._watching, return_exceptions=True)
-        self.fleet = self.cluster.fleet = Fleet(self.cluster, self.runtime, self.settings)
+        self.fleet = self.cluster.fleet = NodeRegistry(self.cluster, self.runtime, self.settings)
         self._watching = None
 
     def breaks(self, *numbers: int) -> None:
@@ -146,7 +146,7 @@ class TestPlatform:
         place = Place(breaker_nodes=3)
         await place.run(1)
         place.breaks(7)
-        await place.run(HOLD_SECONDS - 1)
+        await place.run(CONFIRMED_SUSPICION_HOLD_SECONDS - 1)
         assert place.held() == set()
         await place.run(2)
         assert place.held() == names(7)
@@ -157,9 +157,9 @@ class TestPlatform:
         place.breaks(*range(1, 31))
         await place.run(2)
         verdicts = [found.verdict for found in place.cluster.quarantines().values()]
-        assert verdicts.count(Verdict.BREAKER) >= 28, "the first ones were alone when they were looked at"
+        assert verdicts.count(QuarantineVerdict.BREAKER) >= 28, "the first ones were alone when they were looked at"
         await place.run(60)
-        assert {found.verdict for found in place.cluster.quarantines().values()} == {Verdict.BREAKER}
+        assert {found.verdict for found in place.cluster.quarantines().values()} == {QuarantineVerdict.BREAKER}
         assert place.held() == place.approved() == set()
 
     async def test_what_somebody_has_deleted_is_not_told_again(self) -> None:
@@ -167,8 +167,8 @@ class TestPlatform:
         await place.run(1)
         place.breaks(7)
         await place.run(1)
-        await place.cluster.delete(QUARANTINES, "node-7")
-        place.fleet.quarantines.hear(place.cluster.objects[QUARANTINES.plural, "", "node-7"], deleted=False)
+        await place.cluster.delete(NODE_QUARANTINES, "node-7")
+        place.fleet.quarantines.apply_event(place.cluster.objects[NODE_QUARANTINES.plural, "", "node-7"], deleted=False)
         await place.run(100)
         assert place.held() == set()
         assert place.cluster.quarantines() == {}
@@ -181,8 +181,8 @@ class TestPlatform:
         place.cluster.breaks("node-7", at)
         await place.run(1)
         place.cluster.mends("node-7")
-        await place.cluster.delete(QUARANTINES, "node-7")
-        place.fleet.quarantines.hear(place.cluster.objects[QUARANTINES.plural, "", "node-7"], deleted=False)
+        await place.cluster.delete(NODE_QUARANTINES, "node-7")
+        place.fleet.quarantines.apply_event(place.cluster.objects[NODE_QUARANTINES.plural, "", "node-7"], deleted=False)
         await place.run(70)  # a list shows that it is gone
         assert place.held() == set()
         place.cluster.breaks("node-7", at)
@@ -219,7 +219,7 @@ class TestManyAtOnce:
         await place.run(60)
         assert len(place.approved()) == len(place.held()) == 6
         verdicts = [found.verdict for found in place.cluster.quarantines().values()]
-        assert verdicts.count(Verdict.BUDGET_SPENT) == 24
+        assert verdicts.count(QuarantineVerdict.BUDGET_SPENT) == 24
 
     @pytest.mark.parametrize("error", [Conflict("has changed", delay=1), kopf.TemporaryError("no answer", delay=2)])
     async def test_and_where_nobody_knows_whether_an_approval_was_written(self, error: Exception) -> None:
@@ -243,7 +243,7 @@ class TestManyAtOnce:
     async def test_an_api_server_that_asks_for_a_pause_gets_it(self) -> None:
         place = Place()
         await place.run(1)
-        place.cluster.refusals[QUARANTINES.plural] = [Busy("too many requests", delay=7)] * AT_ONCE
+        place.cluster.refusals[NODE_QUARANTINES.plural] = [ApiServerBusy("too many requests", delay=7)] * MAX_CONCURRENT_RECONCILES
         place.breaks(*range(1, 33))
         await place.run(1)
         before = place.cluster.calls
@@ -260,10 +260,10 @@ class TestManyAtOnce:
         place.breaks(*range(1, 33))
         while len(place.held()) < 32:
             await place.run(0.01)
-        assert place.cluster.most <= AT_ONCE
-        assert place.cluster.calls <= 32 * 3 + AT_ONCE + 2, "made as approved, tainted, cordoned; and the pause is read"
+        assert place.cluster.most <= MAX_CONCURRENT_RECONCILES
+        assert place.cluster.calls <= 32 * 3 + MAX_CONCURRENT_RECONCILES + 2, "made as approved, tainted, cordoned; and the pause is read"
         told = [found for found in place.cluster.quarantines().values() if found.status.cordoned_at is not None]
-        assert len(told) <= AT_ONCE
+        assert len(told) <= MAX_CONCURRENT_RECONCILES
         assert place.cluster.lists == ["nodequarantines"]
         await place.run(5)
         assert all(found.status.cordoned_at is not None for found in place.cluster.quarantines().values())
@@ -277,7 +277,7 @@ class TestManyAtOnce:
             await place.run(0.3)
         assert len(place.held()) == 32
         told = [found for found in place.cluster.quarantines().values() if found.status.cordoned_at is not None]
-        assert len(told) <= FEW
+        assert len(told) <= NODE_PRIORITY_THRESHOLD
         await place.run(3)
         assert all(found.status.cordoned_at is not None for found in place.cluster.quarantines().values())
 
@@ -287,71 +287,71 @@ class TestFirst:
 
     async def test_a_few_hold_up_nothing(self) -> None:
         place = Place()
-        place.fleet.first.count(FEW)
-        await asyncio.wait_for(place.fleet.first.calm(), 1)
+        place.fleet.priority_gate.set_backlog(NODE_PRIORITY_THRESHOLD)
+        await asyncio.wait_for(place.fleet.priority_gate.wait_for_turn(), 1)
 
     async def test_it_goes_on_once_they_are_done(self) -> None:
         place = Place()
-        place.fleet.first.count(FEW + 1)
-        calm = asyncio.create_task(place.fleet.first.calm())
+        place.fleet.priority_gate.set_backlog(NODE_PRIORITY_THRESHOLD + 1)
+        calm = asyncio.create_task(place.fleet.priority_gate.wait_for_turn())
         await place.timeline.run(1.0)
         assert not calm.done()
-        place.fleet.first.count(0)
+        place.fleet.priority_gate.set_backlog(0)
         await place.timeline.run(0.2)
         assert calm.done()
 
     async def test_those_that_had_to_wait_go_on_one_by_one_and_wait_again_where_others_fail_meanwhile(self) -> None:
         place = Place()
-        place.fleet.first.count(FEW + 1)
-        waiting = [asyncio.create_task(place.fleet.first.calm()) for _ in range(10)]
+        place.fleet.priority_gate.set_backlog(NODE_PRIORITY_THRESHOLD + 1)
+        waiting = [asyncio.create_task(place.fleet.priority_gate.wait_for_turn()) for _ in range(10)]
         await place.timeline.run(1.0)
-        place.fleet.first.count(0)
-        await place.timeline.run(3.5 * BETWEEN_SECONDS)
-        late = asyncio.create_task(place.fleet.first.calm())
+        place.fleet.priority_gate.set_backlog(0)
+        await place.timeline.run(3.5 * NODE_PRIORITY_SPACING_SECONDS)
+        late = asyncio.create_task(place.fleet.priority_gate.wait_for_turn())
         await place.timeline.run(0)
         assert [one.done() for one in waiting] == 3 * [True] + 7 * [False]
         assert not late.done(), "nobody overtakes them"
-        place.fleet.first.count(FEW + 1)
+        place.fleet.priority_gate.set_backlog(NODE_PRIORITY_THRESHOLD + 1)
         await place.timeline.run(1.0)
         assert sum(one.done() for one in waiting) <= 4
-        place.fleet.first.count(0)
-        await place.timeline.run(20 * BETWEEN_SECONDS)
+        place.fleet.priority_gate.set_backlog(0)
+        await place.timeline.run(20 * NODE_PRIORITY_SPACING_SECONDS)
         assert all(one.done() for one in (*waiting, late))
 
     async def test_nodes_are_first_as_soon_as_there_is_news_of_them(self) -> None:
         """Between a suspicion that was raised and the look after its node nothing else begins."""
         place = Place()
         await place.run(1)
-        place.breaks(*range(1, FEW + 2))
-        assert place.fleet.first.many
+        place.breaks(*range(1, NODE_PRIORITY_THRESHOLD + 2))
+        assert place.fleet.priority_gate.is_closed
         await place.run(10)
-        assert not place.fleet.first.many
+        assert not place.fleet.priority_gate.is_closed
 
     async def test_what_was_heard_while_another_led_keeps_nobody_waiting(self) -> None:
         place = Place()
-        place.breaks(*range(1, FEW + 2))
-        await place.timeline.run(2 * FIRST_SECONDS)
+        place.breaks(*range(1, NODE_PRIORITY_THRESHOLD + 2))
+        await place.timeline.run(2 * MAX_NODE_PRIORITY_SECONDS)
         await place.run(0)
-        place.breaks(*range(FEW + 2, 2 * FEW + 4))
-        assert place.fleet.first.many, "they have their own time"
+        place.breaks(*range(NODE_PRIORITY_THRESHOLD + 2, 2 * NODE_PRIORITY_THRESHOLD + 4))
+        assert place.fleet.priority_gate.is_closed, "they have their own time"
 
     async def test_hundreds_that_ask_whether_remedies_are_paused_have_one_answer(self) -> None:
         place = Place()
-        await asyncio.gather(*(place.fleet.paused() for _ in range(100)))
+        await asyncio.gather(*(place.fleet.get_pause_reason() for _ in range(100)))
         assert place.cluster.calls == 1
 
     async def test_and_after_a_while_whatever_becomes_of_them(self) -> None:
         place = Place()
-        place.fleet.first.count(FEW + 1)
-        calm = asyncio.create_task(place.fleet.first.calm())
-        await place.timeline.run(FIRST_SECONDS - 1)
+        place.fleet.priority_gate.set_backlog(NODE_PRIORITY_THRESHOLD + 1)
+        calm = asyncio.create_task(place.fleet.priority_gate.wait_for_turn())
+        await place.timeline.run(MAX_NODE_PRIORITY_SECONDS - 1)
         assert not calm.done()
         await place.timeline.run(2)
         assert calm.done()
-        await asyncio.wait_for(place.fleet.first.calm(), 1)  # who comes then waits no more
-        place.fleet.first.count(0)
-        place.fleet.first.count(FEW + 1)
-        again = asyncio.create_task(place.fleet.first.calm())
+        await asyncio.wait_for(place.fleet.priority_gate.wait_for_turn(), 1)  # who comes then waits no more
+        place.fleet.priority_gate.set_backlog(0)
+        place.fleet.priority_gate.set_backlog(NODE_PRIORITY_THRESHOLD + 1)
+        again = asyncio.create_task(place.fleet.priority_gate.wait_for_turn())
         await place.timeline.run(1)
         assert not again.done(), "these are others"
         again.cancel()
@@ -363,8 +363,8 @@ class TestFirst:
         most = 0
         for _ in range(20):
             await place.run(0.01)
-            most = max(most, place.fleet.first.behind)
-        assert most > FEW
+            most = max(most, place.fleet.priority_gate.backlog)
+        assert most > NODE_PRIORITY_THRESHOLD
         await place.run(30)
         assert len(place.held()) == NODES_THERE
-        assert place.fleet.first.behind == 0
+        assert place.fleet.priority_gate.backlog == 0

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.plan import Member
-from pacekeeper_analysis.reports import Heartbeat, RankFigures
-from pacekeeper_operator.observation import Metrics
+from pacekeeper_analysis.reports import Heartbeat, RankMetrics
+from pacekeeper_operator.observation import JobMetrics
 from pacekeeper_operator.observe import gather
-from pacekeeper_operator.observe.figures import ROW, Rows, read
-from pacekeeper_operator.observe.lasting import LEAST_WINDOWS, MOST_WINDOWS, Paces, seen
-from pacekeeper_operator.observe.memory import Contact, JobMemory
-from tests.support.worlds import NOW, training
+from pacekeeper_operator.observe.figures import RANK_ROW, RankRows, read_rank_rows
+from pacekeeper_operator.observe.lasting import MIN_PERSISTENT_WINDOWS, MAX_KEPT_WINDOWS, RelativeTimeHistory, add_window
+from pacekeeper_operator.observe.memory import WorkerContact, JobCache
+from tests.support.worlds import NOW, build_training
 
 THRESHOLD = 1.1
 WINDOW_SECONDS = 3.2
 
 
-def rows(paces: np.ndarray, share: np.ndarray | int = 8, steps: int = 32) -> Rows:
+def rows(paces: np.ndarray, share: np.ndarray | int = 8, steps: int = 32) -> RankRows:
     """Of ranks that take so many times 10 ms a sample."""
-    told = np.zeros(len(paces), ROW)
+    told = np.zeros(len(paces), RANK_ROW)
     told["rank"], told["steps"], told["share"] = np.arange(len(paces)), steps, share
     told["step_seconds"], told["compute_seconds_per_sample"] = 0.1, 0.01 * paces
     return told
@@ -30,27 +30,27 @@ def rows(paces: np.ndarray, share: np.ndarray | int = 8, steps: int = 32) -> Row
 
 def watched(
     windows: int, noise: float, ranks: int = 4, slow: float = 1.0, since: int = 0, seed: int = 0, share: int = 8
-) -> Paces:
+) -> RelativeTimeHistory:
     """So many windows of ranks whose means differ by noise; rank 2 is slow from one of them on."""
-    random, paces = np.random.default_rng(seed), Paces()
+    random, paces = np.random.default_rng(seed), RelativeTimeHistory()
     for window in range(windows):
         of = 1.0 + noise * random.standard_normal(ranks)
         of[2] *= slow if window >= since else 1.0
-        paces = seen(paces, rows(of, share), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
+        paces = add_window(paces, rows(of, share), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
     return paces
 
 
 def test_a_rank_that_is_a_little_slow_is_found_after_some_windows() -> None:
-    assert watched(LEAST_WINDOWS - 1, 0.002, slow=1.08).lasting is None, "nobody knows the noise yet"
-    found = watched(LEAST_WINDOWS, 0.002, slow=1.08).lasting
+    assert watched(MIN_PERSISTENT_WINDOWS - 1, 0.002, slow=1.08).persistent_slowness is None, "nobody knows the noise yet"
+    found = watched(MIN_PERSISTENT_WINDOWS, 0.002, slow=1.08).persistent_slowness
     assert found is not None
     assert found.since == NOW
-    assert found.paces.of_rank == {2: pytest.approx(1.08, abs=0.01)}
-    assert found.paces.error == pytest.approx(0.002 * np.sqrt(32 * 1.5), rel=0.6), "of a step, and its peers' median's"
+    assert found.relative_times.of_rank == {2: pytest.approx(1.08, abs=0.01)}
+    assert found.relative_times.error == pytest.approx(0.002 * np.sqrt(32 * 1.5), rel=0.6), "of a step, and its peers' median's"
 
 
 def test_since_when_it_is_slow() -> None:
-    found = watched(12, 0.002, slow=1.08, since=8).lasting
+    found = watched(12, 0.002, slow=1.08, since=8).persistent_slowness
     assert found is not None
     assert found.since == NOW + 8 * WINDOW_SECONDS
 
@@ -58,13 +58,13 @@ def test_since_when_it_is_slow() -> None:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("noise", "ranks"), [(0.014, 4), (0.03, 4), (0.03, 64), (0.03, 1024)])
 def test_luck_is_none(noise: float, ranks: int, seed: int) -> None:
-    paces = Paces()
+    paces = RelativeTimeHistory()
     random = np.random.default_rng(seed)
     for window in range(60):
         of = 1.0 + noise * random.standard_normal(ranks)
         of[random.integers(ranks)] += 0.25 * (random.random() < 0.1)  # a step in which it was held up
-        paces = seen(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
-        assert paces.lasting is None
+        paces = add_window(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
+        assert paces.persistent_slowness is None
 
 
 @pytest.mark.parametrize(
@@ -77,149 +77,149 @@ def test_luck_is_none(noise: float, ranks: int, seed: int) -> None:
 )
 def test_nor_is_one_that_a_single_step_of_every_other_window_has_held_up(held_up: tuple[float, ...]) -> None:
     """One of eight that takes three times as long: window after window by luck, and over at once."""
-    random, paces = np.random.default_rng(0), Paces()
-    for window, pace in enumerate([*[1.0] * (MOST_WINDOWS - len(held_up)), *held_up]):
+    random, paces = np.random.default_rng(0), RelativeTimeHistory()
+    for window, pace in enumerate([*[1.0] * (MAX_KEPT_WINDOWS - len(held_up)), *held_up]):
         of = 1.0 + 0.03 * random.standard_normal(4)
         of[2] = pace
-        paces = seen(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
-        assert paces.lasting is None
+        paces = add_window(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
+        assert paces.persistent_slowness is None
 
 
 def test_more_noise_takes_more_windows() -> None:
     def until_found(noise: float, seed: int) -> int:
-        return next(n for n in range(1, 100) if watched(n, noise, slow=1.08, seed=seed).lasting is not None)
+        return next(n for n in range(1, 100) if watched(n, noise, slow=1.08, seed=seed).persistent_slowness is not None)
 
-    assert {until_found(0.002, seed) for seed in range(10)} == {LEAST_WINDOWS}
-    assert LEAST_WINDOWS < np.mean([until_found(0.03, seed) for seed in range(10)]) < MOST_WINDOWS
+    assert {until_found(0.002, seed) for seed in range(10)} == {MIN_PERSISTENT_WINDOWS}
+    assert MIN_PERSISTENT_WINDOWS < np.mean([until_found(0.03, seed) for seed in range(10)]) < MAX_KEPT_WINDOWS
 
 
 def test_a_rank_whose_work_varies_more_than_its_peers_is_none() -> None:
     """In some windows it is slow, and in as many fast."""
     found = 0
     for seed in range(100):
-        random, paces = np.random.default_rng(seed), Paces()
-        for window in range(MOST_WINDOWS):
+        random, paces = np.random.default_rng(seed), RelativeTimeHistory()
+        for window in range(MAX_KEPT_WINDOWS):
             of = 1.0 + np.array([0.003, 0.003, 0.03, 0.003]) * random.standard_normal(4)
-            paces = seen(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
-            found += paces.lasting is not None
+            paces = add_window(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
+            found += paces.persistent_slowness is not None
     assert found <= 3
 
 
 def test_in_a_job_of_two_a_rank_is_held_against_the_other() -> None:
-    paces = Paces()
-    for window in range(LEAST_WINDOWS):
+    paces = RelativeTimeHistory()
+    for window in range(MIN_PERSISTENT_WINDOWS):
         of = np.array([1.0, 1.06]) * (1 + 1e-3 * window)
-        paces = seen(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
-    assert paces.lasting is not None
-    assert paces.lasting.paces.of_rank == {1: pytest.approx(1.06)}
+        paces = add_window(paces, rows(of), 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
+    assert paces.persistent_slowness is not None
+    assert paces.persistent_slowness.relative_times.of_rank == {1: pytest.approx(1.06)}
 
 
 def test_one_that_the_newest_window_does_not_show_is_as_slow_as_it_shows_there() -> None:
     paces = watched(8, 0.002, slow=1.08)
-    found = seen(paces, rows(np.array([1.0, 1.001, 1.002, 0.999])), 0, THRESHOLD, NOW + 30).lasting
+    found = add_window(paces, rows(np.array([1.0, 1.001, 1.002, 0.999])), 0, THRESHOLD, NOW + 30).persistent_slowness
     assert found is not None
-    assert found.paces.of_rank == {2: pytest.approx(1.002, abs=0.003)}
+    assert found.relative_times.of_rank == {2: pytest.approx(1.002, abs=0.003)}
 
 
 def test_what_the_job_bears_is_left_alone() -> None:
-    assert watched(MOST_WINDOWS, 0.002, slow=1.03).lasting is None
-    assert watched(MOST_WINDOWS, 0.002, slow=1.045).lasting is not None
+    assert watched(MAX_KEPT_WINDOWS, 0.002, slow=1.03).persistent_slowness is None
+    assert watched(MAX_KEPT_WINDOWS, 0.002, slow=1.045).persistent_slowness is not None
 
 
 def test_one_that_has_recovered_is_found_no_more() -> None:
     """After two windows: one may be luck."""
     paces = watched(8, 0.002, slow=1.08)
-    first = seen(paces, rows(np.array([1.0, 1.001, 1.002, 0.999])), 0, THRESHOLD, NOW + 30)
-    assert first.lasting is not None
-    assert seen(first, rows(np.array([1.001, 1.002, 1.003, 0.998])), 0, THRESHOLD, NOW + 35).lasting is None
+    first = add_window(paces, rows(np.array([1.0, 1.001, 1.002, 0.999])), 0, THRESHOLD, NOW + 30)
+    assert first.persistent_slowness is not None
+    assert add_window(first, rows(np.array([1.001, 1.002, 1.003, 0.998])), 0, THRESHOLD, NOW + 35).persistent_slowness is None
 
 
 def test_steps_that_have_been_looked_at_are_no_news() -> None:
     """Workers that have not spoken since, or a pass that comes too soon."""
     paces = watched(1, 0.002)
     told = rows(np.array([1.01, 1.02, 1.03, 1.04]))
-    assert seen(paces, told, 0, THRESHOLD, NOW + 0.9 * WINDOW_SECONDS) is paces
-    paces = seen(paces, told, 0, THRESHOLD, NOW + WINDOW_SECONDS)
+    assert add_window(paces, told, 0, THRESHOLD, NOW + 0.9 * WINDOW_SECONDS) is paces
+    paces = add_window(paces, told, 0, THRESHOLD, NOW + WINDOW_SECONDS)
     assert len(paces.windows) == 2
     silent = rows(np.array([1.02, 1.01, 1.03, 1.04]))
-    assert seen(paces, silent, 0, THRESHOLD, NOW + 9 * WINDOW_SECONDS) is paces
+    assert add_window(paces, silent, 0, THRESHOLD, NOW + 9 * WINDOW_SECONDS) is paces
 
 
 def test_figures_in_five_digits_are_the_same_by_chance() -> None:
     """Of a thousand quiet ranks some always are: they are no reason to wait for ever."""
-    random, paces = np.random.default_rng(0), Paces()
-    for window in range(LEAST_WINDOWS):
+    random, paces = np.random.default_rng(0), RelativeTimeHistory()
+    for window in range(MIN_PERSISTENT_WINDOWS):
         told = rows(np.where(np.arange(1024) == 7, 1.08, 1.0) * (1.0 + 3e-4 * random.standard_normal(1024)))
         told["compute_seconds_per_sample"] = [float(f"{value:.5g}") for value in told["compute_seconds_per_sample"]]
-        paces = seen(paces, told, 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
-    assert paces.lasting is not None
-    assert [*paces.lasting.paces.of_rank] == [7]
+        paces = add_window(paces, told, 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
+    assert paces.persistent_slowness is not None
+    assert [*paces.persistent_slowness.relative_times.of_rank] == [7]
 
 
 def test_who_was_not_heard_for_long_is_not_known() -> None:
     paces = watched(8, 0.002, slow=1.08)
-    later = seen(paces, rows(np.array([1.0, 1.001, 1.09, 1.002])), 0, THRESHOLD, NOW + 1000)
-    assert (len(later.windows), later.lasting, later.unsettled) == (1, None, True)
+    later = add_window(paces, rows(np.array([1.0, 1.001, 1.09, 1.002])), 0, THRESHOLD, NOW + 1000)
+    assert (len(later.windows), later.persistent_slowness, later.needs_more_windows) == (1, None, True)
 
 
 def test_other_members_are_not_the_same_ranks() -> None:
-    other = seen(watched(8, 0.002, slow=1.08), rows(np.array([1.0, 1.0, 1.09, 1.0])), 1, THRESHOLD, NOW + 60)
-    assert (other.membership, len(other.windows), other.lasting) == (1, 1, None)
+    other = add_window(watched(8, 0.002, slow=1.08), rows(np.array([1.0, 1.0, 1.09, 1.0])), 1, THRESHOLD, NOW + 60)
+    assert (other.membership, len(other.windows), other.persistent_slowness) == (1, 1, None)
 
 
 def test_ranks_of_few_samples_only_look_slow() -> None:
     """Of a step's work some is fixed: a rank that has got half the samples takes longer for each."""
     paces, small = watched(8, 0.002, slow=1.08), np.array([9, 9, 5, 9])
     told = rows(np.array([1.0, 1.001, 1.09, 1.002]), small)
-    assert seen(paces, told, 0, THRESHOLD, NOW + 60) == Paces(similar=False)
-    assert not Paces(similar=False).unsettled, "nothing more will be known of them"
+    assert add_window(paces, told, 0, THRESHOLD, NOW + 60) == RelativeTimeHistory(has_similar_shares=False)
+    assert not RelativeTimeHistory(has_similar_shares=False).needs_more_windows, "nothing more will be known of them"
 
 
 def test_it_keeps_no_more_than_it_needs() -> None:
     paces = watched(200, 0.01)
-    assert len(paces.windows) == len(paces.ends) == MOST_WINDOWS
+    assert len(paces.windows) == len(paces.window_ends) == MAX_KEPT_WINDOWS
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("lie", [0.0, 1e-300, 1e12, 1e300, float("inf"), float("nan")])
 def test_no_figures_make_anything_but_numbers(lie: float) -> None:
-    paces = Paces()
+    paces = RelativeTimeHistory()
     for window in range(8):
         told = rows(np.array([1.0, 1.001, 1.002, 1.003]) + 1e-4 * window)
         told["compute_seconds_per_sample"][1] = lie * (1 + 0.01 * window)
-        paces = seen(paces, told, 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
-    assert paces.lasting is None or all(np.isfinite([*paces.lasting.paces.of_rank.values()]))
+        paces = add_window(paces, told, 0, THRESHOLD, NOW + window * WINDOW_SECONDS)
+    assert paces.persistent_slowness is None or all(np.isfinite([*paces.persistent_slowness.relative_times.of_rank.values()]))
 
 
 def test_forty_thousand_ranks_of_a_script_that_lies_are_bounded() -> None:
     """Whatever they say, so many windows of four bytes a rank are kept."""
-    paces = watched(2 * MOST_WINDOWS, 0.01, ranks=40_000)
-    assert sum(window.nbytes for window in paces.windows) == MOST_WINDOWS * 40_000 * 4
+    paces = watched(2 * MAX_KEPT_WINDOWS, 0.01, ranks=40_000)
+    assert sum(window.nbytes for window in paces.windows) == MAX_KEPT_WINDOWS * 40_000 * 4
 
 
 def test_heartbeats_make_it() -> None:
     """Of a job's memory, by the figures that its workers send: one rank each."""
-    world = training()
-    memory = JobMemory(world.job, world.draft)
-    found = Metrics()
-    for window in range(LEAST_WINDOWS):
+    world = build_training()
+    memory = JobCache(world.job, world.desired)
+    found = JobMetrics()
+    for window in range(MIN_PERSISTENT_WINDOWS):
         now = NOW + window * WINDOW_SECONDS
         for member in world.plan.members:
             (rank,) = member.ranks
             seconds = 0.01 * (1.08 if rank == 2 else 1.0) * (1 + 1e-4 * window)
-            figures = RankFigures(rank, 32, 0.1, 8 * seconds, seconds, 0.02, 8, 0.1)
-            memory.contacts[member.worker] = Contact(Heartbeat(), now, figures=read([figures]))
-        found = gather.metrics(memory, Metrics(), now)
+            figures = RankMetrics(rank, 32, 0.1, 8 * seconds, seconds, 0.02, 8, 0.1)
+            memory.contacts[member.worker] = WorkerContact(Heartbeat(), now, rank_rows=read_rank_rows([figures]))
+        found = gather.collect_metrics(memory, JobMetrics(), now)
     assert found.lasting is not None
     assert found.lasting.since == NOW
-    assert found.lasting.paces.of_rank == {2: pytest.approx(1.08)}
-    memory.draft = world.draft.with_plan(membership=2, members=(Member("w9", "10.0.0.9", (0,)),))
-    assert gather.metrics(memory, Metrics(), NOW + 60).lasting is None
+    assert found.lasting.relative_times.of_rank == {2: pytest.approx(1.08)}
+    memory.desired = world.desired.with_plan(membership=2, members=(Member("w9", "10.0.0.9", (0,)),))
+    assert gather.collect_metrics(memory, JobMetrics(), NOW + 60).lasting is None
 
 
 def test_a_member_that_is_not_heard_leaves_it_as_it_was() -> None:
-    world = training()
+    world = build_training()
     before = replace(watched(8, 0.002, slow=1.08), membership=world.plan.membership)
-    memory = JobMemory(world.job, world.draft, paces=before)
-    assert before.lasting is not None
-    assert gather.metrics(memory, Metrics(), NOW + 60).lasting == before.lasting
+    memory = JobCache(world.job, world.desired, relative_times=before)
+    assert before.persistent_slowness is not None
+    assert gather.collect_metrics(memory, JobMetrics(), NOW + 60).lasting == before.persistent_slowness

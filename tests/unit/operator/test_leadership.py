@@ -11,9 +11,9 @@ from typing import Any, cast
 import kopf
 import pytest
 
-from pacekeeper_operator.cluster import LEASES, PODS, TOKEN_REVIEWS, Answer, Cluster, Kind, Object, Refused
+from pacekeeper_operator.cluster import LEASES, PODS, TOKEN_REVIEWS, ApiResponse, Cluster, ResourceKind, Object, ObjectRejected
 from pacekeeper_operator.services import leadership
-from pacekeeper_operator.services.leadership import LEASE, Lease, LeaseLost, NotLeading
+from pacekeeper_operator.services.leadership import LEASE_NAME, LeaderElector, LeaseLost, NotLeading
 from pacekeeper_operator.settings import Settings
 from tests.support.fake_cluster import FakeCluster
 from tests.support.virtual_time import Timeline, VirtualRuntime
@@ -35,13 +35,13 @@ class Line(FakeCluster):
         self.after: Trouble = lambda: None  # of answers that do not
         self.delay: Callable[[], float] = lambda: 0.0
 
-    async def get(self, kind: Kind, name: str, namespace: str = "") -> Object:
+    async def get(self, kind: ResourceKind, name: str, namespace: str = "") -> Object:
         return await self._through(lambda: self.shared.get(kind, name, namespace))
 
-    async def create(self, kind: Kind, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(self, kind: ResourceKind, body: Object, *, dry_run: bool = False) -> Object:
         return await self._through(lambda: self.shared.create(kind, body, dry_run=dry_run))
 
-    async def replace(self, kind: Kind, body: Object) -> Object:
+    async def replace(self, kind: ResourceKind, body: Object) -> Object:
         return await self._through(lambda: self.shared.replace(kind, body))
 
     async def _through(self, call: Callable[[], Any]) -> Object:
@@ -81,15 +81,15 @@ class Contender:
         self.runtime = VirtualRuntime(self.timeline, self.clock_off)
         self.line = Line(self.shared, self.runtime)
         settings = replace(SETTINGS, identity=self.identity, pod_ip=ADDRESSES.get(self.identity, ""))
-        self.lease = Lease(self.line, settings, self.runtime)
-        self.lease.turned = self.turns.append
+        self.lease = LeaderElector(self.line, settings, self.runtime)
+        self.lease.on_serving_changed = self.turns.append
 
     def start(self) -> Contender:
         self.lease.start()
         return self
 
     def kill(self) -> None:
-        keeper = self.lease._keeper
+        keeper = self.lease._task
         assert keeper is not None
         keeper.cancel()
 
@@ -123,14 +123,14 @@ def contend(cluster: FakeCluster, timeline: Timeline) -> Any:
 
 async def edit(cluster: Cluster, **spec: object) -> None:
     """By somebody's hand."""
-    body = await cluster.get(LEASES, LEASE, "system")
+    body = await cluster.get(LEASES, LEASE_NAME, "system")
     body["spec"] |= spec
     await cluster.replace(LEASES, body)
 
 
 async def unused(cluster: FakeCluster) -> None:
     """A Lease that its last holder has left well."""
-    await cluster.create(LEASES, {"metadata": {"name": LEASE, "namespace": "system"}, "spec": {}})
+    await cluster.create(LEASES, {"metadata": {"name": LEASE_NAME, "namespace": "system"}, "spec": {}})
 
 
 @pytest.fixture
@@ -194,10 +194,10 @@ class TestTaking:
     ) -> None:
         await unused(cluster)
         runtime = VirtualRuntime(timeline)
-        async with leadership.contend(cluster, SETTINGS, runtime) as lease:
-            await lease.begun.wait()
-            assert lease.holds()
-        assert not lease.holds()
+        async with leadership.run_leader_election(cluster, SETTINGS, runtime) as lease:
+            await lease.elected.wait()
+            assert lease.is_leader()
+        assert not lease.is_leader()
         two = contend("two")
         await timeline.run(0)
         assert two.lease.holds()
@@ -205,10 +205,10 @@ class TestTaking:
     async def test_one_that_is_given_back_is_taken_within_a_look(self, timeline: Timeline, pair: Pair) -> None:
         one, two = pair
         await timeline.run(20)
-        await one.lease.give_back()
-        assert not one.lease.holds()
-        await timeline.run(SECONDS * leadership.LOOK_SHARE)
-        assert two.lease.holds()
+        await one.lease.release()
+        assert not one.lease.is_leader()
+        await timeline.run(SECONDS * leadership.LEASE_POLL_SHARE)
+        assert two.lease.is_leader()
 
     async def test_one_that_could_not_renew_in_time_gives_back_what_is_still_its_own(
         self, timeline: Timeline, pair: Pair
@@ -216,12 +216,12 @@ class TestTaking:
         one, two = pair
         await timeline.run(20)
         one.line.before = lambda: kopf.TemporaryError("away")
-        await timeline.run(SECONDS * leadership.RENEW_SHARE)
-        assert not one.lease.holds()
+        await timeline.run(SECONDS * leadership.LEASE_RENEW_DEADLINE_SHARE)
+        assert not one.lease.is_leader()
         one.line.before = lambda: None
-        await one.lease.give_back()
-        await timeline.run(SECONDS * leadership.LOOK_SHARE)
-        assert two.lease.holds()
+        await one.lease.release()
+        await timeline.run(SECONDS * leadership.LEASE_POLL_SHARE)
+        assert two.lease.is_leader()
 
     async def test_nobody_gives_back_what_is_anothers(self, timeline: Timeline, pair: Pair) -> None:
         one, two = pair
@@ -229,27 +229,27 @@ class TestTaking:
         one.line.before = lambda: kopf.TemporaryError("cut off")
         await timeline.run(2 * SECONDS)
         one.line.before = lambda: None
-        await one.lease.give_back()
+        await one.lease.release()
         await timeline.run(SECONDS / 2)
-        assert two.lease.holds()
+        assert two.lease.is_leader()
 
     async def test_a_dead_holder_is_followed_as_soon_as_its_lease_is_over(self, timeline: Timeline, pair: Pair) -> None:
         one, two = pair
         await timeline.run(20)
         one.kill()
-        await timeline.run(SECONDS * (1 - leadership.RETRY_SHARE) - 0.1)
-        assert not two.lease.holds()
-        await timeline.run(SECONDS * (leadership.RETRY_SHARE + leadership.LOOK_SHARE) + 0.2)
-        assert two.lease.holds(), "it has looked within a look of the last renewal, and waits no longer than it lasts"
+        await timeline.run(SECONDS * (1 - leadership.LEASE_RETRY_PERIOD_SHARE) - 0.1)
+        assert not two.lease.is_leader()
+        await timeline.run(SECONDS * (leadership.LEASE_RETRY_PERIOD_SHARE + leadership.LEASE_POLL_SHARE) + 0.2)
+        assert two.lease.is_leader(), "it has looked within a look of the last renewal, and waits no longer than it lasts"
 
     @pytest.mark.parametrize("asked", [False, True])
     async def test_who_waits_knows_where_the_leader_is_until_it_acts_no_more(
         self, timeline: Timeline, contend: Any, asked: bool, pair: Pair
     ) -> None:
         one, two = pair
-        assert two.lease.leader == ""
+        assert two.lease.leader_address == ""
         await timeline.run(20)
-        assert two.lease.leader == "192.0.2.1:8443"
+        assert two.lease.leader_address == "192.0.2.1:8443"
         assert one.lease.leader == "", "itself"
         if asked:
             await one.lease.give_back()
@@ -280,7 +280,7 @@ class TestServing:
         assert not one.lease.holds()
         assert one.lease.serves()
         one.line.before = lambda: None
-        await timeline.run(SECONDS * leadership.RETRY_SHARE)
+        await timeline.run(SECONDS * leadership.LEASE_RETRY_PERIOD_SHARE)
         assert one.lease.holds()
         assert one.turns == [True]
 
@@ -295,7 +295,7 @@ class TestServing:
         assert not one.lease.serves()
         assert one.turns == [True, False]
         one.line.before = lambda: None
-        await timeline.run(SECONDS * leadership.RETRY_SHARE)
+        await timeline.run(SECONDS * leadership.LEASE_RETRY_PERIOD_SHARE)
         assert one.lease.holds(), "nobody has written since it did, so the Lease is still its own"
         assert one.turns == [True, False, True]
 
@@ -305,12 +305,12 @@ class TestServing:
         await timeline.run(5)
         one.line.before = lambda: kopf.TemporaryError("cut off")
         await timeline.run(SECONDS * 2)
-        assert two.lease.holds()
-        await two.lease.give_back()
+        assert two.lease.is_leader()
+        await two.lease.release()
         one.line.before = lambda: None
         await timeline.run(SECONDS)
         assert isinstance(one.runtime.failure, LeaseLost)
-        assert not one.lease.holds()
+        assert not one.lease.is_leader()
         assert one.turns == [True, False]
 
     async def test_to_end_so_is_said_and_is_no_error(
@@ -326,27 +326,27 @@ class TestServing:
         assert isinstance(one.runtime.failure, LeaseLost)
         (said,) = (record for record in caplog.records if "the operator ends" in record.message)
         assert (said.levelname, said.exc_info) == ("WARNING", None)
-        assert two.lease.holds()
+        assert two.lease.is_leader()
 
     async def test_and_one_that_was_frozen_meanwhile(self, timeline: Timeline, pair: Pair) -> None:
         one, two = pair
         await timeline.run(5)
         one.line.delay = lambda: 3 * SECONDS  # until then it does nothing, as far as anybody can see
         await timeline.run(SECONDS * 2)
-        assert two.lease.holds()
-        await two.lease.give_back()
+        assert two.lease.is_leader()
+        await two.lease.release()
         one.line.delay = lambda: 0.0
         await timeline.run(SECONDS * 3)
         assert isinstance(one.runtime.failure, LeaseLost)
-        assert not one.lease.holds()
+        assert not one.lease.is_leader()
 
     async def test_nobody_waits_with_a_standby_while_another_lives(self, timeline: Timeline, pair: Pair) -> None:
         one, two = pair
         await timeline.run(5)
-        assert not two.lease.contends
+        assert not two.lease.is_candidate
         one.kill()
-        await timeline.run(SECONDS * leadership.DOUBT_SHARE + 1)
-        assert two.lease.contends
+        await timeline.run(SECONDS * leadership.LEASE_DOUBT_SHARE + 1)
+        assert two.lease.is_candidate
 
     async def test_be_it_that_nobody_knows_where(self, cluster: FakeCluster, timeline: Timeline, contend: Any) -> None:
         await unused(cluster)
@@ -361,8 +361,8 @@ class TestServing:
         one.line.before = lambda: kopf.TemporaryError("cut off")
         for _ in range(40):
             await timeline.run(SECONDS / 20)
-            assert not (one.lease.serves() and two.lease.serves())
-        assert two.lease.serves()
+            assert not (one.lease.can_serve() and two.lease.can_serve())
+        assert two.lease.can_serve()
 
     async def test_who_leaves_does_not(self, cluster: FakeCluster, timeline: Timeline, contend: Any) -> None:
         await unused(cluster)
@@ -376,7 +376,7 @@ class TestServing:
 class TestKeeping:
     @pytest.mark.parametrize(
         "error",
-        [Refused("denied the request"), kopf.PermanentError("gone"), kopf.TemporaryError("503")],
+        [ObjectRejected("denied the request"), kopf.PermanentError("gone"), kopf.TemporaryError("503")],
         ids=["a webhook denies", "another permanent error", "no answer"],
     )
     async def test_who_cannot_renew_stops_before_it_expires_and_goes_on_when_it_can(
@@ -410,11 +410,11 @@ class TestKeeping:
         await timeline.run(5)
         one.line.before = lambda: kopf.TemporaryError("cut off")
         await timeline.run(2 * SECONDS)
-        assert two.lease.holds()
+        assert two.lease.is_leader()
         one.line.before = lambda: None
         await timeline.run(SECONDS)
         assert isinstance(one.runtime.failure, LeaseLost)
-        assert two.lease.holds()
+        assert two.lease.is_leader()
 
     async def test_a_lease_that_another_writes_by_hand_ends_the_holder(
         self, cluster: FakeCluster, timeline: Timeline, contend: Any
@@ -435,13 +435,13 @@ class TestKeeping:
         one, two = pair
         await timeline.run(5)
         if how == "deleted":
-            del cluster.objects["leases", "system", LEASE]
+            del cluster.objects["leases", "system", LEASE_NAME]
         else:
             await edit(cluster, holderIdentity="")
         for _ in range(30):
             await timeline.run(1)
-            assert not two.lease.holds()
-        assert one.lease.holds()
+            assert not two.lease.is_leader()
+        assert one.lease.is_leader()
 
     async def test_nobody_acts_because_somebody_wrote_its_name(
         self, cluster: FakeCluster, timeline: Timeline, contend: Any
@@ -465,7 +465,7 @@ class TestKeeping:
         await unused(cluster)
         await edit(cluster, holderIdentity="somebody", leaseDurationSeconds=10**9)
         one = contend("one")
-        await timeline.run(leadership.LONGEST_SECONDS + SECONDS)
+        await timeline.run(leadership.MAX_LEASE_SECONDS + SECONDS)
         assert one.lease.holds()
 
 
@@ -477,7 +477,7 @@ class Weather:
     calm: bool = False
 
     def trouble(self) -> Exception | None:
-        errors = [Refused("denied"), kopf.TemporaryError("no answer"), kopf.PermanentError("no such thing")]
+        errors = [ObjectRejected("denied"), kopf.TemporaryError("no answer"), kopf.PermanentError("no such thing")]
         return None if self.calm or self.dice.random() > 0.1 else self.dice.choice(errors)
 
     def delay(self) -> float:
@@ -501,7 +501,7 @@ async def test_there_are_never_two(cluster: FakeCluster, timeline: Timeline, con
     acted = False
     for _ in range(300):
         await timeline.run(0.5)
-        acting = [contender.identity for contender in running if contender.lease.holds()]
+        acting = [contender.identity for contender in running if contender.lease.is_leader()]
         assert len(acting) < 2
         acted = acted or bool(acting)
         await _meddle(cluster, weather.dice)
@@ -511,7 +511,7 @@ async def test_there_are_never_two(cluster: FakeCluster, timeline: Timeline, con
     await timeline.run(4 * SECONDS)
     running = [arrive() if contender.runtime.failed.is_set() else contender for contender in running]
     await timeline.run(4 * SECONDS)
-    assert len([c for c in running if c.lease.holds()]) == 1
+    assert len([c for c in running if c.lease.is_leader()]) == 1
     assert acted
 
 
@@ -524,11 +524,11 @@ def _lives(contender: Contender, dice: random.Random) -> bool:
 
 
 async def _meddle(cluster: FakeCluster, dice: random.Random) -> None:
-    if ("leases", "system", LEASE) not in cluster.objects or dice.random() < 0.98:
+    if ("leases", "system", LEASE_NAME) not in cluster.objects or dice.random() < 0.98:
         return
     what = dice.choice(["delete", "empty", "another", "time"])
     if what == "delete":
-        del cluster.objects["leases", "system", LEASE]
+        del cluster.objects["leases", "system", LEASE_NAME]
     elif what == "empty":
         await edit(cluster, holderIdentity="", renewTime="2001-01-01T00:00:00.000000Z")
     elif what == "another":
@@ -547,16 +547,16 @@ class TestWriting:
     @pytest.fixture
     def client(self, sent: list[str]) -> Cluster:
         class Line:
-            async def request(self, method: str, path: str, *_: object) -> Answer:
+            async def request(self, method: str, path: str, *_: object) -> ApiResponse:
                 sent.append(f"{method} {path}")
-                return Answer(200, {})
+                return ApiResponse(200, {})
 
         return Cluster(cast(Any, Line()))
 
     async def test_who_does_not_lead_sends_nothing_that_changes_the_cluster(
         self, client: Cluster, timeline: Timeline, sent: list[str]
     ) -> None:
-        client.before_write = Lease(client, SETTINGS, VirtualRuntime(timeline)).require
+        client.before_write = LeaderElector(client, SETTINGS, VirtualRuntime(timeline)).require_leadership
         body = {"metadata": {"name": "x", "namespace": "ns"}}
         writes = [
             client.create(PODS, body),
@@ -573,10 +573,10 @@ class TestWriting:
     async def test_it_reads_asks_whose_token_it_is_and_takes_the_lease(
         self, client: Cluster, timeline: Timeline, sent: list[str]
     ) -> None:
-        client.before_write = Lease(client, SETTINGS, VirtualRuntime(timeline)).require
+        client.before_write = LeaderElector(client, SETTINGS, VirtualRuntime(timeline)).require_leadership
         await client.get(PODS, "x", "ns")
         await client.create(TOKEN_REVIEWS, {"metadata": {}})
-        await client.replace(LEASES, {"metadata": {"name": LEASE, "namespace": "system"}})
+        await client.replace(LEASES, {"metadata": {"name": LEASE_NAME, "namespace": "system"}})
         assert len(sent) == 3
 
 

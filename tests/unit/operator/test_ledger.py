@@ -13,51 +13,51 @@ import pytest
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Hop, Member, Paths, Plan, PlannedPath
 from pacekeeper_operator import ledger, legacy
-from pacekeeper_operator.api import Cause, Class, Outcome
-from pacekeeper_operator.decide.paths import MOST
-from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.api import IncidentCause, IncidentClass, IncidentOutcome
+from pacekeeper_operator.decide.paths import MAX_PATHS_PER_JOB
+from pacekeeper_operator.decide.think import evaluate_job
 from pacekeeper_operator.state import (
-    MAX_CURRENT,
-    MAX_SETTLED,
-    Draft,
-    GpusSeen,
+    MAX_CURRENT_INCIDENTS,
+    MAX_SETTLED_FAULTS,
+    DesiredState,
+    GpuReadings,
     Incident,
-    Past,
+    PastIncident,
     Placement,
     State,
-    WantedQuarantine,
-    Worker,
+    QuarantineRequest,
+    WorkerRecord,
 )
-from tests.support.worlds import NOW, job, policy, stalls, training
+from tests.support.worlds import NOW, build_job, build_policy, build_stalls, build_training
 
 ETCD_BYTES = 1.5 * 2**20
 LONG = "-117.us-west-2.compute.internal.example"
 
 
-def on_the_wire(draft: Draft, **named: Any) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(json.dumps(ledger.write(draft, "j", **named)))
+def on_the_wire(draft: DesiredState, **named: Any) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(json.dumps(ledger.encode_state(draft, "j", **named)))
     return content
 
 
 def test_what_is_written_is_what_is_read() -> None:
-    world = training()
-    world = world.with_draft(world.draft.with_gpus(values={"node-1/0/DCGM_FI_DEV_XID_ERRORS": 31.0}))
-    draft = think(replace(world, faults=stalls(world, culprit=2)), policy()).draft
+    world = build_training()
+    world = world.with_desired(world.desired.with_gpus(values={"node-1/0/DCGM_FI_DEV_XID_ERRORS": 31.0}))
+    draft = evaluate_job(replace(world, faults=build_stalls(world, culprit=2)), build_policy()).desired
     assert draft.state.incidents.current
-    assert ledger.read(on_the_wire(draft), "j") == ledger.Written(draft)
+    assert ledger.decode_state(on_the_wire(draft), "j") == ledger.StoredState(draft)
 
 
 def test_workers_that_were_replaced_and_leave_are_written_as_they_are() -> None:
     workers = (
-        Worker("j-w3-7", 3, 7, "uid-a", "node-a", leaving="its pod is gone", dead=True, force=True),
-        Worker("j-w0-0", 0, 0),
-        Worker("j-w1-2", 1, 2, "uid-b"),
+        WorkerRecord("j-w3-7", 3, 7, "uid-a", "node-a", leaving="its pod is gone", dead=True, force=True),
+        WorkerRecord("j-w0-0", 0, 0),
+        WorkerRecord("j-w1-2", 1, 2, "uid-b"),
     )
     plan = Plan(members=(Member("j-w9-4", "10.0.0.1", (1, 0)), Member("j-w1-2", "10.0.0.2", (2,))))
     placement = Placement(workers=workers, incarnations={"0": 0, "1": 2, "3": 7, "10": 1})
-    gpus = GpusSeen(nodes=("elsewhere", "node-a"))
-    draft = Draft(plan, State(placement=placement, gpus=gpus))
-    assert ledger.read(on_the_wire(draft), "j").draft == draft
+    gpus = GpuReadings(nodes=("elsewhere", "node-a"))
+    draft = DesiredState(plan, State(placement=placement, gpus=gpus))
+    assert ledger.decode_state(on_the_wire(draft), "j").desired == draft
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_runs_say_the_same_numbers(seed: int) -> None:
 def test_ten_thousand_workers_with_long_names_fit_into_etcd() -> None:
     name = "j" * 40
     workers = tuple(
-        Worker(
+        WorkerRecord(
             f"{name}-w{n}-{n % 3}", n, n % 3, f"{n:08x}-1111-4222-8333-{n:012x}", f"ip-10-{n % 250}-{n // 250}-117.node"
         )
         for n in range(10_000)
@@ -90,19 +90,19 @@ def test_ten_thousand_workers_with_long_names_fit_into_etcd() -> None:
         Member(worker.name, f"10.100.{n // 250}.{n % 250}", tuple(range(8 * n, 8 * n + 8)))
         for n, worker in enumerate(workers)
     )
-    past = tuple(Past(Cause.CRASH, NOW, 3.0, 7, workers[n].name, workers[n].node, Class.UNKNOWN) for n in range(100))
+    past = tuple(PastIncident(IncidentCause.CRASH, NOW, 3.0, 7, workers[n].name, workers[n].node, IncidentClass.UNKNOWN) for n in range(100))
     state = State(
         placement=Placement(workers=workers, incarnations={str(n): n % 3 for n in range(10_000)}),
-        gpus=GpusSeen(nodes=tuple(sorted({worker.node for worker in workers}))),
+        gpus=GpuReadings(nodes=tuple(sorted({worker.node for worker in workers}))),
     )
-    jumps = [(8 * n, (8 * n + 24_007) % 80_000) for n in range(MOST // 2)]
+    jumps = [(8 * n, (8 * n + 24_007) % 80_000) for n in range(MAX_PATHS_PER_JOB // 2)]
     wanted = tuple(PlannedPath(*pair, f"s{n % 999}") for n, pair in enumerate([*jumps, *((b, a) for a, b in jumps)]))
     hops = tuple(Hop(f"10.98.{n // 250}.{n % 250}", f"s{n % 999}") for n in range(4096))
-    draft = Draft(Plan(version=10**9, members=members, paths=Paths(wanted, hops)), state)
+    draft = DesiredState(Plan(version=10**9, members=members, paths=Paths(wanted, hops)), state)
     draft = draft.with_incidents(past=past, settled=tuple(f"{workers[n].name}-rank-{n}-round-7" for n in range(500)))
-    content = ledger.write(draft, name)
-    assert ledger.size(content) < 0.9 * ETCD_BYTES
-    assert ledger.read(json.loads(json.dumps(content)), name).draft == draft
+    content = ledger.encode_state(draft, name)
+    assert ledger.compute_stored_bytes(content) < 0.9 * ETCD_BYTES
+    assert ledger.decode_state(json.loads(json.dumps(content)), name).desired == draft
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_ten_thousand_workers_with_long_names_fit_into_etcd() -> None:
     ],
 )
 def test_paths_are_written_in_columns_and_read_as_they_were(paths: Paths) -> None:
-    draft = training(2, 0).draft.with_plan(paths=paths)
-    content = json.loads(json.dumps(ledger.write(draft, "j")))
-    assert ledger.read(content, "j").draft == draft
+    draft = build_training(2, 0).desired.with_plan(paths=paths)
+    content = json.loads(json.dumps(ledger.encode_state(draft, "j")))
+    assert ledger.decode_state(content, "j").desired == draft
     assert isinstance(content["plan"]["paths"]["wanted"], dict)
 
 
@@ -126,7 +126,7 @@ class TestOtherVersions:
     """An older operator passes over what a newer one has written, and does not lose it: so that one may go back."""
 
     def newer(self) -> dict[str, Any]:
-        content = on_the_wire(training().draft)
+        content = on_the_wire(build_training().desired)
         content["schemaVersion"] = 1
         content["shards"] = 2
         content["plan"]["novel"] = {"x": 1}
@@ -140,14 +140,14 @@ class TestOtherVersions:
         return content
 
     def test_is_passed_over(self) -> None:
-        draft = ledger.read(self.newer(), "j").draft
-        assert draft.plan == training().plan
-        assert [past.cause for past in draft.state.incidents.past] == [Cause.CRASH]
+        draft = ledger.decode_state(self.newer(), "j").desired
+        assert draft.plan == build_training().plan
+        assert [past.cause for past in draft.state.incidents.past] == [IncidentCause.CRASH]
         assert draft.state.adaptation.vain is None
 
     def test_is_written_back_beside_what_has_changed(self) -> None:
-        read = ledger.read(self.newer(), "j")
-        changed = read.draft.with_life(completed_at=NOW)
+        read = ledger.decode_state(self.newer(), "j")
+        changed = read.desired.with_lifecycle(completed_at=NOW)
         content = on_the_wire(changed, unknown=read.unknown)
         assert content["shards"] == 2
         assert content["plan"]["novel"] == {"x": 1}
@@ -161,21 +161,21 @@ class TestOtherVersions:
         shapes: list[Any] = [{"x": 1}, [1], "x"]
         for ours in shapes:
             for theirs in shapes:
-                merged = ledger._overlaid({"field": theirs}, {"field": ours})
+                merged = ledger._overlay_unknown({"field": theirs}, {"field": ours})
                 joined = {"x": 1} if isinstance(ours, dict) else [1, 1] if isinstance(ours, list) else "x"
                 assert merged == {"field": joined if type(ours) is type(theirs) else ours}
-                assert ledger._beyond({"field": theirs}, {"field": ours}) == {}
+                assert ledger._collect_unknown({"field": theirs}, {"field": ours}) == {}
 
     @pytest.mark.parametrize("path", [("plan",), ("state",), ("state", "placement"), ("plan", "members")])
     @pytest.mark.parametrize("rubbish", [None, 7, "x", [], {}])
     def test_rubbish_is_named_with_its_remedy(self, path: tuple[str, ...], rubbish: object) -> None:
-        content = on_the_wire(training().draft)
+        content = on_the_wire(build_training().desired)
         place = content
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = rubbish
         with pytest.raises(InputError, match=r"TrainingJobState j cannot be read .* delete it"):
-            ledger.read(content, "j")
+            ledger.decode_state(content, "j")
 
 
 class TestLegacy:
@@ -198,47 +198,47 @@ class TestLegacy:
         return {"plan.json": json.dumps(plan), "state.json": json.dumps({**state, **changes})}
 
     def test_is_adopted(self) -> None:
-        draft = legacy.adopted(self.written(), "j", NOW)
+        draft = legacy.convert_legacy_state(self.written(), "j", NOW)
         assert (draft.plan.membership, draft.plan.round, draft.plan.members[0].worker) == (3, 4, "j-w0-1")
         assert draft.plan.version > 7
-        assert draft.state.placement.workers == (Worker("j-w0-1", 0, 1),), "the pods say UID and node themselves"
+        assert draft.state.placement.workers == (WorkerRecord("j-w0-1", 0, 1),), "the pods say UID and node themselves"
         assert (draft.state.budget.total, draft.state.budget.in_membership) == (5, 1)
 
     def test_words_about_nodes_are_not_believed(self) -> None:
-        incidents = legacy.adopted(self.written(), "j", NOW).state.incidents
+        incidents = legacy.convert_legacy_state(self.written(), "j", NOW).state.incidents
         assert (incidents.quarantines, incidents.past, incidents.current) == ((), (), ())
 
     def test_rubbish_is_named_with_its_remedy(self) -> None:
         with pytest.raises(InputError, match=r"ConfigMap j-plan .* delete it"):
-            legacy.adopted({"plan.json": "{}", "state.json": "["}, "j", NOW)
+            legacy.convert_legacy_state({"plan.json": "{}", "state.json": "["}, "j", NOW)
 
     @pytest.mark.parametrize("state", ["5", "null", '{"workers": [{"name": "x", "ordinal": 0, "incarnation": 0}]}'])
     def test_so_is_what_only_looks_like_it(self, state: str) -> None:
         with pytest.raises(InputError, match="delete it"):
-            legacy.adopted({**self.written(), "state.json": state}, "j", NOW)
+            legacy.convert_legacy_state({**self.written(), "state.json": state}, "j", NOW)
 
 
 class TestBounds:
     """Where Incidents cannot be written for long, the bookkeeping does not grow with them."""
 
-    def incident(self, number: int, outcome: Outcome | None) -> Incident:
+    def incident(self, number: int, outcome: IncidentOutcome | None) -> Incident:
         name = f"j-r{number}-crash"
         evidence = ("x" * 4000,) * 4
-        return Incident(name, Cause.CRASH, Class.UNKNOWN, number, "", NOW, NOW, NOW, evidence=evidence, outcome=outcome)
+        return Incident(name, IncidentCause.CRASH, IncidentClass.UNKNOWN, number, "", NOW, NOW, NOW, evidence=evidence, outcome=outcome)
 
     def test_of_many_the_newest_keep_their_evidence_and_open_ones_stay(self) -> None:
-        draft = training().draft.with_incident(self.incident(0, None))
+        draft = build_training().desired.with_incident(self.incident(0, None))
         for number in range(1, 300):
-            draft = draft.with_incident(self.incident(number, Outcome.FAILED))
-        assert len(draft.state.incidents.current) == MAX_CURRENT
+            draft = draft.with_incident(self.incident(number, IncidentOutcome.FAILED))
+        assert len(draft.state.incidents.current) == MAX_CURRENT_INCIDENTS
         assert draft.state.incidents.open
         assert draft.state.incidents.current[-1].evidence
-        assert ledger.size(ledger.write(draft, "j")) < 400_000
+        assert ledger.compute_stored_bytes(ledger.encode_state(draft, "j")) < 400_000
 
     def test_what_blames_a_node_is_kept_until_its_case_is_decided(self) -> None:
-        incident = self.incident(1, Outcome.RECOVERED)
-        wanted = WantedQuarantine("node-1", "uid", "it does not answer", incident.name, at=NOW)
-        incidents = training().draft.with_incident(incident).with_incidents(quarantines=(wanted,)).state.incidents
+        incident = self.incident(1, IncidentOutcome.RECOVERED)
+        wanted = QuarantineRequest("node-1", "uid", "it does not answer", incident.name, at=NOW)
+        incidents = build_training().desired.with_incident(incident).with_incidents(quarantines=(wanted,)).state.incidents
         written = frozenset({incident.name})
         assert incidents.sweep(written).find(incident.name) == incident
         assert replace(incidents, quarantines=()).sweep(written).find(incident.name) is None
@@ -262,44 +262,44 @@ class TestSettled:
         )
         names = [*strange, *(f"j-w{dice.randrange(9)}-{dice.randrange(3)}-{n:x}-r{n % 3}-stalled-1" for n in range(30))]
         dice.shuffle(names)
-        draft = Draft(Plan()).with_incidents(settled=tuple(names))
-        assert ledger.read(on_the_wire(draft), "j").draft == draft
+        draft = DesiredState(Plan()).with_incidents(settled=tuple(names))
+        assert ledger.decode_state(on_the_wire(draft), "j").desired == draft
 
-    @pytest.mark.parametrize(("workers", "kept"), [(10, MAX_SETTLED), (5000, 10_000)])
+    @pytest.mark.parametrize(("workers", "kept"), [(10, MAX_SETTLED_FAULTS), (5000, 10_000)])
     def test_of_a_large_job_all_that_one_event_brings_about_are_remembered(self, workers: int, kept: int) -> None:
-        placement = Placement(workers=tuple(Worker(f"j-w{n}-0", n, 0) for n in range(workers)))
-        draft = Draft(Plan(), State(placement=placement))
+        placement = Placement(workers=tuple(WorkerRecord(f"j-w{n}-0", n, 0) for n in range(workers)))
+        draft = DesiredState(Plan(), State(placement=placement))
         for event in range(3):
-            draft = draft.settle(tuple(f"{event}-{n}" for n in range(5000)))
+            draft = draft.settle_faults(tuple(f"{event}-{n}" for n in range(5000)))
         assert len(draft.state.incidents.settled) == kept
         assert draft.state.incidents.settled[-1] == "2-4999"
 
     def test_of_an_older_operator_are_read_and_written_anew(self) -> None:
-        draft = Draft(Plan()).with_incidents(settled=("j-w0-0-0-r1-stalled-1", "gone"))
+        draft = DesiredState(Plan()).with_incidents(settled=("j-w0-0-0-r1-stalled-1", "gone"))
         content = on_the_wire(draft)
         content["state"]["incidents"]["settled"] = list(draft.state.incidents.settled)
-        read = ledger.read(content, "j")
-        assert read == ledger.Written(draft)
+        read = ledger.decode_state(content, "j")
+        assert read == ledger.StoredState(draft)
 
     def test_two_of_each_of_ten_thousand_workers_take_little(self) -> None:
         name = "j" * 40
         names = tuple(f"{name}-w{n}-{n % 3}-19a{n:08x}-r7-stalled-{k}" for k in range(2) for n in range(10_000))
-        draft = Draft(Plan()).with_incidents(settled=names)
-        assert ledger.size(ledger.write(draft, name)) < 0.25 * ETCD_BYTES
+        draft = DesiredState(Plan()).with_incidents(settled=names)
+        assert ledger.compute_stored_bytes(ledger.encode_state(draft, name)) < 0.25 * ETCD_BYTES
 
 
 class TestQuarantines:
     def test_of_an_event_that_has_taken_thousands_of_nodes_take_little_each(self) -> None:
-        def wanted(count: int) -> Draft:
+        def wanted(count: int) -> DesiredState:
             why = "neither its workers nor its kubelet answer"
             all_of_them = (
-                WantedQuarantine(f"node-{n}", f"{n:036}", why, f"i-{n % 2}", at=NOW, weak=n == 7) for n in range(count)
+                QuarantineRequest(f"node-{n}", f"{n:036}", why, f"i-{n % 2}", at=NOW, weak=n == 7) for n in range(count)
             )
-            return Draft(Plan()).with_incidents(quarantines=tuple(all_of_them))
+            return DesiredState(Plan()).with_incidents(quarantines=tuple(all_of_them))
 
-        for count in (0, 1, ledger.MOST_IN_A_LIST, ledger.MOST_IN_A_LIST + 1, 5000):
-            assert ledger.read(on_the_wire(wanted(count)), "j") == ledger.Written(wanted(count))
-        few, many = (ledger.size(ledger.write(wanted(count), "j")) for count in (1000, 5000))
+        for count in (0, 1, ledger.MAX_LISTED_QUARANTINES, ledger.MAX_LISTED_QUARANTINES + 1, 5000):
+            assert ledger.decode_state(on_the_wire(wanted(count)), "j") == ledger.StoredState(wanted(count))
+        few, many = (ledger.compute_stored_bytes(ledger.encode_state(wanted(count), "j")) for count in (1000, 5000))
         assert (many - few) / 4000 < 65, "bytes of one"
 
 
@@ -308,14 +308,14 @@ class TestRefused:
 
     @pytest.mark.parametrize(("replicas", "ranks"), [(1, 1), (5000, 8), (6000, 4)])
     def test_large_ones_are_not(self, replicas: int, ranks: int) -> None:
-        assert ledger.refused(job(replicas, 8, nproc_per_node=ranks)) == ""
+        assert ledger.explain_state_size_limit(build_job(replicas, 8, nproc_per_node=ranks)) == ""
 
     def test_what_does_not_fit_is_and_what_is_said_then_would_do(self) -> None:
-        too_large = ledger.refused(job(30_000, 0, nproc_per_node=8))
+        too_large = ledger.explain_state_size_limit(build_job(30_000, 0, nproc_per_node=8))
         most = int(too_large.partition("ask for ")[2].split()[0])
         assert too_large.startswith("spec.replicas: 30000 workers of 8 ranks would need ")
         assert 5_000 < most < 10_000
-        assert ledger.refused(job(most, 0, nproc_per_node=8)) == ""
+        assert ledger.explain_state_size_limit(build_job(most, 0, nproc_per_node=8)) == ""
 
     @pytest.mark.parametrize(
         ("replicas", "spares", "ranks"),
@@ -346,28 +346,28 @@ class TestRefused:
     )
     def test_its_size_is_what_would_be_written(self, replicas: int, spares: int, ranks: int) -> None:
         workers = replicas + spares
-        full = ledger.write(ledger._full(replicas, workers, ranks), "j")
-        assert ledger._takes(replicas, workers, ranks) == ledger.size(full)
+        full = ledger.encode_state(ledger._build_full_state(replicas, workers, ranks), "j")
+        assert ledger._compute_full_bytes(replicas, workers, ranks) == ledger.compute_stored_bytes(full)
 
     def test_the_limit_is_where_it_would_be_written(self) -> None:
         sizes = range(5_000, 10_000)
-        most = sizes[bisect(sizes, False, key=lambda n: bool(ledger.refused(job(n, 8, nproc_per_node=8)))) - 1]
-        fits, too_large = (ledger.size(ledger.write(ledger._full(n, n + 8, 8), "j")) for n in (most, most + 1))
-        assert fits <= ledger.MOST_BYTES < too_large
+        most = sizes[bisect(sizes, False, key=lambda n: bool(ledger.explain_state_size_limit(build_job(n, 8, nproc_per_node=8)))) - 1]
+        fits, too_large = (ledger.compute_stored_bytes(ledger.encode_state(ledger._build_full_state(n, n + 8, 8), "j")) for n in (most, most + 1))
+        assert fits <= ledger.MAX_STATE_BYTES < too_large
 
     def test_a_huge_one_is_no_more_work_than_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        built, full = 0, ledger._full
+        built, full = 0, ledger._build_full_state
 
-        def counted(replicas: int, workers: int, each: int) -> Draft:
+        def counted(replicas: int, workers: int, each: int) -> DesiredState:
             nonlocal built
             built += workers + replicas * each
             return full(replicas, workers, each)
 
-        ledger._written.cache_clear()
+        ledger._measure_sample.cache_clear()
         monkeypatch.setattr(ledger, "_full", counted)
-        assert ledger.refused(job(10_000, 1000, nproc_per_node=128)).startswith("spec.replicas: 11000 workers of 128 ")
+        assert ledger.explain_state_size_limit(build_job(10_000, 1000, nproc_per_node=128)).startswith("spec.replicas: 11000 workers of 128 ")
         assert 0 < built < 200, "workers and ranks"
-        ledger.refused(job(9_999, 999, nproc_per_node=127))
+        ledger.explain_state_size_limit(build_job(9_999, 999, nproc_per_node=127))
         assert built < 200, "for all of them together"
 
 

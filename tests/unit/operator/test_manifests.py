@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_operator.api import CheckpointSpec, DetectionSpec, Job, JobSpec
+from pacekeeper_operator.api import CheckpointSpec, DetectionSpec, TrainingJob, JobSpec
 from pacekeeper_operator.manifests import (
     Installation,
     ProbeImage,
-    ProbeTask,
-    checkpoint_folder,
-    metrics_port,
-    probe_pod,
-    refused_template,
-    worker_name,
-    worker_pod,
+    NodeProbeTask,
+    identify_checkpoint_folder,
+    compute_metrics_port,
+    build_probe_pod,
+    find_template_refusal,
+    build_worker_name,
+    build_worker_pod,
 )
 from pacekeeper_operator.observe.views import view_pod
 
@@ -52,12 +52,12 @@ TEMPLATE: dict[str, Any] = {
 }
 
 
-def job(template: dict[str, Any] = TEMPLATE, **spec: Any) -> Job:
-    return Job("team-a", "gpt", "uid-of-gpt", 1, JobSpec(template, **spec))
+def job(template: dict[str, Any] = TEMPLATE, **spec: Any) -> TrainingJob:
+    return TrainingJob("team-a", "gpt", "uid-of-gpt", 1, JobSpec(template, **spec))
 
 
 def pod(template: dict[str, Any] = TEMPLATE, installation: Installation = INSTALLATION, **spec: Any) -> dict[str, Any]:
-    return worker_pod(job(template, **spec), 2, 7, installation)
+    return build_worker_pod(job(template, **spec), 2, 7, installation)
 
 
 def template(**spec: Any) -> dict[str, Any]:
@@ -96,20 +96,20 @@ def lost(wanted: Any, found: Any, path: str = "") -> list[str]:
 
 
 def test_nothing_of_the_template_is_lost() -> None:
-    body = worker_pod(job(), 2, 7, INSTALLATION, spare=True, avoid_nodes=["node-1"])
+    body = build_worker_pod(job(), 2, 7, INSTALLATION, spare=True, avoid_nodes=["node-1"])
     assert lost(TEMPLATE, body) == []
     assert body["kind"] == "Pod"
 
 
 def test_the_template_itself_stays_as_it_is() -> None:
     before = copy.deepcopy(TEMPLATE)
-    worker_pod(job(), 2, 7, INSTALLATION, spare=True, avoid_nodes=["node-1"])
+    build_worker_pod(job(), 2, 7, INSTALLATION, spare=True, avoid_nodes=["node-1"])
     assert before == TEMPLATE
 
 
 def test_a_worker_says_whose_it_is() -> None:
     metadata = pod()["metadata"]
-    assert metadata["name"] == worker_name(job(), 2, 7) == "gpt-w2-7"
+    assert metadata["name"] == build_worker_name(job(), 2, 7) == "gpt-w2-7"
     assert metadata["namespace"] == "team-a"
     assert metadata["labels"] == {"team": "a", "pacekeeper.dev/job": "gpt", "pacekeeper.dev/worker": "2"}
     assert metadata["ownerReferences"] == [
@@ -235,7 +235,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("given", "words"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_would_get_around_the_rules_is_refused_with_field_and_remedy(given: dict[str, Any], words: str) -> None:
-    refused = refused_template(job(given))
+    refused = find_template_refusal(job(given))
     assert re.fullmatch(rf"spec\.template\.spec\.{words}.*", refused), refused
 
 
@@ -252,24 +252,24 @@ def test_what_would_get_around_the_rules_is_refused_with_field_and_remedy(given:
     ids=["usual", "host network", "null", "tokens for others", "said to be off", "a sidecar of the user's"],
 )
 def test_what_harms_nobody_is_not_refused(given: dict[str, Any]) -> None:
-    assert refused_template(job(given)) == ""
+    assert find_template_refusal(job(given)) == ""
 
 
 @pytest.mark.parametrize("given", [{}, {"spec": None}, {"spec": "x"}, template(volumes=[{"projected": "x"}])])
 def test_a_template_that_is_none_is_refused_in_words(given: dict[str, Any]) -> None:
-    assert "is not a pod template" in refused_template(job(given))
+    assert "is not a pod template" in find_template_refusal(job(given))
 
 
 def test_a_template_that_is_nested_without_end_is_refused_and_a_usual_one_is_far_from_it() -> None:
     deep: Any = "x"
     for _ in range(9_000):
         deep = [deep]
-    assert "is nested in more than 64 levels" in refused_template(job(TEMPLATE | {"x": deep}))
-    assert "is nested in more than 64 levels" in refused_template(job(template(x=deep)))
+    assert "is nested in more than 64 levels" in find_template_refusal(job(TEMPLATE | {"x": deep}))
+    assert "is nested in more than 64 levels" in find_template_refusal(job(template(x=deep)))
     inner: Any = "x"
     for _ in range(40):
         inner = {"x": [inner]} if isinstance(inner, str) else {"x": inner}
-    assert refused_template(job(template(x=inner))) == ""
+    assert find_template_refusal(job(template(x=inner))) == ""
 
 
 HOST_NETWORK = template(hostNetwork=True)
@@ -278,19 +278,19 @@ HOST_NETWORK = template(hostNetwork=True)
 def test_in_the_nodes_network_each_worker_has_a_metrics_port_of_its_own_that_the_scheduler_knows() -> None:
     ports = set()
     for ordinal in range(5):
-        body = worker_pod(job(HOST_NETWORK), ordinal, 0, INSTALLATION)
-        port = metrics_port(job(HOST_NETWORK), body["metadata"]["name"])
+        body = build_worker_pod(job(HOST_NETWORK), ordinal, 0, INSTALLATION)
+        port = compute_metrics_port(job(HOST_NETWORK), body["metadata"]["name"])
         assert container(body, "pacekeeper-sidecar")["ports"] == [{"name": "pk-metrics", "containerPort": port}]
         assert environment(body, "pacekeeper-sidecar")["PACEKEEPER_METRICS_PORT"] == str(port)
         assert 20_000 <= port < 29_000
         ports.add(port)
     assert len(ports) == 5
-    again = worker_pod(job(HOST_NETWORK), 0, 1, INSTALLATION)["spec"]["initContainers"][0]["ports"][0]["containerPort"]
+    again = build_worker_pod(job(HOST_NETWORK), 0, 1, INSTALLATION)["spec"]["initContainers"][0]["ports"][0]["containerPort"]
     assert again not in ports, "what holds the port on that node does not hold the replacement's"
 
 
 def test_with_a_network_of_its_own_a_worker_has_the_usual_port() -> None:
-    assert metrics_port(job(), "gpt-w0-0") == 9464
+    assert compute_metrics_port(job(), "gpt-w0-0") == 9464
     assert "dnsPolicy" not in pod()["spec"]
 
 
@@ -387,7 +387,7 @@ def test_the_claim_is_mounted_where_checkpoints_go() -> None:
 def checkpoint_mount(apart: bool = True, **checkpoint: Any) -> tuple[str | None, bool]:
     """Folder of the claim that is mounted, and whether it is to be read only."""
     its = job(checkpoint=CheckpointSpec(volume_claim_name="claim", **checkpoint))
-    trainer = container(worker_pod(its, 2, 7, INSTALLATION, checkpoints_apart=apart), "trainer")
+    trainer = container(build_worker_pod(its, 2, 7, INSTALLATION, separate_checkpoints=apart), "trainer")
     mount = next(found for found in trainer["volumeMounts"] if found["mountPath"] == "/checkpoints")
     return mount.get("subPath"), mount.get("readOnly", False)
 
@@ -405,14 +405,14 @@ def test_each_job_has_a_folder_of_its_own_on_a_claim() -> None:
 def folder_of(volume: dict[str, Any], mount: dict[str, Any], path: str = "/data/checkpoints") -> str:
     trainer = TEMPLATE["spec"]["containers"][1] | {"volumeMounts": [{"name": "root", "mountPath": "/"} | mount]}
     volumes = [{"name": "root", "emptyDir": {}}, {"name": "v", **volume}]
-    return checkpoint_folder(
+    return identify_checkpoint_folder(
         job(template(containers=[trainer], volumes=volumes), checkpoint=CheckpointSpec(path)), True
     )
 
 
 def test_jobs_that_write_to_one_folder_name_it_alike() -> None:
     def on_claim(**checkpoint: Any) -> str:
-        return checkpoint_folder(job(checkpoint=CheckpointSpec(volume_claim_name="c", **checkpoint)), apart=True)
+        return identify_checkpoint_folder(job(checkpoint=CheckpointSpec(volume_claim_name="c", **checkpoint)), separate=True)
 
     assert on_claim() == on_claim(path="/elsewhere") == "claim c/gpt"
     assert on_claim(sub_path="") == "claim c"
@@ -425,7 +425,7 @@ def test_jobs_that_write_to_one_folder_name_it_alike() -> None:
     assert folder_of({"emptyDir": {}}, at) == folder_of({"hostPath": {"path": "/mnt"}}, at) == ""
     assert folder_of(claim, at | {"subPathExpr": "$(NODE)"}) == ""
     assert folder_of(claim, at, path="/database") == "", "it lies beside the mount"
-    assert checkpoint_folder(job({"spec": {"containers": 3}}), apart=True) == ""
+    assert identify_checkpoint_folder(job({"spec": {"containers": 3}}), separate=True) == ""
 
 
 def terms(body: dict[str, Any], kind: str, strength: str) -> list[Any]:
@@ -438,7 +438,7 @@ OTHERS = {"labelSelector": {"matchLabels": {"pacekeeper.dev/job": "gpt"}}, "topo
 
 def test_a_spare_never_shares_a_node_with_another_worker() -> None:
     mine = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "rack"}]}}
-    body = worker_pod(job(template(affinity=mine)), 4, 0, INSTALLATION, spare=True)
+    body = build_worker_pod(job(template(affinity=mine)), 4, 0, INSTALLATION, spare=True)
     assert terms(body, "podAntiAffinity", "required") == [{"topologyKey": "rack"}, OTHERS]
 
 
@@ -455,14 +455,14 @@ def test_suspect_nodes_are_avoided_in_every_alternative() -> None:
     mine = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": [zone]}]} for zone in ("a", "b")]
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": mine}}
     for affinity in ({}, {"nodeAffinity": required}):
-        body = worker_pod(job(template(affinity=affinity)), 2, 8, INSTALLATION, avoid_nodes=["node-1", "node-2"])
+        body = build_worker_pod(job(template(affinity=affinity)), 2, 8, INSTALLATION, avoid_nodes=["node-1", "node-2"])
         found = body["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         for term in found["nodeSelectorTerms"]:
             avoided = [item["values"] for item in term["matchFields"]]
             assert avoided == [["node-1"], ["node-2"]], "the API server takes one name a requirement"
         assert view_pod(
             {**body, "metadata": {**body["metadata"], "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}}
-        ).avoids == {"node-1", "node-2"}
+        ).avoided_nodes == {"node-1", "node-2"}
         assert lost({"nodeSelectorTerms": mine if affinity else []}, found) == []
 
 
@@ -475,7 +475,7 @@ THEIRS = [{"weight": 5, "preference": {"matchExpressions": [{"key": "zone", "ope
 )
 def test_unreliable_nodes_are_a_preference_of_the_least_weight_and_no_more(affinity: Any, before: Any) -> None:
     wanted = job(template(affinity=affinity))
-    body = worker_pod(wanted, 2, 8, INSTALLATION, spare=True, unreliable_nodes=["node-1", "node-2"])
+    body = build_worker_pod(wanted, 2, 8, INSTALLATION, spare=True, unreliable_nodes=["node-1", "node-2"])
     of_nodes = body["spec"]["affinity"]["nodeAffinity"]
     assert of_nodes.keys() == {PREFERRED}, "nothing is required"
     names = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("node-1", "node-2")]
@@ -489,7 +489,7 @@ def test_a_probe_gets_the_installations_runtime_where_it_looks_at_gpus_and_its_t
     owner = {"metadata": {"name": "node-3", "uid": "u"}}
     image = ProbeImage("image", runtime_class="nvidia", tolerations=({"key": "gpu", "operator": "Exists"},))
     with_gpus, without = (
-        probe_pod("probe", "system", owner, owner, "NodeProbe", image, ProbeTask("circle", gpus=gpus))["spec"]
+        build_probe_pod("probe", "system", owner, owner, "NodeProbe", image, NodeProbeTask("circle", gpus=gpus))["spec"]
         for gpus in (1, 0)
     )
     assert with_gpus["runtimeClassName"] == "nvidia"
@@ -500,8 +500,8 @@ def test_a_probe_gets_the_installations_runtime_where_it_looks_at_gpus_and_its_t
 def test_a_probe_reaches_a_cordoned_node_and_cannot_stay() -> None:
     node = {"metadata": {"name": "node-3", "uid": "uid-of-node"}}
     quarantine = {"metadata": {"name": "node-3", "uid": "uid-of-quarantine"}}
-    task = ProbeTask("circle", "s3cret", gpus=2, peers={"node-1": "10.0.0.1"}, guests=3)
-    body = probe_pod("probe", "pacekeeper-system", node, quarantine, "NodeQuarantine", ProbeImage("image"), task)
+    task = NodeProbeTask("circle", "s3cret", gpus=2, peers={"node-1": "10.0.0.1"}, inbound_peers=3)
+    body = build_probe_pod("probe", "pacekeeper-system", node, quarantine, "NodeQuarantine", ProbeImage("image"), task)
     spec = body["spec"]
     (container,) = spec["containers"]
     assert container["command"][3:] == ["--peer=node-1=10.0.0.1", "--guests=3", "--gpus=2"]

@@ -9,20 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 from pacekeeper_analysis.plan import Plan
-from pacekeeper_operator.api import Cause, CheckpointSpec, Class, Job, JobPhase
-from pacekeeper_operator.cluster import NODES
-from pacekeeper_operator.node_health import NodeHealth
-from pacekeeper_operator.observation import HEARD_SECONDS, Surroundings
-from pacekeeper_operator.observe.memory import JobMemory, Memory
-from pacekeeper_operator.observe.neighbourhood import HUNG_SECONDS, SUSPECT_SECONDS, KnownNodes
-from pacekeeper_operator.observe.store import Key, Shelf
+from pacekeeper_operator.api import IncidentCause, CheckpointSpec, IncidentClass, TrainingJob, JobPhase
+from pacekeeper_operator.cluster import NODE_OBJECTS
+from pacekeeper_operator.node_health import NodeHealthRules
+from pacekeeper_operator.observation import RECENT_POLL_SECONDS, ClusterView
+from pacekeeper_operator.observe.memory import JobCache, JobRegistry
+from pacekeeper_operator.observe.neighbourhood import HUNG_NODE_SECONDS, SUSPECT_NODE_SECONDS, NodeSnapshot
+from pacekeeper_operator.observe.store import Key, ResourceStore
 from pacekeeper_operator.observe.views import view_node
-from pacekeeper_operator.state import Draft, Incident, Life, Past, Placement, State, Worker
-from tests.support.worlds import NOW, job, training
+from pacekeeper_operator.state import DesiredState, Incident, Lifecycle, PastIncident, Placement, State, WorkerRecord
+from tests.support.worlds import NOW, build_job, build_training
 
 NAMESPACES = ("red", "blue", "green")
-CAUSES = (Cause.HANG, Cause.NODE_LOST, Cause.GPU_ERROR, Cause.CRASH)
-MEMBERS = training().plan.members
+CAUSES = (IncidentCause.HANG, IncidentCause.NODE_LOST, IncidentCause.GPU_ERROR, IncidentCause.CRASH)
+MEMBERS = build_training().plan.members
 
 
 class Lives:
@@ -30,8 +30,8 @@ class Lives:
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
-        self.memory = Memory(0.0)
-        self.jobs: dict[Key, JobMemory] = {}
+        self.memory = JobRegistry(0.0)
+        self.jobs: dict[Key, JobCache] = {}
         self.heard: dict[str, float] = {}  # by UID
         self.held = Counter[str]()  # the same
         self.now, self.made = NOW, 0
@@ -48,26 +48,26 @@ class Lives:
         self.made += 1
         key = self.dice.choice(NAMESPACES), f"job-{self.dice.randrange(6)}"
         created = self.now - self.dice.randrange(3)
-        made = replace(job(), namespace=key[0], name=key[1], uid=f"uid-{self.made}", created_at=created)
-        known = self.memory.of(made)
+        made = replace(build_job(), namespace=key[0], name=key[1], uid=f"uid-{self.made}", created_at=created)
+        known = self.memory.get_or_create(made)
         if self.memory.find(*key) is known:
             self.jobs[key] = known
             known.phase = JobPhase.PENDING
 
-    def one(self) -> JobMemory | None:
+    def one(self) -> JobCache | None:
         return self.dice.choice(list(self.jobs.values())) if self.jobs else None
 
     def change(self) -> None:
         if (one := self.one()) is None:
             return
-        draft = one.draft or Draft(Plan(), State())
+        draft = one.desired or DesiredState(Plan(), State())
         incidents, dice = draft.state.incidents, self.dice
         node = dice.choice((None, "node-1", "node-2", "node-3"))
-        cause, class_ = dice.choice(CAUSES), dice.choice((Class.INFRASTRUCTURE, Class.UNKNOWN))
+        cause, class_ = dice.choice(CAUSES), dice.choice((IncidentClass.INFRASTRUCTURE, IncidentClass.UNKNOWN))
         match dice.randrange(7):
             case 0:
-                at = self.now - dice.choice((0.0, 30.0, SUSPECT_SECONDS, HUNG_SECONDS - 1, 2 * HUNG_SECONDS))
-                past = Past(cause, at, dice.randrange(1, 99), node=node, class_=class_)
+                at = self.now - dice.choice((0.0, 30.0, SUSPECT_NODE_SECONDS, HUNG_NODE_SECONDS - 1, 2 * HUNG_NODE_SECONDS))
+                past = PastIncident(cause, at, dice.randrange(1, 99), node=node, class_=class_)
                 draft = draft.with_incidents(past=(*incidents.past, past)[-4:])
             case 1:
                 name = f"i-{dice.randrange(3)}"
@@ -79,7 +79,7 @@ class Lives:
                 draft = replace(draft, state=replace(draft.state, placement=placement))
             case _:
                 draft = replace(draft, plan=replace(draft.plan, members=dice.choice(((), (), MEMBERS))))
-        one.draft = draft
+        one.desired = draft
 
     def phase(self) -> None:
         if (one := self.one()) is not None and one.job is not None:
@@ -87,15 +87,15 @@ class Lives:
             one.job = replace(one.job, spec=replace(one.job.spec, suspend=self.dice.random() < 0.2))
 
     def speak(self) -> None:
-        if (one := self.one()) is not None and one.job is not None and one.draft is not None:
-            self.memory.hear(one, self.now)
+        if (one := self.one()) is not None and one.job is not None and one.desired is not None:
+            self.memory.mark_reporting(one, self.now)
             self.heard[one.job.uid] = self.now
 
     def hold(self) -> None:
         """A poll is held, or ends."""
-        if (one := self.one()) is not None and one.job is not None and one.draft is not None:
+        if (one := self.one()) is not None and one.job is not None and one.desired is not None:
             polls = -1 if self.held[one.job.uid] and self.dice.random() < 0.7 else 1
-            self.memory.hold(one, polls)
+            self.memory.adjust_held_polls(one, polls)
             self.held[one.job.uid] += polls
 
     def drop(self) -> None:
@@ -103,24 +103,24 @@ class Lives:
             self.memory.forget(one.job)
             del self.jobs[one.job.namespace, one.job.name]
 
-    def found(self, mine: Job, draft: Draft) -> Surroundings:
+    def found(self, mine: TrainingJob, draft: DesiredState) -> ClusterView:
         """By looking at all jobs."""
         suspects: set[str] = set()
         hung: Counter[str] = Counter()
         hung_elsewhere: set[str] = set()
-        durations: dict[Cause, list[float]] = {}
+        durations: dict[IncidentCause, list[float]] = {}
         older: list[tuple[float, str, str]] = []
         heard = False
         for other in self.jobs.values():
-            if other.draft is None or other.job is None:
+            if other.desired is None or other.job is None:
                 continue
-            incidents, another = other.draft.state.incidents, other.job.uid != mine.uid
+            incidents, another = other.desired.state.incidents, other.job.uid != mine.uid
             hangs = [
                 past.node
                 for past in incidents.past
-                if past.cause is Cause.HANG and past.node and self.now - past.at < HUNG_SECONDS and another
+                if past.cause is IncidentCause.HANG and past.node and self.now - past.at < HUNG_NODE_SECONDS and another
             ]
-            lately = self.now - self.heard.get(other.job.uid, -9e9) < HEARD_SECONDS
+            lately = self.now - self.heard.get(other.job.uid, -9e9) < RECENT_POLL_SECONDS
             heard = heard or (another and (lately or self.held[other.job.uid] > 0))
             if other.job.namespace != mine.namespace:
                 hung_elsewhere |= set(hangs)
@@ -128,47 +128,47 @@ class Lives:
             hung.update(hangs)
             named = [(i, i.detected) for i in incidents.current] + [(past, past.at) for past in incidents.past]
             for one, at in named:
-                lost = one.cause in (Cause.NODE_LOST, Cause.GPU_ERROR) and one.class_ is Class.INFRASTRUCTURE
-                if lost and one.node and self.now - at < SUSPECT_SECONDS:
+                lost = one.cause in (IncidentCause.NODE_LOST, IncidentCause.GPU_ERROR) and one.class_ is IncidentClass.INFRASTRUCTURE
+                if lost and one.node and self.now - at < SUSPECT_NODE_SECONDS:
                     suspects.add(one.node)
             for past in incidents.past:
                 durations.setdefault(past.cause, []).append(past.seconds)
             if goes_first(other, mine, draft):
                 older.append((other.job.created_at, other.job.uid, other.job.name))
-        return Surroundings(
+        return ClusterView(
             suspects=frozenset(suspects),
-            older_job_waits=min(older)[2] if older else "",
+            older_waiting_job=min(older)[2] if older else "",
             hung_nodes=dict(hung),
             hung_elsewhere=frozenset(hung_elsewhere),
-            past_seconds={cause: tuple(sorted(seconds)) for cause, seconds in durations.items()},
+            past_durations={cause: tuple(sorted(seconds)) for cause, seconds in durations.items()},
             reached_elsewhere=heard,
         )
 
-    def kept(self, mine: Job, draft: Draft) -> Surroundings:
-        seen = self.memory.around(mine, draft, self.now)
-        durations = {cause: tuple(sorted(seconds)) for cause, seconds in seen.past_seconds.items()}
+    def kept(self, mine: TrainingJob, draft: DesiredState) -> ClusterView:
+        seen = self.memory.build_cluster_view(mine, draft, self.now)
+        durations = {cause: tuple(sorted(seconds)) for cause, seconds in seen.past_durations.items()}
         return replace(seen, past_seconds=durations)
 
 
-def goes_first(other: JobMemory, mine: Job, draft: Draft) -> bool:
+def goes_first(other: JobCache, mine: TrainingJob, draft: DesiredState) -> bool:
     assert other.job is not None
-    assert other.draft is not None
-    own, its = draft.state.placement, other.draft.state.placement
-    waits = other.phase is JobPhase.PENDING and not other.job.spec.suspend and not other.draft.plan.members
+    assert other.desired is not None
+    own, its = draft.state.placement, other.desired.state.placement
+    waits = other.phase is JobPhase.PENDING and not other.job.spec.suspend and not other.desired.plan.members
     if not waits or other.job.uid == mine.uid or own.attempts == 0 or draft.plan.members:
         return False
     older = (other.job.created_at, other.job.uid) < (mine.created_at, mine.uid)
     return older and its.template_accepted == other.job.generation and 0 < its.attempts <= own.attempts
 
 
-def askers(lives: Lives) -> Iterator[tuple[Job, Draft]]:
+def askers(lives: Lives) -> Iterator[tuple[TrainingJob, DesiredState]]:
     """All jobs that are known, and some that nobody knows."""
     for known in lives.jobs.values():
-        if known.job is not None and known.draft is not None:
-            yield known.job, known.draft
+        if known.job is not None and known.desired is not None:
+            yield known.job, known.desired
     for namespace in (*NAMESPACES, "nobody's"):
-        waits = Draft(Plan(), State(placement=Placement(attempts=2)))
-        yield replace(job(), namespace=namespace, name="job-1", uid="stranger", created_at=lives.now), waits
+        waits = DesiredState(Plan(), State(placement=Placement(attempts=2)))
+        yield replace(build_job(), namespace=namespace, name="job-1", uid="stranger", created_at=lives.now), waits
 
 
 def test_what_is_kept_is_what_looking_at_all_jobs_would_find() -> None:
@@ -185,37 +185,37 @@ def test_what_is_kept_is_what_looking_at_all_jobs_would_find() -> None:
 
 
 def test_a_job_that_nobody_knows_any_more_is_not_heard_for_ever() -> None:
-    memory, mine = Memory(0.0), job()
+    memory, mine = JobRegistry(0.0), build_job()
     for n in range(100):
-        other = memory.of(replace(job(), name="other", uid=f"uid-{n}", created_at=NOW + n))
-        other.draft = training().draft
-        memory.hear(other, NOW)
-        memory.hold(other, 1)
-    assert memory.around(mine, training().draft, NOW).reached_elsewhere
+        other = memory.get_or_create(replace(build_job(), name="other", uid=f"uid-{n}", created_at=NOW + n))
+        other.desired = build_training().desired
+        memory.mark_reporting(other, NOW)
+        memory.adjust_held_polls(other, 1)
+    assert memory.build_cluster_view(mine, build_training().desired, NOW).reached_elsewhere
     assert other.job is not None
     memory.forget(other.job)
-    memory.hear(other, NOW)
-    memory.hold(other, -1)
-    assert not memory.around(mine, training().draft, NOW).reached_elsewhere
+    memory.mark_reporting(other, NOW)
+    memory.adjust_held_polls(other, -1)
+    assert not memory.build_cluster_view(mine, build_training().desired, NOW).reached_elsewhere
 
 
 class TestFolders:
     """Of checkpoints: one job at a time writes to each."""
 
-    def put(self, memory: Memory, name: str, age: float, workers: bool = False, **changes: Any) -> Job:
+    def put(self, memory: JobRegistry, name: str, age: float, workers: bool = False, **changes: Any) -> TrainingJob:
         checkpoint = CheckpointSpec(volume_claim_name="claim", **changes)
-        its = replace(job(checkpoint=checkpoint), name=name, uid=f"uid-{name}", created_at=NOW - age)
-        known, draft = memory.of(its), Draft(Plan(), State(life=Life(apart=True)))
-        known.draft = draft.with_placement(workers=(Worker("w", 0, 0),)) if workers else draft
+        its = replace(build_job(checkpoint=checkpoint), name=name, uid=f"uid-{name}", created_at=NOW - age)
+        known, draft = memory.get_or_create(its), DesiredState(Plan(), State(life=Lifecycle(apart=True)))
+        known.desired = draft.with_placement(workers=(WorkerRecord("w", 0, 0),)) if workers else draft
         return its
 
-    def holder(self, memory: Memory, mine: Job) -> str:
-        draft = memory.of(mine).draft
+    def holder(self, memory: JobRegistry, mine: TrainingJob) -> str:
+        draft = memory.get_or_create(mine).desired
         assert draft is not None
-        return memory.around(mine, draft, NOW).folder_held_by
+        return memory.build_cluster_view(mine, draft, NOW).folder_owner
 
     def test_who_has_workers_has_it_and_else_who_is_older(self) -> None:
-        memory = Memory(0.0)
+        memory = JobRegistry(0.0)
         old = self.put(memory, "old", 9, sub_path="shared")
         young = self.put(memory, "young", 5, sub_path="shared")
         assert (self.holder(memory, old), self.holder(memory, young)) == ("", "old")
@@ -225,27 +225,27 @@ class TestFolders:
         assert self.holder(memory, old) == ""
 
     def test_a_job_that_has_ended_or_is_suspended_or_writes_elsewhere_holds_nothing(self) -> None:
-        memory = Memory(0.0)
+        memory = JobRegistry(0.0)
         mine = self.put(memory, "mine", 1, sub_path="shared")
         self.put(memory, "own", 9)
         self.put(memory, "evaluation", 9, workers=True, sub_path="shared", read_only=True)
         other = self.put(memory, "other", 9, sub_path="shared")
-        known = memory.of(other)
+        known = memory.get_or_create(other)
         assert self.holder(memory, mine) == "other"
-        assert known.draft is not None
+        assert known.desired is not None
         known.job = replace(other, spec=replace(other.spec, suspend=True))
         assert self.holder(memory, mine) == ""
-        known.job, known.draft = other, known.draft.with_life(completed_at=NOW)
+        known.job, known.desired = other, known.desired.with_lifecycle(completed_at=NOW)
         assert self.holder(memory, mine) == ""
 
     def test_of_a_claim_each_job_has_its_own_but_those_from_before(self) -> None:
-        memory = Memory(0.0)
+        memory = JobRegistry(0.0)
         mine, other = self.put(memory, "mine", 1), self.put(memory, "other", 9, workers=True)
         assert self.holder(memory, mine) == ""
         for its in (mine, other):
-            known = memory.of(its)
-            assert known.draft is not None
-            known.draft = known.draft.with_life(apart=False)
+            known = memory.get_or_create(its)
+            assert known.desired is not None
+            known.desired = known.desired.with_lifecycle(apart=False)
         assert self.holder(memory, mine) == "other"
 
 
@@ -254,17 +254,17 @@ class TestNodes:
         return {"metadata": {"name": name, "uid": name, "resourceVersion": str(version)}, "spec": spec}
 
     def test_are_looked_through_when_one_has_changed_and_not_before(self) -> None:
-        shelf = Shelf(NODES, lambda body: view_node(body, NodeHealth()))
-        shelf.hear(self.node("node-1", 1), deleted=False)
-        first = KnownNodes().seen(shelf, NOW)
+        shelf = ResourceStore(NODE_OBJECTS, lambda body: view_node(body, NodeHealthRules()))
+        shelf.apply_event(self.node("node-1", 1), deleted=False)
+        first = NodeSnapshot().refresh(shelf, NOW)
         assert first.views.keys() == {"node-1"}
-        shelf.hear(self.node("node-1", 2), deleted=False)
-        assert first.seen(shelf, NOW + 1) is first, "nothing about it is news to decisions"
-        shelf.hear(self.node("node-2", 3, unschedulable=True), deleted=False)
-        second = first.seen(shelf, NOW + 2)
+        shelf.apply_event(self.node("node-1", 2), deleted=False)
+        assert first.refresh(shelf, NOW + 1) is first, "nothing about it is news to decisions"
+        shelf.apply_event(self.node("node-2", 3, unschedulable=True), deleted=False)
+        second = first.refresh(shelf, NOW + 2)
         assert second.views.keys() == {"node-1", "node-2"}
         assert first.views.keys() == {"node-1"}, "an observation is a value"
-        shelf.hear(self.node("node-1", 4), deleted=True)
-        third = second.seen(shelf, NOW + 5)
+        shelf.apply_event(self.node("node-1", 4), deleted=True)
+        third = second.refresh(shelf, NOW + 5)
         assert third.views.keys() == {"node-2"}
         assert third.leaving_since == {"node-2": NOW + 2}, "since it was first seen to be so"

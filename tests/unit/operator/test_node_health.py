@@ -8,7 +8,7 @@ import pytest
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_operator.api import TAINT_QUARANTINE
-from pacekeeper_operator.node_health import NodeHealth
+from pacekeeper_operator.node_health import NodeHealthRules
 from pacekeeper_operator.settings import Settings
 
 
@@ -26,19 +26,19 @@ OURS = (TAINT_QUARANTINE, "", "NoSchedule")
 
 class TestWhyEmpty:
     def test_a_node_on_which_nothing_is_marked_stays(self) -> None:
-        assert NodeHealth().why_empty(node(("gpu", "h100", "NoSchedule"), conditions=HEALTHY)) == ""
-        assert NodeHealth().why_empty({"metadata": {"name": "new"}}) == ""
-        assert NodeHealth().why_empty({"spec": {"taints": None}}) == ""
+        assert NodeHealthRules().find_leave_reason(node(("gpu", "h100", "NoSchedule"), conditions=HEALTHY)) == ""
+        assert NodeHealthRules().find_leave_reason({"metadata": {"name": "new"}}) == ""
+        assert NodeHealthRules().find_leave_reason({"spec": {"taints": None}}) == ""
 
     def test_a_cordon(self) -> None:
-        assert NodeHealth().why_empty(node(cordoned=True)) == "it is cordoned"
-        assert NodeHealth(cordons=False).why_empty(node(cordoned=True)) == ""
+        assert NodeHealthRules().find_leave_reason(node(cordoned=True)) == "it is cordoned"
+        assert NodeHealthRules(cordons=False).find_leave_reason(node(cordoned=True)) == ""
 
     def test_our_own_quarantine_is_no_such_mark(self) -> None:
-        assert NodeHealth().why_empty(node(OURS, cordoned=True)) == ""
+        assert NodeHealthRules().find_leave_reason(node(OURS, cordoned=True)) == ""
         autoscaler = ("ToBeDeletedByClusterAutoscaler", "1700000000", "NoSchedule")
         words = "taint ToBeDeletedByClusterAutoscaler=1700000000:NoSchedule"
-        assert NodeHealth().why_empty(node(OURS, autoscaler, cordoned=True)) == words
+        assert NodeHealthRules().find_leave_reason(node(OURS, autoscaler, cordoned=True)) == words
 
     @pytest.mark.parametrize(
         ("named", "fits"),
@@ -54,8 +54,8 @@ class TestWhyEmpty:
         ],
     )
     def test_a_taint_by_key_value_and_effect(self, named: str, fits: bool) -> None:
-        health = NodeHealth(taints=(named,))
-        assert bool(health.why_empty(node(("gpu", "bad", "NoSchedule")))) is fits
+        health = NodeHealthRules(taints=(named,))
+        assert bool(health.find_leave_reason(node(("gpu", "bad", "NoSchedule")))) is fits
 
     @pytest.mark.parametrize(
         ("named", "words"),
@@ -67,10 +67,10 @@ class TestWhyEmpty:
         ],
     )
     def test_a_condition_by_type_and_status(self, named: str, words: str) -> None:
-        assert NodeHealth(conditions=(named,)).why_empty(node(conditions=(("GpuHealthy", "False", "Xid79"),))) == words
+        assert NodeHealthRules(conditions=(named,)).find_leave_reason(node(conditions=(("GpuHealthy", "False", "Xid79"),))) == words
 
     def test_a_condition_is_true_where_no_status_is_named(self) -> None:
-        found = NodeHealth().why_empty(node(conditions=(("KernelDeadlock", "True", ""),)))
+        found = NodeHealthRules().find_leave_reason(node(conditions=(("KernelDeadlock", "True", ""),)))
         assert found == "condition KernelDeadlock is True"
 
 
@@ -78,8 +78,8 @@ class TestSettings:
     def test_they_are_lists_and_may_be_empty(self) -> None:
         given = {"PACEKEEPER_LEAVE_TAINTS": "a=b:NoExecute, c", "PACEKEEPER_LEAVE_CONDITIONS": ""}
         settings = Settings.from_environment(given | {"PACEKEEPER_LEAVE_CORDONED": "false"})
-        assert settings.node_health == NodeHealth(cordons=False, taints=("a=b:NoExecute", "c"), conditions=())
-        assert Settings.from_environment({}).node_health == NodeHealth()
+        assert settings.node_health == NodeHealthRules(cordons=False, taints=("a=b:NoExecute", "c"), conditions=())
+        assert Settings.from_environment({}).node_health == NodeHealthRules()
 
     @pytest.mark.parametrize(
         ("variable", "text", "words"),

@@ -10,35 +10,35 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.plan import Member, Plan
-from pacekeeper_analysis.price import Loss, Option
+from pacekeeper_analysis.price import AccumulatedLoss, Option
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator import rounds
-from pacekeeper_operator.api import Cause, Remedy
+from pacekeeper_operator.api import IncidentCause, Remedy
 from pacekeeper_operator.decide.pricing import (
-    SPARE_SECONDS,
-    choose_at_standstill,
-    replace_option,
-    restart_option,
-    written,
+    DEFAULT_SPARE_SECONDS,
+    choose_remedy_at_standstill,
+    build_replace_option,
+    build_restart_option,
+    build_remedy_prices,
 )
-from pacekeeper_operator.observation import FRESH_SECONDS, FROZEN_SECONDS, Hindrance, Metrics, Observation
+from pacekeeper_operator.observation import FRESH_WORKER_SECONDS, LAUNCHER_UNRESPONSIVE_SECONDS, BlockedAction, JobMetrics, Observation
 from pacekeeper_operator.state import Adaptation
-from pacekeeper_operator.subject import Subject
-from tests.support.worlds import NOW, change_members, change_worker, crash, job, policy, training
+from pacekeeper_operator.subject import IncidentKey
+from tests.support.worlds import NOW, change_members, change_worker, build_crash, build_job, build_policy, build_training
 
 
 class TestRefused:
     def test_is_what_any_of_the_ranks_says(self) -> None:
-        assert training().refused == ""
-        world = change_worker(training(), "j-w2-0", heartbeat={"refused": "shares sum to 33"})
+        assert build_training().refusal == ""
+        world = change_worker(build_training(), "j-w2-0", heartbeat={"refused": "shares sum to 33"})
         silent = tuple(replace(view, heartbeat=None) if view.name == "j-w0-0" else view for view in world.workers)
-        assert replace(world, workers=silent).refused == world.refused == "shares sum to 33"
+        assert replace(world, workers=silent).refusal == world.refusal == "shares sum to 33"
 
 
 class TestRestartCost:
     def of(self, world: Observation | None = None, **heartbeat: Any) -> float:
-        world = change_members(world or training(), **heartbeat)
-        return world.restart_cost() - world.restart_seconds
+        world = change_members(world or build_training(), **heartbeat)
+        return world.estimate_restart_cost() - world.restart_seconds
 
     def test_is_what_was_trained_since_the_state_was_kept(self) -> None:
         assert self.of(checkpoint_step=490) == pytest.approx(1.0)
@@ -48,17 +48,17 @@ class TestRestartCost:
     @pytest.mark.parametrize("checkpoint", [500, 501])
     def test_nothing_is_lost_where_nothing_was_trained_since(self, checkpoint: int) -> None:
         assert self.of(checkpoint_step=checkpoint, checkpoint_age_seconds=700.0) == 0.0
-        unmeasured = replace(training(), metrics=Metrics())
+        unmeasured = replace(build_training(), metrics=JobMetrics())
         assert self.of(unmeasured, checkpoint_step=checkpoint, checkpoint_age_seconds=700.0) == 0.0
 
     @pytest.mark.parametrize(("snapshot", "lost"), [(489, 700.0), (490, 700.0), (491, 0.0)])
     def test_without_the_time_of_a_step_by_the_age_of_the_checkpoint(self, snapshot: int, lost: float) -> None:
-        unmeasured = replace(training(), metrics=Metrics())
+        unmeasured = replace(build_training(), metrics=JobMetrics())
         assert self.of(unmeasured, snapshot_step=snapshot, checkpoint_age_seconds=700.0) == lost
 
     def test_before_a_restart_was_measured_it_is_guessed_by_the_start_of_the_round(self) -> None:
         def seconds(*starts: float) -> float:
-            world = training()
+            world = build_training()
             for view, start in zip(world.members, starts, strict=False):
                 beat = {"first_step_at": NOW - 100, "round_started_at": NOW - 100 - start}
                 world = change_worker(world, view.name, heartbeat=beat)
@@ -66,14 +66,14 @@ class TestRestartCost:
 
         assert seconds(60.0, 61.0, 63.0, 900.0) == 60.0, "nobody's word makes it longer"
         assert seconds(2.0, 2.0, 2.0, 2.0) == 5.0, "it says nothing of what comes before a restart"
-        assert change_members(training(), round_started_at=0.0).restart_seconds == 5.0, "not told"
-        measured = training().draft.with_budget(restart_seconds=3.0)
-        assert training().with_draft(measured).restart_seconds == 3.0
+        assert change_members(build_training(), round_started_at=0.0).restart_seconds == 5.0, "not told"
+        measured = build_training().desired.with_budget(restart_seconds=3.0)
+        assert build_training().with_desired(measured).restart_seconds == 3.0
 
     @pytest.mark.parametrize(
         ("restart", "exchange", "longer", "restarts"),
         [
-            (3.0, 0.0, SPARE_SECONDS, 3.0),
+            (3.0, 0.0, DEFAULT_SPARE_SECONDS, 3.0),
             (3.0, 4.5, 1.5, 3.0),
             (5.0, 4.5, 0.0, 5.0),
             (0.0, 4.5, 0.0, 4.5),
@@ -82,81 +82,81 @@ class TestRestartCost:
     def test_what_a_round_with_a_spare_takes_is_measured_too(
         self, restart: float, exchange: float, longer: float, restarts: float
     ) -> None:
-        draft = training().draft.with_budget(restart_seconds=restart, exchange_seconds=exchange)
-        world = training().with_draft(draft)
+        draft = build_training().desired.with_budget(restart_seconds=restart, exchange_seconds=exchange)
+        world = build_training().with_desired(draft)
         assert world.restart_seconds == restarts
-        assert replace_option(world, policy()).cost_seconds == pytest.approx(world.restart_cost() + longer)
+        assert build_replace_option(world, build_policy()).cost_seconds == pytest.approx(world.estimate_restart_cost() + longer)
 
 
 class TestClocks:
     @pytest.mark.parametrize(("ago", "young"), [(0.0, True), (1.9, True), (2.0, False), (-0.1, False)])
     def test_what_is_dated_in_the_future_is_not_young(self, ago: float, young: bool) -> None:
-        assert training().is_younger(crash("j-w1-0", 1, noticed_at=NOW - ago), 2.0) is young
+        assert build_training().is_younger(build_crash("j-w1-0", 1, noticed_at=NOW - ago), 2.0) is young
 
 
 class TestViews:
     def warm(self, pod: dict[str, Any] | None = None, **changes: Any) -> bool:
-        view = change_worker(training(), "j-w4-0", pod=pod, **changes).worker("j-w4-0")
+        view = change_worker(build_training(), "j-w4-0", pod=pod, **changes).find_worker("j-w4-0")
         assert view is not None
         return view.warm
 
     def test_who_is_warm_can_take_ranks_at_once(self) -> None:
         assert self.warm()
-        assert self.warm(silent_seconds=FRESH_SECONDS)
-        assert not self.warm(silent_seconds=FRESH_SECONDS + 0.1)
+        assert self.warm(silent_seconds=FRESH_WORKER_SECONDS)
+        assert not self.warm(silent_seconds=FRESH_WORKER_SECONDS + 0.1)
         assert not self.warm({"address": ""})
         assert not self.warm({"deleting": True})
         assert not self.warm({"phase": "Failed"})
         assert not self.warm(heartbeat={"state": LauncherState.STARTING})
-        assert not self.warm(heartbeat={"launcher_silent_seconds": FROZEN_SECONDS})
+        assert not self.warm(heartbeat={"launcher_silent_seconds": LAUNCHER_UNRESPONSIVE_SECONDS})
 
 
 class TestPrices:
     def test_a_remedy_that_is_not_allowed_is_refused_by_name(self) -> None:
-        none = policy(allow=frozenset())
-        assert "allow" in restart_option(training(), none).refused
-        assert "allow" in replace_option(training(), none).refused
-        assert restart_option(training(), policy()).refused == ""
-        assert replace_option(training(spares=0), policy()).refused == "no spare is warm"
+        none = build_policy(allow=frozenset())
+        assert "allow" in build_restart_option(build_training(), none).refused
+        assert "allow" in build_replace_option(build_training(), none).refused
+        assert build_restart_option(build_training(), build_policy()).refused == ""
+        assert build_replace_option(build_training(spares=0), build_policy()).refused == "no spare is warm"
 
     def test_the_chosen_one_is_marked(self) -> None:
-        choice = choose_at_standstill((Option(Remedy.RESTART_RANKS, 5.0, 1.0), Option(Remedy.REPLACE_WORKER, 9.0, 1.0)))
-        assert [(price.name, price.chosen) for price in written(choice.prices, choice.chosen)] == [
+        choice = choose_remedy_at_standstill((Option(Remedy.RESTART_RANKS, 5.0, 1.0), Option(Remedy.REPLACE_WORKER, 9.0, 1.0)))
+        assert [(price.name, price.chosen) for price in build_remedy_prices(choice.prices, choice.chosen)] == [
             (Remedy.RESTART_RANKS, True),
             (Remedy.REPLACE_WORKER, False),
         ]
-        assert not any(price.chosen for price in written(choice.prices, None))
+        assert not any(price.chosen for price in build_remedy_prices(choice.prices, None))
 
 
 class TestNames:
     @pytest.mark.parametrize(
         ("subject", "name"),
         [
-            (Subject(Cause.HANG, 3), "j-r3-hang-u1d2c"),
-            (Subject(Cause.HANG, 3, number=2), "j-r3-hang-2-u1d2c"),
-            (Subject(Cause.STRAGGLER, 3, rank=0), "j-r3-straggler-rank0-u1d2c"),
-            (Subject(Cause.WORKER_LOST, 3, worker="j-w1-0", rank=1), "j-r3-worker-lost-w1-0-u1d2c"),
+            (IncidentKey(IncidentCause.HANG, 3), "j-r3-hang-u1d2c"),
+            (IncidentKey(IncidentCause.HANG, 3, occurrence=2), "j-r3-hang-2-u1d2c"),
+            (IncidentKey(IncidentCause.STRAGGLER, 3, rank=0), "j-r3-straggler-rank0-u1d2c"),
+            (IncidentKey(IncidentCause.WORKER_LOST, 3, worker="j-w1-0", rank=1), "j-r3-worker-lost-w1-0-u1d2c"),
         ],
     )
-    def test_of_incidents(self, subject: Subject, name: str) -> None:
-        assert subject.incident_name(job()) == name
-        assert subject.number_of(name, job()) == subject.number
-        assert replace(subject, round=4).number_of(name, job()) == 0
+    def test_of_incidents(self, subject: IncidentKey, name: str) -> None:
+        assert subject.incident_name(build_job()) == name
+        assert subject.find_occurrence(name, build_job()) == subject.occurrence
+        assert replace(subject, round=4).find_occurrence(name, build_job()) == 0
 
 
 class TestRounds:
     def test_other_members_start_with_equal_shares_and_what_these_refused_is_forgotten(self) -> None:
-        world = training()
-        draft = world.draft.with_plan(shares=(6, 8, 9, 9))
+        world = build_training()
+        draft = world.desired.with_plan(shares=(6, 8, 9, 9))
         draft = draft.with_adaptation(shares_refusal="no", tolerated_pace=2.0, tolerated_behind=1.5)
-        draft = draft.with_adaptation(loss=Loss(3.0, NOW, 1.1))
-        world = world.with_draft(draft)
-        same = rounds.begin(world, world.plan.members)
+        draft = draft.with_adaptation(loss=AccumulatedLoss(3.0, NOW, 1.1))
+        world = world.with_desired(draft)
+        same = rounds.begin_round(world, world.plan.members)
         adaptation = same.state.adaptation
         assert same.plan.shares == (6, 8, 9, 9)
         assert (adaptation.shares_refusal, adaptation.tolerated_pace, adaptation.tolerated_behind) == ("no", 2.0, 1.5)
-        assert adaptation.loss == Loss(3.0, NOW, 1.1)
-        fewer = rounds.begin(world, world.plan.members[:3])
+        assert adaptation.loss == AccumulatedLoss(3.0, NOW, 1.1)
+        fewer = rounds.begin_round(world, world.plan.members[:3])
         adaptation = fewer.state.adaptation
         assert fewer.plan.shares is None
         assert (adaptation.shares_refusal, adaptation.tolerated_pace, adaptation.tolerated_behind) == ("", 0.0, 0.0)
@@ -164,12 +164,12 @@ class TestRounds:
 
     @pytest.mark.parametrize("silent", [True, False])
     def test_who_has_not_said_where_it_can_be_met_is_met_where_it_always_was(self, silent: bool) -> None:
-        world = training()
+        world = build_training()
         if silent:
             views = tuple(replace(view, heartbeat=None) if view.name == "j-w0-0" else view for view in world.workers)
         else:
             views = world.workers[1:]
-        plan = rounds.begin(replace(world, workers=views), world.plan.members).plan
+        plan = rounds.begin_round(replace(world, workers=views), world.plan.members).plan
         assert (plan.store_port, plan.secret) == (Plan.store_port, "")
 
 
@@ -178,40 +178,40 @@ WORKED_OUT = sorted(name for name, value in vars(Observation).items() if isinsta
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_goes_along_to_the_next_draft_is_what_would_be_worked_out_anew(seed: int) -> None:
-    dice, world = random.Random(seed), training(6, 2)
+    dice, world = random.Random(seed), build_training(6, 2)
     world = change_worker(world, "j-w3-0", heartbeat={"round": 4, "sync_mode": "EDiT"})
     for _ in range(20):
         for name in dice.sample(WORKED_OUT, dice.randrange(len(WORKED_OUT))):
             getattr(world, name)
-        draft, workers = world.draft, world.state.placement.workers
+        draft, workers = world.desired, world.state.placement.workers
         match dice.randrange(6):
             case 0:
-                world = world.with_draft(draft.with_plan(round=dice.randrange(9)))
+                world = world.with_desired(draft.with_plan(round=dice.randrange(9)))
             case 1:
-                world = world.with_draft(draft.with_plan(membership=dice.randrange(3)))
+                world = world.with_desired(draft.with_plan(membership=dice.randrange(3)))
             case 2:
                 members = tuple(Member(w.name, "10.0.0.9", (n,)) for n, w in enumerate(dice.sample(workers, 4)))
-                world = world.with_draft(draft.with_plan(members=members))
+                world = world.with_desired(draft.with_plan(members=members))
             case 3:
                 given_up = replace(dice.choice(workers), leaving=dice.choice(["", "it is lost"]))
-                world = world.with_draft(draft.with_worker(given_up))
+                world = world.with_desired(draft.with_worker(given_up))
             case 4:
-                world = world.with_draft(draft.with_placement(workers=tuple(dice.sample(workers, len(workers)))))
+                world = world.with_desired(draft.with_placement(workers=tuple(dice.sample(workers, len(workers)))))
             case _:
-                world = world.hindered_by((Hindrance("what", "why"),))
+                world = world.with_blocked_actions((BlockedAction("what", "why"),))
         anew = replace(world)
         assert {name: getattr(world, name) for name in WORKED_OUT} == {n: getattr(anew, n) for n in WORKED_OUT}
 
 
 class TestLoss:
     def test_between_two_answers_slow_ranks_have_cost_what_both_say(self) -> None:
-        told = Adaptation(loss=Loss(3.0, NOW, 1.25)).lost_by(NOW + 100, 2.0, since=NOW - 50)
+        told = Adaptation(loss=AccumulatedLoss(3.0, NOW, 1.25)).accumulate_loss(NOW + 100, 2.0, since=NOW - 50)
         assert (told.seconds, told.slowdown) == pytest.approx((3.0 + 100 * (0.2 + 0.5) / 2, 2.0))
 
     def test_and_before_the_new_trouble_showed_what_the_old_one_had_left(self) -> None:
         """For an hour shares had mended all; then the rank became slower."""
-        told = Adaptation(loss=Loss(3.0, NOW, 1.0)).lost_by(NOW + 3600, 2.0, since=NOW + 3590)
+        told = Adaptation(loss=AccumulatedLoss(3.0, NOW, 1.0)).accumulate_loss(NOW + 3600, 2.0, since=NOW + 3590)
         assert (told.seconds, told.at) == pytest.approx((3.0 + 10 * 0.25, NOW + 3600))
 
     def test_without_one_before_it_has_cost_as_much_since_it_showed(self) -> None:
-        assert Adaptation().lost_by(NOW + 60, 1.25, since=NOW).seconds == pytest.approx(60 * 0.2)
+        assert Adaptation().accumulate_loss(NOW + 60, 1.25, since=NOW).seconds == pytest.approx(60 * 0.2)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator.api import LABEL_JOB, METRICS_PORT, Job, JobSpec
-from pacekeeper_operator.policies import LABEL_NAMESPACE, network_policy, parse_peers, peers_of_url, policy_name, same
+from pacekeeper_operator.api import LABEL_JOB, METRICS_PORT, TrainingJob, JobSpec
+from pacekeeper_operator.policies import LABEL_NAMESPACE, build_network_policy, parse_peers, derive_peers_from_url, build_policy_name, is_same_policy
 from pacekeeper_operator.settings import Settings
-from testcluster.firewall import EGRESS, INGRESS, World, admits, ways
+from testcluster.firewall import EGRESS, INGRESS, PolicyWorld, is_admitted, list_open_routes
 
-JOB = Job("team-a", "gpt", "uid-of-gpt", 1, JobSpec({}))
+JOB = TrainingJob("team-a", "gpt", "uid-of-gpt", 1, JobSpec({}))
 SYSTEM = "pacekeeper-system"
 MONITORING = {"namespaceSelector": {"matchLabels": {LABEL_NAMESPACE: "monitoring"}}}
 ANY_PORT = 31337
@@ -45,14 +45,14 @@ NAMESPACES = [
 
 
 def policy(*scrapers: dict[str, Any]) -> dict[str, Any]:
-    return network_policy(JOB, SYSTEM, scrapers)
+    return build_network_policy(JOB, SYSTEM, scrapers)
 
 
 def let_in(port: int, *scrapers: dict[str, Any], beside: tuple[dict[str, Any], ...] = ()) -> set[str]:
     """Who may connect to this port of the worker."""
-    world = World([WORKER, *PODS.values()], NAMESPACES, [policy(*scrapers), *beside])
-    open_ways = ways(WORKER, INGRESS, world)
-    return {name for name, found in PODS.items() if admits(open_ways, found["status"]["podIP"], port)}
+    world = PolicyWorld([WORKER, *PODS.values()], NAMESPACES, [policy(*scrapers), *beside])
+    open_ways = list_open_routes(WORKER, INGRESS, world)
+    return {name for name, found in PODS.items() if is_admitted(open_ways, found["status"]["podIP"], port)}
 
 
 def test_training_ports_are_open_to_the_job_itself_only() -> None:
@@ -77,16 +77,16 @@ def test_a_policy_of_the_users_own_adds_to_it() -> None:
 
 
 def test_what_workers_ask_for_and_pods_of_others_are_left_alone() -> None:
-    world = World([WORKER, *PODS.values()], NAMESPACES, [policy()])
-    assert ways(WORKER, EGRESS, world) is None
-    assert ways(PODS["other job"], INGRESS, world) is None
-    assert ways(PODS["impostor"], INGRESS, world) is None
+    world = PolicyWorld([WORKER, *PODS.values()], NAMESPACES, [policy()])
+    assert list_open_routes(WORKER, EGRESS, world) is None
+    assert list_open_routes(PODS["other job"], INGRESS, world) is None
+    assert list_open_routes(PODS["impostor"], INGRESS, world) is None
 
 
 def test_it_goes_with_its_job() -> None:
     metadata = policy()["metadata"]
     assert metadata["namespace"] == "team-a"
-    assert metadata["name"] == policy_name(JOB) != JOB.name
+    assert metadata["name"] == build_policy_name(JOB) != JOB.name
     assert [(owner["kind"], owner["uid"]) for owner in metadata["ownerReferences"]] == [("TrainingJob", "uid-of-gpt")]
 
 
@@ -106,7 +106,7 @@ def test_what_was_written_so_is_not_written_again() -> None:
         {"namespaceSelector": {}, "podSelector": {"matchLabels": {"a": "b"}}},
         {"ipBlock": {"cidr": "10.200.0.1/32"}},
     ], "the API server leaves out what is empty, but not a selector of everything"
-    assert same(stored(wanted), wanted)
+    assert is_same_policy(stored(wanted), wanted)
 
 
 def test_what_somebody_has_changed_is_written_again() -> None:
@@ -117,8 +117,8 @@ def test_what_somebody_has_changed_is_written_again() -> None:
     unlabelled["metadata"]["labels"] = None
     other_job["metadata"]["ownerReferences"][0]["uid"] = "of the job of this name before"
     empty["spec"] = None
-    assert not any(same(found, wanted) for found in (everybody, unowned, unlabelled, other_job, empty))
-    assert not same(stored(policy()), wanted), "the setting has changed"
+    assert not any(is_same_policy(found, wanted) for found in (everybody, unowned, unlabelled, other_job, empty))
+    assert not is_same_policy(stored(policy()), wanted), "the setting has changed"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_prometheus_url_tells_who_scrapes(url: str, peers: list[Any]) -> None:
 def test_where_it_does_not_tell_the_operator_asks_before_it_misses_metrics() -> None:
     elsewhere = "https://metrics.platform.example.com"
     with pytest.raises(InputError, match=r"PACEKEEPER_METRICS_FROM: .*does not tell which pods scrape"):
-        peers_of_url(elsewhere)
+        derive_peers_from_url(elsewhere)
     with pytest.raises(InputError, match="PACEKEEPER_METRICS_FROM"):
         Settings(prometheus_url=elsewhere)
     assert Settings(prometheus_url=elsewhere, metrics_from=(MONITORING,)).scrapers == (MONITORING,)

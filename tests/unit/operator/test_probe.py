@@ -39,36 +39,36 @@ class Machine:
 class TestWatch:
     def test_the_probes_own_work_is_no_neighbours(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine(monkeypatch, idle=[0.0, 1.0, 1.0, 1.0])
-        watch = probe.Watch()
+        watch = probe.CpuTimer()
         machine.work(10, ran=10)
-        assert watch.spared() == pytest.approx(1.0)
+        assert watch.compute_spare_share() == pytest.approx(1.0)
 
     def test_what_others_take_is_left_to_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine(monkeypatch, idle=[0.0, 0.5, 0.5, 0.0])
-        watch = probe.Watch()
+        watch = probe.CpuTimer()
         machine.work(10, ran=8)
-        assert watch.idle() == pytest.approx(10)
-        assert watch.spared() == pytest.approx(0.45)
+        assert watch.usable_idle_seconds() == pytest.approx(10)
+        assert watch.compute_spare_share() == pytest.approx(0.45)
 
     def test_cores_of_others_alone_are_idle_for_others_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine(monkeypatch, idle=[0.0, 0.0, 1.0, 1.0], usable=[0, 1])
-        watch = probe.Watch()
+        watch = probe.CpuTimer()
         machine.work(10, ran=4)
-        assert watch.idle() == 0.0, "it waited for neighbours, not for a quota"
-        assert watch.spared() == pytest.approx(0.2)
+        assert watch.usable_idle_seconds() == 0.0, "it waited for neighbours, not for a quota"
+        assert watch.compute_spare_share() == pytest.approx(0.2)
 
     def test_and_their_work_there_disturbs_all_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine(monkeypatch, idle=[0.0, 1.0, 0.0, 0.0], usable=[0, 1])
-        watch = probe.Watch()
+        watch = probe.CpuTimer()
         machine.work(10, ran=10)
-        assert watch.spared() == pytest.approx(0.5)
+        assert watch.compute_spare_share() == pytest.approx(0.5)
 
     def test_where_nobody_tells_all_were_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
         machine = Machine(monkeypatch, idle=[0.0, 0.0])
         machine.told = False
-        watch = probe.Watch()
+        watch = probe.CpuTimer()
         machine.work(10, ran=4)
-        assert watch.spared() == 1.0
+        assert watch.compute_spare_share() == 1.0
 
 
 @pytest.mark.parametrize("busy", ["cores", "stretch", "memory"])
@@ -83,7 +83,7 @@ def test_who_is_busy_for_one_figure_only_is_seen(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(probe, "_core_seconds", lambda: work("cores", [0.003] * 4))
     monkeypatch.setattr(probe, "_work", lambda: work("stretch", 1))
     monkeypatch.setattr(probe, "check_memory", lambda: work("memory", 1e9))
-    told = probe.speed()
+    told = probe.measure_node_speed()
     assert told["cores"] == 4
     assert told["idle_cores"] == pytest.approx(1.0)
     assert told["memory_bytes_per_second"] == 1e9
@@ -96,8 +96,8 @@ def test_nobody_knows_which_cores_are_timed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(probe, "_timed", lambda _: 0.003)
     looks = set()
     for _ in range(3):
-        assert probe._core_seconds() == [0.003] * probe.MAX_CORES
+        assert probe._time_cores() == [0.003] * probe.MAX_TIMED_CORES
         looks.add(frozenset(timed))
-        assert len(set(timed)) == probe.MAX_CORES
+        assert len(set(timed)) == probe.MAX_TIMED_CORES
         timed.clear()
     assert len(looks) > 1

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 from prometheus_client import REGISTRY
 
-from pacekeeper_operator.api import Inconclusive, Mode
+from pacekeeper_operator.api import InconclusiveReason, RemediationMode
 from pacekeeper_operator.cluster import EVENTS, PODS, Denied, Object
-from pacekeeper_operator.decide.node_probes import unshared
+from pacekeeper_operator.decide.node_probes import explain_inconclusive
 from pacekeeper_operator.decide.node_steps import ProbePod
 from pacekeeper_operator.services import probe_check
 from pacekeeper_operator.services.probe_check import AGAIN_SECONDS, FIRST_SECONDS, MOST_NODES, PERIOD_SECONDS
 from pacekeeper_operator.settings import Settings
 from tests.unit.operator.test_preflight_service import USUAL, Place, told, with_gpus
 
-SETTINGS = Settings(namespace="system", quarantine_mode=Mode.ACT)
+SETTINGS = Settings(namespace="system", quarantine_mode=RemediationMode.ACT)
 PASSES = told(USUAL)
 NO_NETWORK = told({"unfit": "the API server cannot be reached", "check": "network"}, "Failed")
 NO_ROOM: Object = {"phase": "Failed", "reason": "OutOfcpu", "message": "not enough cpu"}
@@ -57,7 +57,7 @@ async def test_one_node_that_passes_is_enough() -> None:
     checked = Checked(a=PASSES, b=PASSES, c=PASSES)
     await checked.check()
     assert len(checked.cluster.made) == 1
-    assert (checked.operator.fleet.failing_check, shown(), checked.events()) == ("", 0, [])
+    assert (checked.operator.node_registry.failing_check, shown(), checked.events()) == ("", 0, [])
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ async def test_what_fails_on_known_good_nodes_is_told_until_a_probe_passes(answe
     checked = Checked(a=answer, b=answer, c=answer, d=answer)
     for _ in range(2):
         await checked.check()
-    assert (checked.operator.fleet.failing_check, shown()) == (check, 1)
+    assert (checked.operator.node_registry.failing_check, shown()) == (check, 1)
     assert checked.events() == [("ProbesCannotPass", "Warning")], "once"
     assert len(checked.cluster.made) == 2 * MOST_NODES
     checked.answer({})
     await checked.check()
-    assert (checked.operator.fleet.failing_check, shown()) == ("", 0)
+    assert (checked.operator.node_registry.failing_check, shown()) == ("", 0)
     assert checked.events()[1:] == [("ProbesPassAgain", "Normal")]
 
 
@@ -81,10 +81,10 @@ async def test_a_node_that_is_broken_alone_shows_nothing_of_the_others() -> None
         checked = Checked(a=PASSES, b=PASSES, c=PASSES)
         checked.answer({broken: NO_NETWORK})
         await checked.check()
-        assert checked.operator.fleet.failing_check == ""
+        assert checked.operator.node_registry.failing_check == ""
     different = Checked(a=NO_NETWORK, b=told({"unfit": "memory", "check": "memory"}, "Failed"))
     await different.check()
-    assert different.operator.fleet.failing_check == "", "each fails in its own way"
+    assert different.operator.node_registry.failing_check == "", "each fails in its own way"
 
 
 async def test_what_preflights_know_of_a_node_stays() -> None:
@@ -103,14 +103,14 @@ async def test_where_there_is_no_room_nothing_is_known() -> None:
     await checked.check()
     checked.answer({"a": NO_ROOM})
     await checked.check()
-    assert checked.operator.fleet.failing_check == "network", "as it was"
+    assert checked.operator.node_registry.failing_check == "network", "as it was"
 
 
 async def test_a_pod_that_the_api_server_refuses_does_not_pass_anywhere() -> None:
     checked = Checked(a=PASSES, b=PASSES)
     checked.cluster.refusals[PODS.plural] = [Denied('RuntimeClass "nvidia" not found'), Denied("again")]
     await checked.check()
-    assert (checked.operator.fleet.failing_check, checked.events()) == ("runs", [("ProbesCannotPass", "Warning")])
+    assert (checked.operator.node_registry.failing_check, checked.events()) == ("runs", [("ProbesCannotPass", "Warning")])
 
 
 def pod(name: str, node: str, gpus: str = "0", **labels: str) -> Object:
@@ -126,12 +126,12 @@ async def test_only_nodes_that_are_free_and_unsuspected_are_probed() -> None:
     with_gpus(checked.place, "a", "b")
     nodes = {name: objects["nodes", "", name] for name in "abcde"}
     nodes["c"]["spec"]["unschedulable"] = True
-    operator.fleet.quarantines.take(
+    operator.node_registry.quarantines.update(
         {"metadata": {"name": "d", "uid": "q", "resourceVersion": "1"}, "spec": {"reason": "XID 79"}}
     )
     chosen = probe_check._choose_nodes(operator, nodes)
     assert (set(chosen[:2]), chosen[2:]) == ({"a", "b"}, ["e"]), "those with GPUs first"
-    operator.pods.take(pod("worker", "a", **{"pacekeeper.dev/job": "j"}))
+    operator.pods.update(pod("worker", "a", **{"pacekeeper.dev/job": "j"}))
     assert probe_check._choose_nodes(operator, nodes) == ["b", "e"]
     objects["pods", "team", "other"] = pod("other", "b", "8")
     await checked.place.timeline.run(0)
@@ -163,7 +163,7 @@ async def test_it_comes_every_hour_and_sooner_while_probes_cannot_pass() -> None
     watching.cancel()
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(mode=Mode.RECOMMEND, quarantine_mode=Mode.ACT)])
+@pytest.mark.parametrize("settings", [Settings(), Settings(mode=RemediationMode.RECOMMEND, quarantine_mode=RemediationMode.ACT)])
 async def test_where_no_node_may_be_quarantined_there_is_none(settings: Settings) -> None:
     checked = Checked(settings, a=PASSES)
     watching = asyncio.ensure_future(probe_check.watch_over(checked.operator))
@@ -175,8 +175,8 @@ async def test_where_no_node_may_be_quarantined_there_is_none(settings: Settings
 @pytest.mark.parametrize("check", ["gpus", "network", "driver", ""])
 def test_what_known_good_nodes_fail_convicts_nobody_unless_another_node_passes_it(check: str) -> None:
     """In a full cluster no other node can show that the check passes there; a free node has shown that it fails."""
-    failed = ProbePod(phase="Failed", check=check, gpus=True)
-    assert unshared(replace(failed, failing_check=check or "runs"))[0] is Inconclusive.SHARED
-    other = ProbePod(phase="Succeeded", gpus=True)
-    assert unshared(replace(failed, failing_check=check or "runs", others=(other,)))[0] is None
-    assert unshared(replace(failed, check="gpus", failing_check="memory"))[0] is None
+    failed = ProbePod(phase="Failed", reported_check=check, has_gpus=True)
+    assert explain_inconclusive(replace(failed, failing_check=check or "runs"))[0] is InconclusiveReason.SHARED
+    other = ProbePod(phase="Succeeded", has_gpus=True)
+    assert explain_inconclusive(replace(failed, failing_check=check or "runs", others=(other,)))[0] is None
+    assert explain_inconclusive(replace(failed, check="gpus", failing_check="memory"))[0] is None

@@ -17,19 +17,19 @@ import pytest
 from prometheus_api_client.exceptions import PrometheusApiClientException
 
 import testcluster.prometheus
-from pacekeeper_operator.observation import NOT_ASKED, GpuValue, Metrics
+from pacekeeper_operator.observation import PROMETHEUS_NOT_QUERIED, GpuValue, JobMetrics
 from pacekeeper_operator.observe.prometheus import (
-    EASES_SECONDS,
-    Prometheus,
-    Sample,
-    _any_of,
-    gpu_signs_query,
-    query,
+    QUERY_EFFORT_EASE_SECONDS,
+    PrometheusClient,
+    PrometheusSample,
+    _match_jobs,
+    build_gpu_signs_query,
+    build_query,
 )
-from pacekeeper_operator.observe.prometheus_access import Slow, TooMuch, over_http
+from pacekeeper_operator.observe.prometheus_access import QueryTimedOut, QueryTooLarge, create_http_query
 from pacekeeper_operator.settings import Settings
 from tests.support import metric_names
-from tests.support.chart import CHART, helm_template
+from tests.support.chart import CHART, render_chart
 
 NOW = 1000.0
 JOB = {"namespace": "ns", "trainingjob": "j"}
@@ -76,20 +76,20 @@ async def test_one_request_answers_for_all_jobs(url: str) -> None:
         row("scrape_age", "NaN", **JOB),
         row("gpu", 79, __name__="DCGM_FI_DEV_XID_ERRORS", Hostname="node-1", gpu="2"),
     ]
-    sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
+    sample = await PrometheusClient(url, "gpus", "Hostname").sample(NOW)
     assert len(FakePrometheus.queries) == 2, "and another one for the signs of GPUs"
-    metrics = sample.of("ns", "j")
+    metrics = sample.get_metrics("ns", "j")
     assert (metrics.ranks, metrics.least_step) == (4, 17)
     assert metrics.scrape_age is None  # not a number is no figure
-    assert sample.of("ns", "k").ranks == 2
-    assert metrics.gpu == (GpuValue("node-1", "2", "DCGM_FI_DEV_XID_ERRORS", 79.0, before=None),)
+    assert sample.get_metrics("ns", "k").ranks == 2
+    assert metrics.gpu == (GpuValue("node-1", "2", "DCGM_FI_DEV_XID_ERRORS", 79.0, previous_value=None),)
     assert not metrics.unavailable
 
 
 async def test_an_error_is_an_answer_too(url: str) -> None:
     FakePrometheus.status = 503
-    sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
-    assert "does not answer" in sample.unavailable
+    sample = await PrometheusClient(url, "gpus", "Hostname").sample(NOW)
+    assert "does not answer" in sample.error
 
 
 class TestTooMuch:
@@ -108,68 +108,68 @@ class TestTooMuch:
             self.queries.append(query)
             self.seconds.append(seconds)
             if seconds < self.needs:
-                raise Slow(f"does not answer within {seconds:g} s")
+                raise QueryTimedOut(f"does not answer within {seconds:g} s")
             if "rank_step" not in query:
                 return [row("named", 8)]
             named = re.search(r'trainingjob=~"([^"]*)"', query)
             asked = named[1].split("|") if named else [f"j{n}" for n in range(10)]
             if len(asked) > self.most:
-                raise TooMuch("is asked for too much")
+                raise QueryTooLarge("is asked for too much")
             return [row("least_step", 7, namespace="ns", trainingjob=name) for name in asked]
 
     JOBS = tuple(("ns", f"j{n}") for n in range(10))
 
     async def test_is_not_asked_for_errors_of_gpus_more_often(self) -> None:
         ask = self.Limited(most=3)
-        prometheus = Prometheus("http://p", "gpus", "Hostname", ask)
-        assert await prometheus.gpu_errors() == ()
+        prometheus = PrometheusClient("http://p", "gpus", "Hostname", ask)
+        assert await prometheus.read_gpu_errors() == ()
         await prometheus.sample(NOW, self.JOBS)
         ask.queries.clear()
-        assert await prometheus.gpu_errors() is None
+        assert await prometheus.read_gpu_errors() is None
         assert not ask.queries
 
     async def test_is_asked_for_in_parts_until_it_fits(self) -> None:
         ask = self.Limited(most=3)
-        prometheus = Prometheus("http://p", "gpus", "Hostname", ask, ('cluster="a"',))
+        prometheus = PrometheusClient("http://p", "gpus", "Hostname", ask, ('cluster="a"',))
         samples = [await prometheus.sample(NOW + n, self.JOBS) for n in range(3)]
-        assert [sample.slow for sample in samples] == [True, True, False]
-        assert set(samples[2].figures["least_step"]) == set(self.JOBS)
-        assert not samples[2].unvouched, "the GPUs are asked about, too"
+        assert [sample.timed_out for sample in samples] == [True, True, False]
+        assert set(samples[2].job_values["least_step"]) == set(self.JOBS)
+        assert not samples[2].gpu_untrusted_reason, "the GPUs are asked about, too"
         assert all('cluster="a"' in query for query in ask.queries)
 
     async def test_is_tried_again_after_a_while(self) -> None:
         ask = self.Limited(most=3)
-        prometheus = Prometheus("http://p", "", "", ask)
-        for after in (0, 1, 2, EASES_SECONDS + 3, EASES_SECONDS + 4):
+        prometheus = PrometheusClient("http://p", "", "", ask)
+        for after in (0, 1, 2, QUERY_EFFORT_EASE_SECONDS + 3, QUERY_EFFORT_EASE_SECONDS + 4):
             ask.queries.clear()
-            ask.most = 3 if after < EASES_SECONDS else 100
+            ask.most = 3 if after < QUERY_EFFORT_EASE_SECONDS else 100
             await prometheus.sample(NOW + after, self.JOBS)
             count = len(ask.queries)
         assert count == 2, "half as many"
 
     async def test_slow_is_given_more_time(self) -> None:
         ask = self.Limited(most=100, needs=10.0)
-        prometheus = Prometheus("http://p", "", "", ask)
+        prometheus = PrometheusClient("http://p", "", "", ask)
         samples = [await prometheus.sample(NOW + n, self.JOBS) for n in range(3)]
         assert ask.seconds == [3.0, 6.0, 12.0]
-        assert [bool(sample.unavailable) for sample in samples] == [True, True, False]
+        assert [bool(sample.error) for sample in samples] == [True, True, False]
 
     async def test_a_real_one_that_does_not_answer_is_slow_and_nobody_is_away(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            with pytest.raises(Slow, match=r"within 0\.1 s"):
-                await over_http(url)("up", 0.1)
-        sample = await Prometheus(url, "", "").sample(NOW)
-        assert (bool(sample.unavailable), sample.slow) == (True, False)
+            with pytest.raises(QueryTimedOut, match=r"within 0\.1 s"):
+                await create_http_query(url)("up", 0.1)
+        sample = await PrometheusClient(url, "", "").sample(NOW)
+        assert (bool(sample.error), sample.timed_out) == (True, False)
 
     @pytest.mark.parametrize(
         ("status", "words", "error"),
         [
-            (422, "query processing would load too many samples into memory", TooMuch),
-            (414, "", TooMuch),
-            (413, "", TooMuch),
-            (504, "", Slow),
-            (503, '{"status":"error","errorType":"timeout"}', Slow),
+            (422, "query processing would load too many samples into memory", QueryTooLarge),
+            (414, "", QueryTooLarge),
+            (413, "", QueryTooLarge),
+            (504, "", QueryTimedOut),
+            (503, '{"status":"error","errorType":"timeout"}', QueryTimedOut),
             (503, "no upstream", PrometheusApiClientException),
             (422, "found duplicate series", PrometheusApiClientException),
         ],
@@ -177,25 +177,25 @@ class TestTooMuch:
     async def test_what_an_error_means(self, url: str, status: int, words: str, error: type[Exception]) -> None:
         FakePrometheus.status, FakePrometheus.words = status, words
         with pytest.raises(error):
-            await over_http(url)("up", 3.0)
+            await create_http_query(url)("up", 3.0)
 
     def test_only_names_are_selected(self) -> None:
-        (first,) = re.findall(r'trainingjob=~"[^"]*"', query("", _any_of([("a.b", "x.y"), ("c", "z")])))[:1]
+        (first,) = re.findall(r'trainingjob=~"[^"]*"', build_query("", _match_jobs([("a.b", "x.y"), ("c", "z")])))[:1]
         assert first == 'trainingjob=~"x[.]y|z"'
 
 
 async def test_nobody_there_is_an_answer_too() -> None:
-    sample = await Prometheus("http://127.0.0.1:9", "gpus", "Hostname").sample(NOW)
-    assert "does not answer" in sample.unavailable
+    sample = await PrometheusClient("http://127.0.0.1:9", "gpus", "Hostname").sample(NOW)
+    assert "does not answer" in sample.error
 
 
 async def test_none_configured_says_how_to() -> None:
-    sample = await Prometheus("", "gpus", "Hostname").sample(NOW)
-    assert "prometheus.url" in sample.unavailable
+    sample = await PrometheusClient("", "gpus", "Hostname").sample(NOW)
+    assert "prometheus.url" in sample.error
 
 
 def test_what_was_never_asked_is_not_known() -> None:
-    assert Sample().of("ns", "j").unavailable == NOT_ASKED
+    assert PrometheusSample().get_metrics("ns", "j").unavailable == PROMETHEUS_NOT_QUERIED
 
 
 @pytest.mark.parametrize(
@@ -218,22 +218,22 @@ def test_what_was_never_asked_is_not_known() -> None:
 )
 async def test_a_bad_row_costs_that_row(url: str, bad: dict[str, Any]) -> None:
     FakePrometheus.rows = [bad, row("least_step", 5, **JOB), row("least_step", 7, **OTHER)]
-    sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
-    assert not sample.unavailable
-    assert sample.of("ns", "j") == Metrics(least_step=5, gpu_unvouched=sample.unvouched, at=sample.at)
-    known = {key for values in sample.figures.values() for key in values}
+    sample = await PrometheusClient(url, "gpus", "Hostname").sample(NOW)
+    assert not sample.error
+    assert sample.get_metrics("ns", "j") == JobMetrics(least_step=5, gpu_unvouched=sample.gpu_untrusted_reason, at=sample.queried_at)
+    known = {key for values in sample.job_values.values() for key in values}
     assert known == {("ns", "j"), ("ns", "k")}, "names are of Kubernetes"
 
 
 async def test_the_smallest_and_the_largest_that_make_sense(url: str) -> None:
     longest = {"namespace": "n" * 253, "trainingjob": "j"}
     FakePrometheus.rows = [row("scrape_age", 0.0, **longest), row("least_step", 1e300, **longest)]
-    metrics = (await Prometheus(url, "gpus", "Hostname").sample(NOW)).of("n" * 253, "j")
+    metrics = (await PrometheusClient(url, "gpus", "Hostname").sample(NOW)).get_metrics("n" * 253, "j")
     assert (metrics.scrape_age, metrics.least_step) == (0.0, 1e300)
 
 
 async def test_that_gpu_series_are_no_witness_is_logged_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    prometheus = Prometheus(url, "gpus", "Hostname")
+    prometheus = PrometheusClient(url, "gpus", "Hostname")
     said = []
     for unnamed in (1, 1, 2, 0, 2):
         FakePrometheus.rows = [row("named", 8), row("unnamed", unnamed)]
@@ -253,13 +253,13 @@ class TestGpuSeries:
             row("named", 8),
             row("unnamed", 16),
         ]
-        sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
-        assert sample.of("ns", "j").gpu == (
-            GpuValue("node-1", "2", self.XID, 79.0, vouched=True, before=None),
-            GpuValue("node-3", "0", self.XID, 48.0, vouched=False, before=None),
+        sample = await PrometheusClient(url, "gpus", "Hostname").sample(NOW)
+        assert sample.get_metrics("ns", "j").gpu == (
+            GpuValue("node-1", "2", self.XID, 79.0, trusted=True, previous_value=None),
+            GpuValue("node-3", "0", self.XID, 48.0, trusted=False, previous_value=None),
         )
-        assert "16 GPU series of namespace gpus name their node themselves" in sample.unvouched
-        assert await Prometheus(url, "gpus", "Hostname").gpu_errors() == sample.gpu
+        assert "16 GPU series of namespace gpus name their node themselves" in sample.gpu_untrusted_reason
+        assert await PrometheusClient(url, "gpus", "Hostname").read_gpu_errors() == sample.gpu_values
 
     async def test_what_a_series_was_before_comes_with_it(self, url: str) -> None:
         FakePrometheus.rows = [
@@ -268,16 +268,16 @@ class TestGpuSeries:
             row("gpu", 79, __name__=self.XID, node="node-2", gpu="0"),
             row("gpu_before", 7, __name__="DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", node="node-2", gpu="0"),
         ]
-        found = (await Prometheus(url, "gpus", "Hostname").sample(NOW)).gpu
-        assert [(value.node, value.before) for value in found] == [("node-1", 45.0), ("node-2", None)]
+        found = (await PrometheusClient(url, "gpus", "Hostname").sample(NOW)).gpu_values
+        assert [(value.node, value.previous_value) for value in found] == [("node-1", 45.0), ("node-2", None)]
 
     @pytest.mark.parametrize("blank", [4294967295, 0x7FFFFFF0, 0x7FFFFFF3, 2**47, 2**63 - 16, 2**64 - 1])
     async def test_what_stands_for_no_figure_is_none(self, url: str, blank: int) -> None:
         FakePrometheus.rows = [row("gpu", blank, __name__="DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", node="node-1", gpu="0")]
-        sample = await Prometheus(url, "gpus", "Hostname").sample(NOW)
-        assert (sample.gpu, sample.unavailable) == ((), "")
+        sample = await PrometheusClient(url, "gpus", "Hostname").sample(NOW)
+        assert (sample.gpu_values, sample.error) == ((), "")
         FakePrometheus.rows = [row("RowsPending", blank, node="node-1", gpu="0")]
-        assert (await Prometheus(url, "gpus", "Hostname").sample(NOW)).gpu_signs == ()
+        assert (await PrometheusClient(url, "gpus", "Hostname").sample(NOW)).gpu_signs == ()
 
     async def test_mig_instances_are_told_apart_and_one_gpu_counts_once(self, url: str) -> None:
         FakePrometheus.rows = [
@@ -288,7 +288,7 @@ class TestGpuSeries:
             row("gpu", 45, __name__=self.XID, node="node-1", UUID="GPU-a"),
             row("gpu", 31, __name__=self.XID, node="node-1", UUID="GPU-b"),
         ]
-        found = (await Prometheus(url, "gpus", "Hostname").sample(NOW)).gpu
+        found = (await PrometheusClient(url, "gpus", "Hostname").sample(NOW)).gpu_values
         assert {value.key: value.value for value in found} == {
             f"node-1/0:1/{self.XID}": 45,
             f"node-1/0:2/{self.XID}": 31,
@@ -299,21 +299,21 @@ class TestGpuSeries:
 
     async def test_it_says_whether_they_are_a_witness(self, url: str) -> None:
         FakePrometheus.rows = [row("named", 8)]
-        assert not (await Prometheus(url, "gpus", "Hostname").sample(NOW)).unvouched
+        assert not (await PrometheusClient(url, "gpus", "Hostname").sample(NOW)).gpu_untrusted_reason
         FakePrometheus.rows = []
-        assert "no GPU series" in (await Prometheus(url, "gpus", "Hostname").sample(NOW)).unvouched
-        assert "dcgm.namespace" in (await Prometheus(url, "", "Hostname").sample(NOW)).unvouched
+        assert "no GPU series" in (await PrometheusClient(url, "gpus", "Hostname").sample(NOW)).gpu_untrusted_reason
+        assert "dcgm.namespace" in (await PrometheusClient(url, "", "Hostname").sample(NOW)).gpu_untrusted_reason
 
     def test_only_the_platforms_namespace_is_asked(self) -> None:
-        assert query("gpus").count("DCGM") == query("gpus").count('namespace="gpus"') * 3, (
+        assert build_query("gpus").count("DCGM") == build_query("gpus").count('namespace="gpus"') * 3, (
             "each name once in each selector"
         )
-        assert "DCGM" not in query("")
-        signs = gpu_signs_query("gpus")
+        assert "DCGM" not in build_query("")
+        signs = build_gpu_signs_query("gpus")
         assert signs.count("__name__") == signs.count('namespace="gpus"')
 
     def test_the_charts_counters_are_all_that_is_asked_for(self) -> None:
-        asked = set(re.findall(r"DCGM_FI_[A-Z_]+", query("gpus") + gpu_signs_query("gpus")))
+        asked = set(re.findall(r"DCGM_FI_[A-Z_]+", build_query("gpus") + build_gpu_signs_query("gpus")))
         lines = (CHART / "files/dcgm-counters.csv").read_text().splitlines()
         listed = {line.split(",")[0] for line in lines if line and not line.startswith("#")}
         assert asked - listed == {"DCGM_FI_PROF_SM_ACTIVE"}, "of two that say the same one is enough"
@@ -327,7 +327,7 @@ class TestScrapes:
     @pytest.mark.parametrize("name", ["pacekeeper", "pacekeeper-workers", "pacekeeper-dcgm"])
     def test_the_charts(self, name: str) -> None:
         values = ("podMonitor.enabled=true", "dcgm.podMonitor.enabled=true", "dcgm.namespace=gpus")
-        found = helm_template(*(part for value in values for part in ("--set", value)))
+        found = render_chart(*(part for value in values for part in ("--set", value)))
         (monitor,) = [o for o in found if o["kind"] == "PodMonitor" and o["metadata"]["name"] == name]
         (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
         assert endpoint["honorLabels"] is False
@@ -341,38 +341,38 @@ class TestScrapes:
             assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["gpus"]}
 
     def test_the_operator_alone_speaks_of_jobs_and_nodes(self) -> None:
-        found = {o["metadata"]["name"]: o for o in helm_template("--set", "podMonitor.enabled=true")}
+        found = {o["metadata"]["name"]: o for o in render_chart("--set", "podMonitor.enabled=true")}
         (of_workers,) = found["pacekeeper-workers"]["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
         assert (of_workers["sourceLabels"], of_workers["action"]) == (["__name__"], "keep")
         kept = re.compile(of_workers["regex"])
-        assert all(kept.fullmatch(name) for name in metric_names.of_a_sidecar())
-        assert not [name for name in metric_names.of_the_operator() if kept.fullmatch(name)]
+        assert all(kept.fullmatch(name) for name in metric_names.list_sidecar_metrics())
+        assert not [name for name in metric_names.list_operator_metrics() if kept.fullmatch(name)]
 
     def test_the_operator_speaks_of_jobs_in_their_namespaces(self) -> None:
-        found = {o["metadata"]["name"]: o for o in helm_template("--set", "podMonitor.enabled=true")}
+        found = {o["metadata"]["name"]: o for o in render_chart("--set", "podMonitor.enabled=true")}
         set_, drop = found["pacekeeper"]["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
         assert set_ == {"sourceLabels": ["exported_namespace"], "regex": "(.+)", "targetLabel": "namespace"}
         assert drop == {"regex": "exported_namespace", "action": "labeldrop"}
 
     def test_a_gpu_monitor_needs_the_namespace(self) -> None:
         with pytest.raises(subprocess.CalledProcessError) as refused:
-            helm_template("--set", "dcgm.podMonitor.enabled=true")
+            render_chart("--set", "dcgm.podMonitor.enabled=true")
         assert "dcgm.namespace" in refused.value.stderr
 
     def test_the_namespace_reaches_the_operator(self) -> None:
-        (deployment,) = [o for o in helm_template("--set", "dcgm.namespace=gpus") if o["kind"] == "Deployment"]
+        (deployment,) = [o for o in render_chart("--set", "dcgm.namespace=gpus") if o["kind"] == "Deployment"]
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         given = {item["name"]: item.get("value", "") for item in container["env"]}
         assert Settings.from_environment(given).dcgm_namespace == "gpus"
 
     def test_the_test_clusters(self) -> None:
-        for scrape in testcluster.prometheus._config()["scrape_configs"]:
+        for scrape in testcluster.prometheus._build_config()["scrape_configs"]:
             assert scrape["honor_labels"] is False
             named = {r["target_label"] for r in scrape["relabel_configs"] if "target_label" in r}
             assert named >= {"namespace", "pod", "node", "trainingjob"}
 
     def test_no_variable_of_the_operator_is_given_twice(self) -> None:
-        (deployment,) = [o for o in helm_template("--set", "dcgm.namespace=gpus") if o["kind"] == "Deployment"]
+        (deployment,) = [o for o in render_chart("--set", "dcgm.namespace=gpus") if o["kind"] == "Deployment"]
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         names = [item["name"] for item in container["env"]]
         assert len(names) == len(set(names))
@@ -381,7 +381,7 @@ class TestScrapes:
 @pytest.mark.parametrize("words", ["[" * 100_000, "[]", '{"data": {"result": 7}}', '{"data": []}', "7"])
 async def test_what_is_no_answer_of_prometheus_is_none(url: str, words: str) -> None:
     FakePrometheus.words = words
-    prometheus = Prometheus(url, "gpus", "Hostname")
-    assert "does not answer" in (await prometheus.sample(NOW)).unavailable
-    assert "does not answer" in (await prometheus.link_rates("up")).trouble
-    assert await prometheus.gpu_errors() is None
+    prometheus = PrometheusClient(url, "gpus", "Hostname")
+    assert "does not answer" in (await prometheus.sample(NOW)).error
+    assert "does not answer" in (await prometheus.read_link_rates("up")).error
+    assert await prometheus.read_gpu_errors() is None

@@ -18,16 +18,16 @@ import requests
 from requests.exceptions import RequestException
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator.api import Condition, JobStatus, Reason
-from pacekeeper_operator.decide.status import report
+from pacekeeper_operator.api import JobCondition, JobStatus, Reason
+from pacekeeper_operator.decide.status import build_job_status
 from pacekeeper_operator.observe import prometheus_access
-from pacekeeper_operator.observe.prometheus import Prometheus, gpu_signs_query, query
-from pacekeeper_operator.observe.prometheus_access import NotAdmitted, over_http
+from pacekeeper_operator.observe.prometheus import PrometheusClient, build_gpu_signs_query, build_query
+from pacekeeper_operator.observe.prometheus_access import PrometheusAccessDenied, create_http_query
 from pacekeeper_operator.settings import Settings
-from tests.support.launchers import eventually
-from tests.support.prometheus import prometheus
+from tests.support.launchers import wait_until_true
+from tests.support.prometheus import run_prometheus
 from tests.support.tls import Authority
-from tests.support.worlds import policy, training
+from tests.support.worlds import build_policy, build_training
 
 TOKEN = "eyJhbGciOi.c2VjcmV0"
 PASSWORD, BCRYPT = "open sesame", "$2b$04$abcdefghijklmnopqrstuu/LVz6MZlItEy42I2juLihZ66HnQx/cy"
@@ -96,9 +96,9 @@ def elsewhere() -> Iterator[Gateway]:
 @pytest.fixture(scope="module")
 def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("prometheus")
-    with prometheus(folder, "127.0.0.1:9", users={"pacekeeper": BCRYPT}) as url:
+    with run_prometheus(folder, "127.0.0.1:9", users={"pacekeeper": BCRYPT}) as url:
         ready = f"{url}/-/ready"
-        eventually(lambda: requests.get(ready, auth=("pacekeeper", PASSWORD), timeout=60).ok, "Prometheus is ready")
+        wait_until_true(lambda: requests.get(ready, auth=("pacekeeper", PASSWORD), timeout=60).ok, "Prometheus is ready")
         yield url
 
 
@@ -134,16 +134,16 @@ async def test_a_bearer_token_an_authority_and_headers(gateway: Gateway, tmp_pat
     gateway.context = ours.server_context()
     gateway.wanted = {"Authorization": f"Bearer {TOKEN}", **dict(HEADERS)}
     folder = mount(tmp_path / "secret", token=f"{TOKEN}\n", ca_crt=ours.pem)
-    assert await over_http(gateway.url, folder, HEADERS)("up", 3.0) == []
-    sample = await Prometheus(gateway.url, "gpus", "", over_http(gateway.url, folder, HEADERS)).sample(1.0)
-    assert not sample.unavailable
+    assert await create_http_query(gateway.url, folder, HEADERS)("up", 3.0) == []
+    sample = await PrometheusClient(gateway.url, "gpus", "", create_http_query(gateway.url, folder, HEADERS)).sample(1.0)
+    assert not sample.error
 
 
 async def test_a_name_and_a_password_of_any_language(gateway: Gateway, tmp_path: Path) -> None:
     wanted = base64.b64encode("jürgen:pass:wörd ✓".encode()).decode()
     gateway.wanted = {"Authorization": f"Basic {wanted}"}
     folder = mount(tmp_path / "secret", username="jürgen\n", password="pass:wörd ✓\n")
-    assert await over_http(gateway.url, folder)("up", 3.0) == []
+    assert await create_http_query(gateway.url, folder)("up", 3.0) == []
 
 
 async def test_a_client_certificate(gateway: Gateway, tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ async def test_a_client_certificate(gateway: Gateway, tmp_path: Path) -> None:
     gateway.context.load_verify_locations(cadata=clients.pem)
     key = (tmp_path / "clients/server.key").read_bytes()
     folder = mount(tmp_path / "secret", ca_crt=ours.pem, tls_crt=clients.pem, tls_key=key)
-    assert await over_http(gateway.url, folder)("up", 3.0) == []
-    without = over_http(gateway.url, mount(tmp_path / "without", ca_crt=ours.pem))
+    assert await create_http_query(gateway.url, folder)("up", 3.0) == []
+    without = create_http_query(gateway.url, mount(tmp_path / "without", ca_crt=ours.pem))
     with pytest.raises(RequestException):
         await without("up", 3.0)
 
@@ -164,13 +164,13 @@ async def test_renewed_credentials_count_at_the_next_question(gateway: Gateway, 
     gateway.context = old.server_context()
     gateway.wanted = {"Authorization": f"Bearer {TOKEN}"}
     folder = mount(tmp_path / "secret", token=TOKEN, ca_crt=old.pem)
-    ask = over_http(gateway.url, folder)
+    ask = create_http_query(gateway.url, folder)
     await ask("up", 3.0)
     gateway.context, gateway.wanted = new.server_context(), {"Authorization": "Bearer next"}
-    with pytest.raises(NotAdmitted, match=r"certificate verify failed.*look at ca\.crt"):
+    with pytest.raises(PrometheusAccessDenied, match=r"certificate verify failed.*look at ca\.crt"):
         await ask("up", 3.0)
     mount(folder, token=TOKEN, ca_crt=new.pem)
-    with pytest.raises(NotAdmitted, match="HTTP 401"):
+    with pytest.raises(PrometheusAccessDenied, match="HTTP 401"):
         await ask("up", 3.0)
     mount(folder, token="next", ca_crt=new.pem)
     assert await ask("up", 3.0) == []
@@ -179,16 +179,16 @@ async def test_renewed_credentials_count_at_the_next_question(gateway: Gateway, 
 @pytest.mark.parametrize("status", [401, 403])
 async def test_a_refusal_says_what_to_do_and_shows_no_secret(gateway: Gateway, tmp_path: Path, status: int) -> None:
     gateway.wanted, gateway.refusal = {"Authorization": "Bearer another"}, status
-    ask = over_http(gateway.url, mount(tmp_path / "secret", token=TOKEN), HEADERS)
-    sample = await Prometheus(gateway.url, "gpus", "", ask).sample(1.0)
-    assert sample.refused
-    assert sample.of("ns", "j").refused
-    assert f"refuses the operator (HTTP {status})" in sample.unavailable
-    assert "prometheus.secretName" in sample.unavailable
-    rates = await Prometheus(gateway.url, "", "", ask).link_rates("up")
-    assert f"HTTP {status}" in rates.trouble
+    ask = create_http_query(gateway.url, mount(tmp_path / "secret", token=TOKEN), HEADERS)
+    sample = await PrometheusClient(gateway.url, "gpus", "", ask).sample(1.0)
+    assert sample.access_denied
+    assert sample.get_metrics("ns", "j").refused
+    assert f"refuses the operator (HTTP {status})" in sample.error
+    assert "prometheus.secretName" in sample.error
+    rates = await PrometheusClient(gateway.url, "", "", ask).read_link_rates("up")
+    assert f"HTTP {status}" in rates.error
     for secret in (TOKEN, "k3y9"):
-        assert secret not in sample.unavailable + rates.trouble
+        assert secret not in sample.error + rates.error
 
 
 @pytest.mark.parametrize(
@@ -199,10 +199,10 @@ async def test_a_prometheus_that_asks_for_a_password(
 ) -> None:
     """A real one; what it answers is the job's condition."""
     folder = mount(tmp_path / "secret", username="pacekeeper", password=password)
-    sample = await Prometheus(protected, "gpus", "", over_http(protected, folder)).sample(1.0)
-    world = replace(training(), metrics=sample.of("ns", "j"))
-    conditions = report(world, policy(), JobStatus()).conditions
-    condition = next(one for one in conditions if one.type == Condition.METRICS_AVAILABLE)
+    sample = await PrometheusClient(protected, "gpus", "", create_http_query(protected, folder)).sample(1.0)
+    world = replace(build_training(), metrics=sample.get_metrics("ns", "j"))
+    conditions = build_job_status(world, build_policy(), JobStatus()).conditions
+    condition = next(one for one in conditions if one.type == JobCondition.METRICS_AVAILABLE)
     assert condition.reason == reason
     assert password not in condition.message
 
@@ -213,17 +213,17 @@ async def test_an_answer_that_repeats_the_credentials_is_not_repeated(
 ) -> None:
     """A Fabric's status shows what its query was answered with."""
     gateway.wanted, gateway.refusal = {"Authorization": "Bearer another"}, 400
-    ask = over_http(gateway.url, mount(tmp_path / "secret", **keys), HEADERS)
-    rates = await Prometheus(gateway.url, "", "", ask).link_rates("up")
-    assert "you sent" in rates.trouble
+    ask = create_http_query(gateway.url, mount(tmp_path / "secret", **keys), HEADERS)
+    rates = await PrometheusClient(gateway.url, "", "", ask).read_link_rates("up")
+    assert "you sent" in rates.error
     for secret in (TOKEN, "k3y9", "s3cr", base64.b64encode("mé:s3crèt".encode()).decode()):
-        assert secret not in rates.trouble
+        assert secret not in rates.error
 
 
 async def test_credentials_do_not_follow_a_redirect(gateway: Gateway, elsewhere: Gateway, tmp_path: Path) -> None:
     gateway.redirect = f"{elsewhere.url}/login?next=1"
-    ask = over_http(gateway.url, mount(tmp_path / "secret", token=TOKEN), HEADERS)
-    with pytest.raises(NotAdmitted, match="sends the operator on to localhost, where it does not go"):
+    ask = create_http_query(gateway.url, mount(tmp_path / "secret", token=TOKEN), HEADERS)
+    with pytest.raises(PrometheusAccessDenied, match="sends the operator on to localhost, where it does not go"):
         await ask("up", 3.0)
     assert len(gateway.seen) == 1
     assert not elsewhere.seen
@@ -247,8 +247,8 @@ async def test_credentials_do_not_follow_a_redirect(gateway: Gateway, elsewhere:
 async def test_a_secret_that_can_be_none_is_said_and_not_sent(
     gateway: Gateway, tmp_path: Path, keys: dict[str, str], words: str
 ) -> None:
-    with pytest.raises(NotAdmitted, match=words) as refused:
-        await over_http(gateway.url, mount(tmp_path / "secret", **keys))("up", 3.0)
+    with pytest.raises(PrometheusAccessDenied, match=words) as refused:
+        await create_http_query(gateway.url, mount(tmp_path / "secret", **keys))("up", 3.0)
     assert not any(str(value) in str(refused.value) for value in keys.values() if len(value) > 1)
     assert not gateway.seen
 
@@ -258,9 +258,9 @@ async def test_no_certificate_at_all(gateway: Gateway, tmp_path: Path, key: str)
     ours = authority(tmp_path / "ca")
     gateway.context = ours.server_context()
     keys = {"ca_crt": ours.pem, key: "nonsense"} | ({"tls_key": "nonsense"} if key == "tls_crt" else {})
-    ask = over_http(gateway.url, mount(tmp_path / "secret", **keys))
-    sample = await Prometheus(gateway.url, "gpus", "", ask).sample(1.0)
-    assert sample.unavailable, "whatever it is, the operator goes on"
+    ask = create_http_query(gateway.url, mount(tmp_path / "secret", **keys))
+    sample = await PrometheusClient(gateway.url, "gpus", "", ask).sample(1.0)
+    assert sample.error, "whatever it is, the operator goes on"
 
 
 async def test_files_that_go_while_they_are_read_cost_one_answer(
@@ -269,9 +269,9 @@ async def test_files_that_go_while_they_are_read_cost_one_answer(
     ours = authority(tmp_path / "ca")
     gateway.context = ours.server_context()
     monkeypatch.setattr(prometheus_access, "_read", lambda _: {"ca.crt": b"gone since"})
-    sample = await Prometheus(gateway.url, "gpus", "", over_http(gateway.url, tmp_path / "secret")).sample(1.0)
-    assert sample.refused
-    assert "cannot be read" in sample.unavailable
+    sample = await PrometheusClient(gateway.url, "gpus", "", create_http_query(gateway.url, tmp_path / "secret")).sample(1.0)
+    assert sample.access_denied
+    assert "cannot be read" in sample.error
 
 
 class TestOptions:
@@ -285,7 +285,7 @@ class TestOptions:
         assert settings.prometheus_headers == (("X-Scope-OrgID", "a|b"),)
         assert settings.prometheus_matchers == ('cluster="a"', r'region =~ "eu-.*|\"x\\."')
 
-    @pytest.mark.parametrize("asked", [query, gpu_signs_query])
+    @pytest.mark.parametrize("asked", [build_query, build_gpu_signs_query])
     def test_matchers_stand_in_every_selector(self, asked: Any) -> None:
         plain, text = asked("gpus"), asked("gpus", ('cluster="a"',))
         assert len(re.findall(r"\{[a-z_]", text)) == text.count('cluster="a"') > 0

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from pacekeeper_operator import queues
-from pacekeeper_operator.api import Job, Object, format_time
-from pacekeeper_operator.queues import SPARES, WORKERS, Placing, Stage, Turn
-from tests.support.worlds import NOW, job
+from pacekeeper_operator.api import TrainingJob, Object, format_time
+from pacekeeper_operator.queues import SPARES_POD_SET, WORKERS_POD_SET, NodePlacement, WorkloadProgress, QueueDecision
+from tests.support.worlds import NOW, build_job
 
-TEMPLATES: Mapping[str, Object] = {WORKERS: {"spec": {"w": 1}}, SPARES: {"spec": {"s": 1}}}
-RUNS = Stage(pods_left=True, ready=True)
+TEMPLATES: Mapping[str, Object] = {WORKERS_POD_SET: {"spec": {"w": 1}}, SPARES_POD_SET: {"spec": {"s": 1}}}
+RUNS = WorkloadProgress(pods_left=True, ready=True)
 FLAVORS = {
-    "h100": Placing({"pool": "h100"}, ({"key": "gpu", "operator": "Exists"},)),
-    "cpus": Placing({"zone": "a"}),
+    "h100": NodePlacement({"pool": "h100"}, ({"key": "gpu", "operator": "Exists"},)),
+    "cpus": NodePlacement({"zone": "a"}),
 }
 
 
-def queued(**changes: Any) -> Job:
-    return replace(job(**changes), queue="team")
+def queued(**changes: Any) -> TrainingJob:
+    return replace(build_job(**changes), queue="team")
 
 
 def condition(kind: str, status: str = "True", reason: str = "R", message: str = "m") -> Object:
@@ -35,9 +35,9 @@ def condition(kind: str, status: str = "True", reason: str = "R", message: str =
     }
 
 
-def written(*conditions: Object, assigned: Mapping[str, int] | None = None, of: Job | None = None) -> Object:
+def written(*conditions: Object, assigned: Mapping[str, int] | None = None, of: TrainingJob | None = None) -> Object:
     """The job's Workload in the cluster. `assigned`: pods by set, all of flavour h100."""
-    body = queues.workload(of or queued(), "v1beta1", TEMPLATES)
+    body = queues.build_workload(of or queued(), "v1beta1", TEMPLATES)
     sets = [{"name": name, "count": n, "flavors": {"gpu": "h100"}} for name, n in (assigned or {}).items()]
     status: Object = {"conditions": list(conditions)}
     if assigned is not None:
@@ -46,24 +46,24 @@ def written(*conditions: Object, assigned: Mapping[str, int] | None = None, of: 
 
 
 def admitted(**counts: int) -> Object:
-    return written(condition("QuotaReserved"), condition("Admitted"), assigned=counts or {WORKERS: 4, SPARES: 1})
+    return written(condition("QuotaReserved"), condition("Admitted"), assigned=counts or {WORKERS_POD_SET: 4, SPARES_POD_SET: 1})
 
 
 class TestWorkload:
     def test_it_asks_for_workers_and_spares(self) -> None:
-        body = queues.workload(queued(), "v1beta2", TEMPLATES)
+        body = queues.build_workload(queued(), "v1beta2", TEMPLATES)
         assert body["apiVersion"] == "kueue.x-k8s.io/v1beta2"
         assert body["spec"]["queueName"] == "team"
         assert body["spec"]["podSets"] == [
-            {"name": "workers", "count": 4, "template": TEMPLATES[WORKERS]},
-            {"name": "spares", "count": 1, "template": TEMPLATES[SPARES]},
+            {"name": "workers", "count": 4, "template": TEMPLATES[WORKERS_POD_SET]},
+            {"name": "spares", "count": 1, "template": TEMPLATES[SPARES_POD_SET]},
         ]
         (owner,) = body["metadata"]["ownerReferences"]
         assert (owner["name"], owner["uid"], owner["controller"]) == ("j", "u1d2c3", True)
         assert body["metadata"]["labels"] == {"kueue.x-k8s.io/job-uid": "u1d2c3"}
 
     def test_fewer_workers_may_be_admitted_where_the_job_allows_it(self) -> None:
-        (workers,) = queues.workload(queued(spares=0, min_replicas=2), "v1beta1", TEMPLATES)["spec"]["podSets"]
+        (workers,) = queues.build_workload(queued(spares=0, min_replicas=2), "v1beta1", TEMPLATES)["spec"]["podSets"]
         assert workers["minCount"] == 2
 
     def test_a_job_of_the_same_name_has_another_one(self) -> None:
@@ -72,10 +72,10 @@ class TestWorkload:
 
     def test_other_pods_or_another_queue_are_another_workload_and_a_pause_is_not(self) -> None:
         found = written()
-        assert queues.asks_for_pods_of(found, queued(suspend=True))
+        assert queues.has_requested_pods(found, queued(suspend=True))
         for other in (queued(replicas=5), replace(queued(), queue="other")):
-            assert not queues.asks_for_pods_of(found, other)
-        assert queues.workload(queued(suspend=True), "v1beta1", TEMPLATES)["spec"]["active"] is False
+            assert not queues.has_requested_pods(found, other)
+        assert queues.build_workload(queued(suspend=True), "v1beta1", TEMPLATES)["spec"]["active"] is False
 
 
 class TestTurn:
@@ -96,70 +96,70 @@ class TestTurn:
         ],
     )
     def test_it_is_held(self, found: Object, words: str) -> None:
-        assert queues.turn(found, FLAVORS) == Turn(admitted=False, words=words)
-        assert queues.flavors_of(found) == frozenset()
+        assert queues.read_queue_decision(found, FLAVORS) == QueueDecision(admitted=False, message=words)
+        assert queues.read_flavors(found) == frozenset()
 
     def test_what_was_admitted_and_where(self) -> None:
         found = admitted(workers=3, spares=1)
-        turn = queues.turn(found, FLAVORS)
+        turn = queues.read_queue_decision(found, FLAVORS)
         assert (turn.admitted, turn.counts) == (True, {"workers": 3, "spares": 1})
-        assert turn.placing_of(spare=False) == turn.placing_of(spare=True) == FLAVORS["h100"]
-        assert queues.flavors_of(found) == {"h100"}
+        assert turn.find_placement(spare=False) == turn.find_placement(spare=True) == FLAVORS["h100"]
+        assert queues.read_flavors(found) == {"h100"}
 
     def test_an_eviction_that_is_over_holds_nothing(self) -> None:
-        found = written(condition("Admitted"), condition("Evicted", "False"), assigned={WORKERS: 4})
-        assert queues.turn(found, FLAVORS).admitted
+        found = written(condition("Admitted"), condition("Evicted", "False"), assigned={WORKERS_POD_SET: 4})
+        assert queues.read_queue_decision(found, FLAVORS).admitted
 
     def test_quota_need_not_be_of_any_flavour(self) -> None:
         found = admitted(workers=4)
         del found["status"]["admission"]["podSetAssignments"][0]["flavors"]
-        assert queues.turn(found, {}).placing_of(spare=False) == Placing()
+        assert queues.read_queue_decision(found, {}).find_placement(spare=False) == NodePlacement()
 
     def test_a_set_may_have_several_flavours(self) -> None:
         found = admitted(workers=4)
         found["status"]["admission"]["podSetAssignments"][0]["flavors"]["cpu"] = "cpus"
-        assert queues.turn(found, FLAVORS).placing_of(spare=False).labels == {"pool": "h100", "zone": "a"}
+        assert queues.read_queue_decision(found, FLAVORS).find_placement(spare=False).labels == {"pool": "h100", "zone": "a"}
 
     def test_a_flavour_says_where(self) -> None:
         flavor = {"spec": {"nodeLabels": {"a": "b"}, "tolerations": [{"key": "k"}]}}
-        assert queues.placing_by(flavor) == Placing({"a": "b"}, ({"key": "k"},))
-        assert queues.placing_by({"spec": {}}) == queues.placing_by({}) == Placing()
+        assert queues.read_node_placement(flavor) == NodePlacement({"a": "b"}, ({"key": "k"},))
+        assert queues.read_node_placement({"spec": {}}) == queues.read_node_placement({}) == NodePlacement()
 
 
 class TestUnder:
     def test_who_names_no_queue_is_let_be(self) -> None:
-        assert queues.under(job(), None) == job()
-        assert queues.under(job(), Turn(admitted=False, words="waits")) == job()
+        assert queues.apply_queue_decision(build_job(), None) == build_job()
+        assert queues.apply_queue_decision(build_job(), QueueDecision(admitted=False, message="waits")) == build_job()
 
     def test_who_waits_is_as_if_suspended_and_says_why(self) -> None:
-        held = queues.under(queued(), Turn(admitted=False, words="waits"))
+        held = queues.apply_queue_decision(queued(), QueueDecision(admitted=False, message="waits"))
         assert (held.spec.suspend, held.queued) == (True, "waits")
 
     def test_who_is_suspended_by_its_user_is_not_held_by_its_queue(self) -> None:
-        assert queues.under(queued(suspend=True), Turn(admitted=False, words="waits")).queued == ""
+        assert queues.apply_queue_decision(queued(suspend=True), QueueDecision(admitted=False, message="waits")).queued == ""
 
     def test_fewer_may_be_admitted_than_were_asked_for_and_never_more(self) -> None:
-        few = queues.under(queued(), Turn(admitted=True, counts={WORKERS: 3}))
+        few = queues.apply_queue_decision(queued(), QueueDecision(admitted=True, counts={WORKERS_POD_SET: 3}))
         assert (few.spec.replicas, few.spec.spares, few.spec.suspend, few.queued) == (3, 0, False, "")
-        many = queues.under(queued(), Turn(admitted=True, counts={WORKERS: 30, SPARES: 9}))
+        many = queues.apply_queue_decision(queued(), QueueDecision(admitted=True, counts={WORKERS_POD_SET: 30, SPARES_POD_SET: 9}))
         assert (many.spec.replicas, many.spec.spares) == (4, 1)
 
 
 class TestStatus:
-    def due(self, found: Object, stage: Stage) -> dict[str, tuple[str, str]] | None:
-        status = queues.status_due(found, stage, NOW)
+    def due(self, found: Object, stage: WorkloadProgress) -> dict[str, tuple[str, str]] | None:
+        status = queues.build_status_update(found, stage, NOW)
         if status is None:
             return None
         return {each["type"]: (each["status"], each["reason"]) for each in status["conditions"]}
 
     def test_quota_is_kept_until_no_pod_is_left(self) -> None:
         evicted = condition("Evicted", reason="Preempted", message="for j2")
-        found = written(condition("QuotaReserved"), condition("Admitted"), evicted, assigned={WORKERS: 4})
+        found = written(condition("QuotaReserved"), condition("Admitted"), evicted, assigned={WORKERS_POD_SET: 4})
         assert self.due(found, RUNS) is None
-        status = queues.status_due(found, Stage(pods_left=False), NOW)
+        status = queues.build_status_update(found, WorkloadProgress(pods_left=False), NOW)
         assert status is not None
         assert status["admission"] is None
-        assert self.due(found, Stage(pods_left=False)) == {
+        assert self.due(found, WorkloadProgress(pods_left=False)) == {
             "QuotaReserved": ("False", "Pending"),
             "Admitted": ("False", "NoReservation"),
             "Evicted": ("True", "Preempted"),
@@ -168,14 +168,14 @@ class TestStatus:
 
     def test_who_was_deactivated_does_not_ask_to_be_queued_again(self) -> None:
         evicted = condition("Evicted", reason="Deactivated")
-        found = written(condition("QuotaReserved"), evicted, assigned={WORKERS: 4})
-        told = self.due(found, Stage(pods_left=False))
+        found = written(condition("QuotaReserved"), evicted, assigned={WORKERS_POD_SET: 4})
+        told = self.due(found, WorkloadProgress(pods_left=False))
         assert told is not None
         assert told["Requeued"] == ("False", "Deactivated")
 
     def test_it_is_given_back_once(self) -> None:
         found = written(condition("QuotaReserved", "False"), condition("Evicted"))
-        assert self.due(found, Stage(pods_left=False)) is None
+        assert self.due(found, WorkloadProgress(pods_left=False)) is None
 
     def test_whether_its_ranks_train(self) -> None:
         found = admitted()
@@ -185,22 +185,22 @@ class TestStatus:
             "PodsReady": ("True", "Started"),
         }
         told = written(
-            condition("Admitted"), condition("PodsReady", reason="Started"), assigned={WORKERS: 4, SPARES: 1}
+            condition("Admitted"), condition("PodsReady", reason="Started"), assigned={WORKERS_POD_SET: 4, SPARES_POD_SET: 1}
         )
         assert self.due(told, RUNS) is None
 
     def test_its_end_is_told_when_no_pod_runs_any_more(self) -> None:
-        ended = Stage(pods_left=True, finished="its ranks have finished")
+        ended = WorkloadProgress(pods_left=True, finished="its ranks have finished")
         assert self.due(admitted(), ended) is None
         told = self.due(admitted(), replace(ended, pods_left=False))
         assert told is not None
         assert told["Finished"] == ("True", "Succeeded")
-        failed = self.due(admitted(), Stage(pods_left=False, finished="out of time", failed=True))
+        failed = self.due(admitted(), WorkloadProgress(pods_left=False, finished="out of time", failed=True))
         assert failed is not None
         assert failed["Finished"] == ("True", "Failed")
 
     def test_what_others_have_said_stays_with_its_time(self) -> None:
-        status = queues.status_due(admitted(), RUNS, NOW)
+        status = queues.build_status_update(admitted(), RUNS, NOW)
         assert status is not None
         since = {each["type"]: each["lastTransitionTime"] for each in status["conditions"]}
         assert since == {

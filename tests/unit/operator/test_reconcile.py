@@ -13,38 +13,38 @@ from prometheus_client import REGISTRY
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Plan
 from pacekeeper_operator import ledger, metrics
-from pacekeeper_operator.api import Cause, CheckpointSpec
-from pacekeeper_operator.cluster import PODS, STATES, Denied, NotFound, Refused
+from pacekeeper_operator.api import IncidentCause, CheckpointSpec
+from pacekeeper_operator.cluster import PODS, TRAINING_JOB_STATES, Denied, NotFound, ObjectRejected
 from pacekeeper_operator.decide import STEPS
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.handlers.trainingjobs import keep
+from pacekeeper_operator.decide.think import evaluate_job
+from pacekeeper_operator.handlers.trainingjobs import run_job_loop
 from pacekeeper_operator.observation import Observation, Policy
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.observe.prometheus import Prometheus
-from pacekeeper_operator.services.desk import Desk
+from pacekeeper_operator.observe.memory import JobRegistry
+from pacekeeper_operator.observe.prometheus import PrometheusClient
+from pacekeeper_operator.services.desk import JobContext
 from pacekeeper_operator.services.operator import Operator
 from pacekeeper_operator.services.reconcile import (
     clean_up,
     close_incidents,
-    desk_for,
-    hide,
-    reconcile,
-    resized,
+    create_job_context,
+    hide_job_metrics,
+    reconcile_job,
+    describe_resize,
 )
 from pacekeeper_operator.settings import Settings
-from pacekeeper_operator.state import Draft
+from pacekeeper_operator.state import DesiredState
 from tests.support.fake_cluster import FakeCluster
-from tests.support.worlds import change_worker, fresh, job, policy, training
-from tests.support.written import INSTALLATION, written
+from tests.support.worlds import change_worker, build_fresh, build_job, build_policy, build_training
+from tests.support.written import INSTALLATION, store_job
 
 
-async def at_work(cluster: FakeCluster, world: Observation) -> tuple[Operator, Desk]:
+async def at_work(cluster: FakeCluster, world: Observation) -> tuple[Operator, JobContext]:
     """An operator that has looked around, before its first pass."""
-    await written(cluster, world)
-    operator = Operator(Settings(network_policies=False), cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
+    await store_job(cluster, world)
+    operator = Operator(Settings(network_policies=False), cluster, JobRegistry(0.0), INSTALLATION, PrometheusClient("", "", ""))
     operator.paused = ""
-    await operator.pods.read(cluster, ())
-    return operator, desk_for(operator, world.job, {})
+    await operator.pods.refresh(cluster, ())
+    return operator, create_job_context(operator, world.job, {})
 
 
 def condition(cluster: FakeCluster, name: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def condition(cluster: FakeCluster, name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def cluster() -> FakeCluster:
-    metrics.show_job("ns", "j", None)  # whatever the test before has shown of it
+    metrics.publish_job_metrics("ns", "j", None)  # whatever the test before has shown of it
     return FakeCluster()
 
 
@@ -71,13 +71,13 @@ def cluster() -> FakeCluster:
 async def test_where_a_jobs_checkpoints_lie_on_its_claim_is_settled_when_it_begins(
     status: dict[str, Any], folder: str | None, cluster: FakeCluster
 ) -> None:
-    its = job(1, 0, checkpoint=CheckpointSpec(volume_claim_name="claim"))
-    operator, _ = await at_work(cluster, fresh(job=its))
-    await cluster.delete(STATES, "j", "ns")
-    desk = desk_for(operator, its, {"status": status})
+    its = build_job(1, 0, checkpoint=CheckpointSpec(volume_claim_name="claim"))
+    operator, _ = await at_work(cluster, build_fresh(job=its))
+    await cluster.delete(TRAINING_JOB_STATES, "j", "ns")
+    desk = create_job_context(operator, its, {"status": status})
     for _ in range(3):
-        await reconcile(operator, desk)
-        await desk.errands.settled()
+        await reconcile_job(operator, desk)
+        await desk.effect_runner.wait_until_idle()
     pod = next(body for key, body in cluster.objects.items() if key[0] == "pods")
     mounts = next(its for its in pod["spec"]["containers"] if its["name"] == "trainer")["volumeMounts"]
     assert next(mount for mount in mounts if mount["mountPath"] == "/checkpoints").get("subPath") == folder
@@ -86,22 +86,22 @@ async def test_where_a_jobs_checkpoints_lie_on_its_claim_is_settled_when_it_begi
 
 async def test_a_list_of_pods_that_fails_is_no_news(cluster: FakeCluster) -> None:
     """A 429 at the operator's restart: nobody has gone because nobody could be seen."""
-    world = training(replicas=2, spares=1)
-    await written(cluster, world)
+    world = build_training(replicas=2, spares=1)
+    await store_job(cluster, world)
     cluster.failures["pods"] = [kopf.TemporaryError("429 too many requests")]
-    operator = Operator(Settings(), cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
+    operator = Operator(Settings(), cluster, JobRegistry(0.0), INSTALLATION, PrometheusClient("", "", ""))
     with pytest.raises(kopf.TemporaryError):
-        await operator.pods.read(cluster, ())
+        await operator.pods.refresh(cluster, ())
     assert not operator.pods.listed.is_set()
-    await operator.pods.read(cluster, ())
+    await operator.pods.refresh(cluster, ())
     cluster.failures["pods"] = [kopf.TemporaryError("429 too many requests")]
     with pytest.raises(kopf.TemporaryError):
-        await operator.pods.read(cluster, ())
-    desk = desk_for(operator, world.job, {})
-    await reconcile(operator, desk)
-    await desk.errands.settled()
-    assert desk.memory.draft is not None
-    state = desk.memory.draft.state
+        await operator.pods.refresh(cluster, ())
+    desk = create_job_context(operator, world.job, {})
+    await reconcile_job(operator, desk)
+    await desk.effect_runner.wait_until_idle()
+    assert desk.cache.desired is not None
+    state = desk.cache.desired.state
     assert [w.name for w in state.placement.workers if not w.leaving] == ["j-w0-0", "j-w1-0", "j-w2-0"]
     assert not state.incidents.current
 
@@ -109,45 +109,45 @@ async def test_a_list_of_pods_that_fails_is_no_news(cluster: FakeCluster) -> Non
 async def test_a_step_that_fails_costs_its_own_work_only_and_is_told(
     cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_observation: Observation, _policy: Policy) -> Draft:
+    def broken(_observation: Observation, _policy: Policy) -> DesiredState:
         raise ZeroDivisionError("a bug of ours")
 
     steps = tuple((name, broken if name == "suspect" else step) for name, step in STEPS)
     monkeypatch.setattr("pacekeeper_operator.decide.think.STEPS", steps)
-    world = change_worker(training(replicas=2, spares=1), "j-w1-0", gone=True)
-    thought = think(world, policy())
-    assert [incident.cause for incident in thought.draft.state.incidents.current] == [Cause.WORKER_LOST]
-    assert thought.failures == ("suspect: ZeroDivisionError('a bug of ours')",)
+    world = change_worker(build_training(replicas=2, spares=1), "j-w1-0", gone=True)
+    thought = evaluate_job(world, build_policy())
+    assert [incident.cause for incident in thought.desired.state.incidents.current] == [IncidentCause.WORKER_LOST]
+    assert thought.failed_steps == ("suspect: ZeroDivisionError('a bug of ours')",)
 
-    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
-    await reconcile(operator, desk)
+    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
+    await reconcile_job(operator, desk)
     assert "a bug of ours" in condition(cluster, "Hindered")["message"]
 
 
 async def test_a_write_that_is_refused_keeps_nobody_from_saying_so(cluster: FakeCluster) -> None:
     """Nothing is done that is not written, and the status is said all the same."""
-    world = training(replicas=2, spares=1)
+    world = build_training(replicas=2, spares=1)
     operator, desk = await at_work(cluster, world)
     await cluster.delete(PODS, "j-w1-0", "ns")
-    await operator.pods.read(cluster, ())
-    cluster.refusals["trainingjobstates"] = [Refused("etcdserver: request is too large")]
-    with pytest.raises(Refused):
-        await reconcile(operator, desk)
-    await desk.errands.settled()
+    await operator.pods.refresh(cluster, ())
+    cluster.refusals["trainingjobstates"] = [ObjectRejected("etcdserver: request is too large")]
+    with pytest.raises(ObjectRejected):
+        await reconcile_job(operator, desk)
+    await desk.effect_runner.wait_until_idle()
     assert condition(cluster, "Hindered")["status"] == "True"
     assert "too large" in condition(cluster, "Hindered")["message"]
     assert not [key for key in cluster.objects if key[0] == "incidents"], "it is not written, so it is not so"
-    await reconcile(operator, desk)
-    await desk.errands.settled()
+    await reconcile_job(operator, desk)
+    await desk.effect_runner.wait_until_idle()
     assert [key for key in cluster.objects if key[0] == "incidents"]
     assert condition(cluster, "Hindered")["status"] == "False"
 
 
 async def test_bookkeeping_that_cannot_be_read_is_told_with_its_remedy(cluster: FakeCluster) -> None:
-    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
     cluster.objects["trainingjobstates", "ns", "j"]["state"] = "rubbish"
     with pytest.raises(InputError):
-        await reconcile(operator, desk)
+        await reconcile_job(operator, desk)
     assert "delete it" in condition(cluster, "Hindered")["message"]
     await close_incidents_of_a_deleted_job(operator, desk)
 
@@ -157,28 +157,28 @@ def shown(name: str, **labels: str) -> float | None:
 
 
 async def test_what_is_said_of_the_job_is_shown_to_prometheus_until_nobody_looks_at_it(cluster: FakeCluster) -> None:
-    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
-    await reconcile(operator, desk)
+    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
+    await reconcile_job(operator, desk)
     status = cluster.objects["trainingjobs", "ns", "j"]["status"]
     assert shown("phase", phase=status["phase"]) == 1
     assert shown("workers", state="desired") == 2
     assert shown("restarts_left") == shown("restarts_allowed") == desk.job.spec.remediation.max_restarts
     cluster.objects["trainingjobstates", "ns", "j"]["state"] = "rubbish"
-    desk.memory.draft = None
+    desk.cache.desired = None
     with pytest.raises(InputError):
-        await reconcile(operator, desk)
+        await reconcile_job(operator, desk)
     assert shown("condition", condition="Hindered", reason="NotDone") == 1
     assert shown("restarts_left") is None, "nobody knows"
-    hide(desk.job)
+    hide_job_metrics(desk.job)
     assert shown("phase", phase=status["phase"]) is None
     assert shown("condition", condition="Hindered", reason="NotDone") is None
 
 
 def test_who_trains_with_fewer_or_more_workers_says_so() -> None:
-    four, none = training(replicas=4).plan, Plan()
+    four, none = build_training(replicas=4).plan, Plan()
     three = replace(four, members=four.members[:3])
-    assert (resized(four, three), resized(three, four)) == ("4 → 3", "3 → 4")
-    assert not any(resized(*pair) for pair in [(four, four), (none, four), (four, none)])
+    assert (describe_resize(four, three), describe_resize(three, four)) == ("4 → 3", "3 → 4")
+    assert not any(describe_resize(*pair) for pair in [(four, four), (none, four), (four, none)])
 
 
 class Stopped(asyncio.Event):
@@ -189,11 +189,11 @@ class Stopped(asyncio.Event):
 
 
 async def test_who_stops_keeping_a_job_shows_nothing_of_it_any_more(cluster: FakeCluster) -> None:
-    operator, _ = await at_work(cluster, training(replicas=2, spares=1))
-    await operator.nodes.read(cluster, ())
+    operator, _ = await at_work(cluster, build_training(replicas=2, spares=1))
+    await operator.nodes.refresh(cluster, ())
     body = {**cluster.objects["trainingjobs", "ns", "j"], "spec": {"replicas": 2, "template": {}}}
     stopped = Stopped()
-    handler: Any = keep  # kopf gives it more than it takes
+    handler: Any = run_job_loop  # kopf gives it more than it takes
     keeping = asyncio.create_task(handler(memo=kopf.Memo(operator=operator), body=body, stopped=stopped))
     async with asyncio.timeout(5):
         while shown("workers", state="desired") is None:  # noqa: ASYNC110  # a gauge can only be looked at
@@ -203,7 +203,7 @@ async def test_who_stops_keeping_a_job_shows_nothing_of_it_any_more(cluster: Fak
     assert shown("workers", state="desired") is None
 
 
-async def close_incidents_of_a_deleted_job(operator: Operator, desk: Desk) -> None:
+async def close_incidents_of_a_deleted_job(operator: Operator, desk: JobContext) -> None:
     """What cannot be read does not hold up its deletion: pods go by the API server's own word."""
     with pytest.raises(InputError):
         await close_incidents(operator, desk)
@@ -212,34 +212,34 @@ async def close_incidents_of_a_deleted_job(operator: Operator, desk: Desk) -> No
 
 
 async def test_who_does_not_lead_writes_nothing(cluster: FakeCluster) -> None:
-    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
+    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
     before = dict(cluster.objects)
-    operator.leads = lambda: False
+    operator.is_leader = lambda: False
     with pytest.raises(kopf.TemporaryError, match="Lease"):
-        await reconcile(operator, desk)
+        await reconcile_job(operator, desk)
     assert cluster.objects == before
 
 
 async def test_a_pass_that_fails_is_no_news_for_the_next_one(cluster: FakeCluster) -> None:
     """Or the loop goes round without a pause for as long as the Lease is not held."""
-    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
-    operator.leads = lambda: False
-    desk.memory.wake.set()
+    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
+    operator.is_leader = lambda: False
+    desk.cache.wake.set()
     with pytest.raises(kopf.TemporaryError, match="Lease"):
-        await reconcile(operator, desk)
-    assert not desk.memory.wake.is_set()
+        await reconcile_job(operator, desk)
+    assert not desk.cache.wake.is_set()
 
 
 async def test_bookkeeping_that_was_deleted_is_written_anew_and_nobody_is_replaced(cluster: FakeCluster) -> None:
-    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
-    await reconcile(operator, desk)
+    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
+    await reconcile_job(operator, desk)
     del cluster.objects["trainingjobstates", "ns", "j"]
     await cluster.delete(PODS, "j-w2-0", "ns")
-    await operator.pods.read(cluster, ())
+    await operator.pods.refresh(cluster, ())
     with pytest.raises(NotFound):
-        await reconcile(operator, desk)
-    await reconcile(operator, desk)
-    written = ledger.read(cluster.objects["trainingjobstates", "ns", "j"], "j").draft
+        await reconcile_job(operator, desk)
+    await reconcile_job(operator, desk)
+    written = ledger.decode_state(cluster.objects["trainingjobstates", "ns", "j"], "j").desired
     assert [member.worker for member in written.plan.members] == ["j-w0-0", "j-w1-0"]
 
 
@@ -247,49 +247,49 @@ async def test_bookkeeping_that_is_deleted_while_nothing_is_to_be_written_is_wri
     cluster: FakeCluster,
 ) -> None:
     """Or the operator after this one would find nothing, and replace all workers."""
-    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
-    await reconcile(operator, desk)
+    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
+    await reconcile_job(operator, desk)
     del cluster.objects["trainingjobstates", "ns", "j"]
-    await reconcile(operator, desk)
+    await reconcile_job(operator, desk)
     assert ("trainingjobstates", "ns", "j") not in cluster.objects, "it was looked for in each pass"
-    operator.memory.prove_by(await cluster.listing(STATES), "")
-    assert desk.memory.wake.is_set()
-    await reconcile(operator, desk)
-    written = ledger.read(cluster.objects["trainingjobstates", "ns", "j"], "j").draft
+    operator.jobs.verify_states(await cluster.list_with_version(TRAINING_JOB_STATES), "")
+    assert desk.cache.wake.is_set()
+    await reconcile_job(operator, desk)
+    written = ledger.decode_state(cluster.objects["trainingjobstates", "ns", "j"], "j").desired
     assert [member.worker for member in written.plan.members] == ["j-w0-0", "j-w1-0"]
 
 
 async def test_a_bookkeeping_that_becomes_illegible_is_said_so_until_somebody_helps(cluster: FakeCluster) -> None:
     """A pass that went on with what it remembers would say that all is well."""
-    operator, desk = await at_work(cluster, training(replicas=2, spares=1))
-    await reconcile(operator, desk)
+    operator, desk = await at_work(cluster, build_training(replicas=2, spares=1))
+    await reconcile_job(operator, desk)
     state = cluster.objects["trainingjobstates", "ns", "j"]
-    await cluster.replace(STATES, {**state, "plan": "rubbish"})
-    operator.memory.prove_by(await cluster.listing(STATES), "")
+    await cluster.replace(TRAINING_JOB_STATES, {**state, "plan": "rubbish"})
+    operator.jobs.verify_states(await cluster.list_with_version(TRAINING_JOB_STATES), "")
     for _ in range(3):
         with pytest.raises(InputError, match="cannot be read"):
-            await reconcile(operator, desk)
-    await cluster.replace(STATES, {**state, "metadata": cluster.objects["trainingjobstates", "ns", "j"]["metadata"]})
-    await reconcile(operator, desk)
+            await reconcile_job(operator, desk)
+    await cluster.replace(TRAINING_JOB_STATES, {**state, "metadata": cluster.objects["trainingjobstates", "ns", "j"]["metadata"]})
+    await reconcile_job(operator, desk)
 
 
 async def test_a_namespace_that_may_not_be_read_is_passed_over(cluster: FakeCluster) -> None:
     """It is being deleted, say, and its RoleBinding has gone."""
-    await written(cluster, training(replicas=2, spares=1))
+    await store_job(cluster, build_training(replicas=2, spares=1))
     settings = Settings(network_policies=False)
-    operator = Operator(settings, cluster, Memory(0.0), INSTALLATION, Prometheus("", "", ""))
+    operator = Operator(settings, cluster, JobRegistry(0.0), INSTALLATION, PrometheusClient("", "", ""))
     cluster.failures["pods"] = [Denied("pods is forbidden")]
-    await operator.pods.read(cluster, ("going", "ns"))
+    await operator.pods.refresh(cluster, ("going", "ns"))
     assert operator.pods.listed.is_set()
-    assert len(operator.pods.of(("ns", "j"))) == 3
+    assert len(operator.pods.get_group(("ns", "j"))) == 3
 
 
 def test_an_earlier_job_does_not_take_a_later_ones_place() -> None:
     """Its loop may still end while the job of its name is there again."""
-    memory, earlier = Memory(0.0), training().job
+    memory, earlier = JobRegistry(0.0), build_training().job
     later = replace(earlier, uid="later", created_at=earlier.created_at + 60)
-    known = memory.of(later)
-    assert memory.of(earlier) is not known
+    known = memory.get_or_create(later)
+    assert memory.get_or_create(earlier) is not known
     assert memory.find("ns", "j") is known
     memory.forget(earlier)
     assert memory.find("ns", "j") is known

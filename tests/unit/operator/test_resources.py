@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator.api import SIDECAR
+from pacekeeper_operator.api import SIDECAR_CONTAINER
 from pacekeeper_operator.resources import SIDECAR_RESOURCES, explain_denial
 from pacekeeper_operator.settings import Settings
 
@@ -98,13 +98,13 @@ REFUSED, COUNTS = "this is about container pacekeeper-sidecar", "container pacek
     ],
 )  # fmt: skip
 def test_a_denial_of_a_pod_names_the_sidecar_where_its_resources_are_refused_or_count(denial: str, words: str) -> None:
-    found = explain_denial(denial, SIDECAR_RESOURCES, SIDECAR)
+    found = explain_denial(denial, SIDECAR_RESOURCES, SIDECAR_CONTAINER)
     assert bool(found) == bool(words)
     assert words in found
     assert not found or found.endswith("by the chart's value sidecarResources)")
 
 
 def test_a_sidecar_without_resources_is_said_to_have_none() -> None:
-    found = explain_denial(LACKS.format("limits.cpu for: pacekeeper-sidecar"), {}, SIDECAR)
+    found = explain_denial(LACKS.format("limits.cpu for: pacekeeper-sidecar"), {}, SIDECAR_CONTAINER)
     assert "with no requests and limits" in found
-    assert not explain_denial(QUOTA.format("limits.memory=1280Mi"), {}, SIDECAR)
+    assert not explain_denial(QUOTA.format("limits.memory=1280Mi"), {}, SIDECAR_CONTAINER)

@@ -26,15 +26,15 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator, format_entered
+from pacekeeper_analysis.communicators import MAX_COMMUNICATORS, Communicator, format_entered
 from pacekeeper_analysis.diagnose import hang
-from pacekeeper_analysis.diagnose.gpu_health import Sign
-from pacekeeper_analysis.plan import EvidencePart, Profile, WorkerPlan
+from pacekeeper_analysis.diagnose.gpu_health import GpuSign
+from pacekeeper_analysis.plan import EvidencePart, ProfileRequest, WorkerPlan
 from pacekeeper_analysis.reading import parse_json
-from pacekeeper_analysis.records import ENTERED_PLACES
+from pacekeeper_analysis.records import MAX_ENTERED_GROUPS
 from pacekeeper_analysis.reports import (
-    MOST_GPUS,
-    MOST_RANKS,
+    MAX_WORKER_GPUS,
+    MAX_WORKER_RANKS,
     BlockedConnection,
     Evidence,
     GpuHealth,
@@ -45,22 +45,22 @@ from pacekeeper_analysis.reports import (
     RankWindow,
 )
 from pacekeeper_operator import certificates, connections, server
-from pacekeeper_operator.cluster import Cluster, Kind, Object
-from pacekeeper_operator.connections import Connections
-from pacekeeper_operator.files import Files
+from pacekeeper_operator.cluster import Cluster, ResourceKind, Object
+from pacekeeper_operator.connections import EndpointConnections
+from pacekeeper_operator.files import FileLimits
 from pacekeeper_operator.observe import faults
-from pacekeeper_operator.observe.memory import Contact, JobMemory, Memory
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.server import MAX_EVIDENCE_BYTES, MAX_FAULT_BYTES, MAX_HEARTBEAT_BYTES, application, serve
+from pacekeeper_operator.observe.memory import WorkerContact, JobCache, JobRegistry
+from pacekeeper_operator.runtime import OperatorRuntime
+from pacekeeper_operator.server import MAX_EVIDENCE_BYTES, MAX_FAULT_BYTES, MAX_HEARTBEAT_BYTES, create_application, serve_endpoint
 from pacekeeper_operator.services import sidecars, tokens
-from pacekeeper_operator.services.sidecars import Sidecars
-from tests.support.worlds import NOW, crash, stall, training
+from pacekeeper_operator.services.sidecars import SidecarService
+from tests.support.worlds import NOW, build_crash, build_stall, build_training
 
-WORLD = training(replicas=2, spares=1)
+WORLD = build_training(replicas=2, spares=1)
 Client = TestClient[web.Request, web.Application]
 
 
-class Clock(Runtime):
+class Clock(OperatorRuntime):
     """The real one, but that its clocks stand still until they are moved: what moves them is work."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Clock(Runtime):
     def monotonic(self) -> float:
         return self.at
 
-    def worked(self) -> float:
+    def thread_seconds(self) -> float:
         return self.at
 
 
@@ -88,7 +88,7 @@ class Reviews:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    async def create(self, _kind: Kind, body: Object) -> Object:
+    async def create(self, _kind: ResourceKind, body: Object) -> Object:
         self.asked += 1
         await self.gate.wait()
         if self.error is not None:
@@ -114,25 +114,25 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def memory() -> Memory:
-    return Memory(0.0)
+def memory() -> JobRegistry:
+    return JobRegistry(0.0)
 
 
 @pytest.fixture
-async def job(memory: Memory) -> JobMemory:
-    job = memory.of(WORLD.job)
-    job.publish(WORLD.draft, "1")
+async def job(memory: JobRegistry) -> JobCache:
+    job = memory.get_or_create(WORLD.job)
+    job.publish(WORLD.desired, "1")
     return job
 
 
 @pytest.fixture
-def served(memory: Memory, job: JobMemory, reviews: Reviews, clock: Clock) -> Sidecars:  # noqa: ARG001
-    return Sidecars(cast(Cluster, reviews), memory, clock)
+def served(memory: JobRegistry, job: JobCache, reviews: Reviews, clock: Clock) -> SidecarService:  # noqa: ARG001
+    return SidecarService(cast(Cluster, reviews), memory, clock)
 
 
 @pytest.fixture
-async def client(served: Sidecars, clock: Clock) -> AsyncIterator[Client]:
-    async with TestClient(TestServer(application(served, clock))) as client:
+async def client(served: SidecarService, clock: Clock) -> AsyncIterator[Client]:
+    async with TestClient(TestServer(create_application(served, clock))) as client:
         yield client
     assert not clock.failed.is_set()
 
@@ -158,7 +158,7 @@ BEAT = Heartbeat(worker="j-w0-0", state=LauncherState.RUNNING).to_json()
 async def test_a_worker_gets_its_own_part_of_the_plan(client: Client) -> None:
     answer = await client.post("/v1/plan", json=BEAT, **W0)
     assert answer.status == 200
-    assert WorkerPlan.from_json(await answer.json()) == WORLD.plan.part("j-w0-0")
+    assert WorkerPlan.from_json(await answer.json()) == WORLD.plan.build_worker_plan("j-w0-0")
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ async def test_a_malformed_body_is_refused(client: Client, body: bytes) -> None:
 )
 @pytest.mark.parametrize("told", [True, False], ids=["its length is told", "in pieces"])
 async def test_a_huge_body_is_refused_before_it_is_read(
-    client: Client, job: JobMemory, path: str, most: int, told: bool
+    client: Client, job: JobCache, path: str, most: int, told: bool
 ) -> None:
-    job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+    job.publish(WORLD.desired.with_plan(evidence_request="why"), "2")
     sent, endless = 0, 2**30
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -262,16 +262,16 @@ class TestBodies:
         begun, go_on = asyncio.Event(), asyncio.Event()
         first = asyncio.create_task(client.post("/v1/plan", data=halves(begun, go_on), **W0))
         await asyncio.wait_for(begun.wait(), 5)
-        bodies = client.app[server.BODIES]
-        await until(lambda: bodies.left < server.MAX_BODIES_BYTES)
+        bodies = client.app[server.BODY_BUDGET_KEY]
+        await until(lambda: bodies.remaining < server.MAX_BODIES_BYTES)
         second = asyncio.create_task(client.post("/v1/plan", json=BEAT, **W0))
         other = await client.post("/v1/plan", json=BEAT | {"worker": "j-w1-0"}, **as_worker("j-w1-0", "uid-1"))
         assert other.status == 200, "others do not wait for it"
-        assert bodies.left == server.MAX_BODIES_BYTES - MAX_HEARTBEAT_BYTES, "the second is not begun"
+        assert bodies.remaining == server.MAX_BODIES_BYTES - MAX_HEARTBEAT_BYTES, "the second is not begun"
         assert not second.done()
         go_on.set()
         assert [(await asyncio.wait_for(call, 5)).status for call in (first, second)] == [200, 200]
-        assert bodies.left == server.MAX_BODIES_BYTES
+        assert bodies.remaining == server.MAX_BODIES_BYTES
         assert not clock.failed.is_set()
 
     async def test_who_waits_for_its_turn_waits_no_longer_than_a_body_may_take(
@@ -281,14 +281,14 @@ class TestBodies:
         go_on = asyncio.Event()
         calls = [client.post("/v1/plan", data=halves(asyncio.Event(), go_on), **W0) for _ in range(3)]
         assert [answer.status for answer in await asyncio.gather(*calls)] == [408] * 3
-        assert client.app[server.BODIES].left == server.MAX_BODIES_BYTES
+        assert client.app[server.BODY_BUDGET_KEY].remaining == server.MAX_BODIES_BYTES
         assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200
 
     @pytest.mark.parametrize("told", [True, False], ids=["its length is told", "in pieces"])
     async def test_what_there_is_no_room_for_is_to_be_sent_again(self, client: Client, told: bool) -> None:
-        bodies = client.app[server.BODIES]
+        bodies = client.app[server.BODY_BUDGET_KEY]
         data = json.dumps(BEAT).encode()
-        bodies.left = least = (len(data) if told else MAX_HEARTBEAT_BYTES) - 1
+        bodies.remaining = least = (len(data) if told else MAX_HEARTBEAT_BYTES) - 1
 
         async def pieces() -> AsyncIterator[bytes]:
             yield data
@@ -296,28 +296,28 @@ class TestBodies:
         refused = await client.post("/v1/plan", data=data if told else pieces(), **W0)
         assert refused.status == 503
         assert refused.headers["Retry-After"]
-        assert bodies.left == least
-        bodies.left += 1
+        assert bodies.remaining == least
+        bodies.remaining += 1
         assert (await client.post("/v1/plan", data=data if told else pieces(), **W0)).status == 200
 
     async def test_what_is_refused_gives_its_room_back(self, client: Client) -> None:
         for body in (b"{", b"[]", b"x" * 2 * MAX_HEARTBEAT_BYTES):
             await client.post("/v1/plan", data=body, **W0)
-        assert client.app[server.BODIES].left == server.MAX_BODIES_BYTES
+        assert client.app[server.BODY_BUDGET_KEY].remaining == server.MAX_BODIES_BYTES
 
     @pytest.mark.parametrize(
         ("path", "most"),
         [
-            ("/v1/plan", server.MAX_HEARTBEAT_MARKS),
-            ("/v1/faults", server.MAX_FAULT_MARKS),
-            ("/v1/evidence/why", server.MAX_EVIDENCE_MARKS),
+            ("/v1/plan", server.MAX_HEARTBEAT_TOKENS),
+            ("/v1/faults", server.MAX_FAULT_TOKENS),
+            ("/v1/evidence/why", server.MAX_EVIDENCE_TOKENS),
         ],
     )
     @pytest.mark.parametrize("value", [b"{}", b"[]", b"1", b'"\\""', b'"\\\\"'], ids=str)
     async def test_a_crowd_of_values_is_refused_before_it_is_parsed(
-        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch, path: str, most: int, value: bytes
+        self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch, path: str, most: int, value: bytes
     ) -> None:
-        job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+        job.publish(WORLD.desired.with_plan(evidence_request="why"), "2")
         monkeypatch.setattr(server, "parse_json", None)
         answer = await client.post(path, data=b'{"x":[' + b",".join([value] * most) + b"]}", **W0)
         assert answer.status == 400
@@ -326,31 +326,31 @@ class TestBodies:
     async def test_a_crowd_of_groups_is_refused_before_it_is_read(
         self, client: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        fault = crash("j-w0-0", 0).to_json()
-        told = [{"entered": ",".join(["1:1"] * 500)}] * (server.MAX_FAULT_MARKS // 500 + 1)
+        fault = build_crash("j-w0-0", 0).to_json()
+        told = [{"entered": ",".join(["1:1"] * 500)}] * (server.MAX_FAULT_TOKENS // 500 + 1)
         monkeypatch.setattr(server, "Fault", None)
         for escaped in (False, True):
             body = json.dumps(fault | {"ranks": told})
             body = body.replace("entered", "\\u0065ntered").replace(",1", "\\u002c1") if escaped else body
             answer = await client.post("/v1/faults", data=body, **W0)
             assert answer.status == 400
-            assert str(server.MAX_FAULT_MARKS) in (await answer.json())["error"]
+            assert str(server.MAX_FAULT_TOKENS) in (await answer.json())["error"]
 
     @pytest.mark.parametrize("ranks", [7, [7], [{"entered": 7}]], ids=str)
     async def test_groups_that_are_none_are_refused_as_others_are(self, client: Client, ranks: Any) -> None:
-        body = crash("j-w0-0", 0).to_json() | {"ranks": ranks}
+        body = build_crash("j-w0-0", 0).to_json() | {"ranks": ranks}
         assert (await client.post("/v1/faults", json=body, **W0)).status == 400
 
     async def test_a_worker_whose_ranks_are_all_in_many_groups_has_room(
         self, client: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
-        entered = format_entered({2**32 - 1 - n: 2**40 for n in range(ENTERED_PLACES)})
+        entered = format_entered({2**32 - 1 - n: 2**40 for n in range(MAX_ENTERED_GROUPS)})
         stack = 'File "x", line 1, in f(a, b)\n' * 100
         rank = RankState(1, "TRAIN", 0.5, 1, "NONE", 1, 1, 1, 0.5, "S", True, stack, entered=entered)
-        groups = tuple(Communicator(identity, "0-1023") for identity in range(MOST_COMMUNICATORS))
+        groups = tuple(Communicator(identity, "0-1023") for identity in range(MAX_COMMUNICATORS))
         names, blocked = ("j-w1-0",) * 64, (BlockedConnection(0, "10.0.0.1:1", 2.0),) * 64
-        fault = replace(crash("j-w0-0", 0), ranks=(rank,) * 128, unreachable=names, missing=names, blocked=blocked)
+        fault = replace(build_crash("j-w0-0", 0), ranks=(rank,) * 128, unreachable=names, missing=names, blocked=blocked)
         fault = replace(fault, communicators=groups)
         assert (await client.post("/v1/faults", json=fault.to_json(), **W0)).status == 503, "it is looked into"
 
@@ -360,18 +360,18 @@ class TestBodies:
 
     async def test_a_worker_whose_gpus_all_show_all_signs_has_room(self, client: Client) -> None:
         most = 2**53
-        gpu = GpuHealth(f"GPU-{36 * 'f'}", tuple(map(str, Sign)), *(most,) * 8, 0.123456789, most, 1e6 / 3)
-        beat = BEAT | {"gpus": [asdict(gpu)] * MOST_GPUS}
+        gpu = GpuHealth(f"GPU-{36 * 'f'}", tuple(map(str, GpuSign)), *(most,) * 8, 0.123456789, most, 1e6 / 3)
+        beat = BEAT | {"gpus": [asdict(gpu)] * MAX_WORKER_GPUS}
         assert (await client.post("/v1/plan", json=beat, **W0)).status == 200
 
     async def test_the_fullest_reports_pass(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
-        beat = BEAT | {"unkillable_ranks": list(range(MOST_RANKS))}
+        beat = BEAT | {"unkillable_ranks": list(range(MAX_WORKER_RANKS))}
         assert (await client.post("/v1/plan", json=beat, **W0)).status == 200
         rank = RankState(1, "TRAIN", 0.5, 1, "NONE", 1, 1, 1, 0.5, "S", True, 'File "x", line 1, in f(a, b)\n' * 10)
         names = tuple(f"j-w{number}-0" for number in range(64))
-        groups = tuple(Communicator(identity, "0-1023") for identity in range(MOST_COMMUNICATORS))
-        fault = replace(crash("j-w0-0", 0), ranks=(rank,) * MOST_RANKS, unreachable=names, missing=names)
+        groups = tuple(Communicator(identity, "0-1023") for identity in range(MAX_COMMUNICATORS))
+        fault = replace(build_crash("j-w0-0", 0), ranks=(rank,) * MAX_WORKER_RANKS, unreachable=names, missing=names)
         fault = replace(fault, communicators=groups)
         assert (await client.post("/v1/faults", json=fault.to_json(), **W0)).status == 503, "it is looked into"
 
@@ -401,26 +401,26 @@ class TestWhatBodiesCost:
                 continue
             assert answer.headers["Retry-After"]
             clock.at += 0.25
-        assert 5.0 < 0.2 * read < 6.0 + sidecars.CALLS_AT_ONCE * sidecars.CALL_SECONDS + 0.2
+        assert 5.0 < 0.2 * read < 6.0 + sidecars.WORKER_CALL_BURST * sidecars.WORKER_CALL_COST_SECONDS + 0.2
         other = json.dumps(BEAT | {"worker": "j-w1-0"})
         assert (await client.post("/v1/plan", data=other, **as_worker("j-w1-0", "uid-1"))).status == 200
 
     @pytest.mark.usefixtures("dear")
-    async def test_counts_for_those_that_came_with_it(self, client: Client, served: Sidecars) -> None:
+    async def test_counts_for_those_that_came_with_it(self, client: Client, served: SidecarService) -> None:
         begun, go_on = asyncio.Event(), asyncio.Event()
         first = asyncio.create_task(client.post("/v1/plan", data=halves(begun, go_on), **W0))
         await asyncio.wait_for(begun.wait(), 5)
-        await until(lambda: client.app[server.BODIES].left < server.MAX_BODIES_BYTES)
+        await until(lambda: client.app[server.BODY_BUDGET_KEY].remaining < server.MAX_BODIES_BYTES)
         others = [asyncio.create_task(client.post("/v1/plan", json=BEAT, **W0)) for _ in range(19)]
         calls = served._calls._buckets[sidecars.Caller("ns", "j", "j-w0-0")]
-        await until(lambda: calls.left == sidecars.CALLS_AT_ONCE - 20)
+        await until(lambda: calls.left == sidecars.WORKER_CALL_BURST - 20)
         go_on.set()
         statuses = [(await asyncio.wait_for(call, 5)).status for call in (first, *others)]
         assert (statuses.count(200), statuses.count(429)) == (2, 18)
 
     @pytest.mark.parametrize("what", ["fault", "evidence"])
     async def test_counts_where_it_is_looked_at_later(
-        self, served: Sidecars, job: JobMemory, clock: Clock, monkeypatch: pytest.MonkeyPatch, what: str
+        self, served: SidecarService, job: JobCache, clock: Clock, monkeypatch: pytest.MonkeyPatch, what: str
     ) -> None:
         def fits(*_: Any) -> bool:
             clock.at += 0.5
@@ -428,19 +428,19 @@ class TestWhatBodiesCost:
 
         monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
         monkeypatch.setattr(Communicator, "fits", fits)
-        job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
+        job.publish(WORLD.desired.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
         groups = (Communicator(1, "0-1"),)
         for _ in range(2):
             caller = await served.authenticate(token("j-w0-0", "uid-0"), "")
             if what == "fault":
-                with pytest.raises(sidecars.NotYet):
-                    await served.take_fault(caller, replace(crash("j-w0-0", 0), communicators=groups))
+                with pytest.raises(sidecars.RetryLater):
+                    await served.receive_fault(caller, replace(build_crash("j-w0-0", 0), communicators=groups))
             else:
-                served.take_evidence(caller, Evidence("why", "j-w0-0", 1, communicators=groups))
-        with pytest.raises(tokens.TooMany):
+                served.receive_evidence(caller, Evidence("why", "j-w0-0", 1, communicators=groups))
+        with pytest.raises(tokens.TooManyRequests):
             await served.authenticate(token("j-w0-0", "uid-0"), "")
 
-    async def test_of_the_largest_honest_ones_is_never_too_much(self, served: Sidecars, clock: Clock) -> None:
+    async def test_of_the_largest_honest_ones_is_never_too_much(self, served: SidecarService, clock: Clock) -> None:
         heartbeat, stall, evidence = (1.0, 0.002), (30.0, 0.03), (1.5, 0.12)
         due = [(NOW + every, every, cost) for every, cost in (heartbeat, stall, stall, stall, stall, evidence)]
         while clock.at < NOW + 600:
@@ -448,14 +448,14 @@ class TestWhatBodiesCost:
             due[due.index(min(due))] = (at + every, every, cost)
             clock.at = max(clock.at, at)
             caller = await served.authenticate(token("j-w0-0", "uid-0"), "")
-            served.count_again(caller)
-            with served.charged(caller):
+            served.recheck_rate(caller)
+            with served.charge_time(caller):
                 clock.at += cost
 
-    async def test_of_a_process_that_stands_still_is_not_its_workers(self, served: Sidecars, clock: Clock) -> None:
+    async def test_of_a_process_that_stands_still_is_not_its_workers(self, served: SidecarService, clock: Clock) -> None:
         for _ in range(3):
             caller = await served.authenticate(token("j-w0-0", "uid-0"), "")
-            with served.charged(caller):
+            with served.charge_time(caller):
                 clock.at += 5
 
 
@@ -474,7 +474,7 @@ async def test_two_tokens_are_none(client: Client) -> None:
 
 
 async def test_a_defect_is_said_to_nobody_and_logged_once(
-    client: Client, job: JobMemory, caplog: pytest.LogCaptureFixture
+    client: Client, job: JobCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     cast(Any, job).contacts = None
     for _ in range(3):
@@ -484,19 +484,19 @@ async def test_a_defect_is_said_to_nobody_and_logged_once(
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
 
 
-async def heard(job: JobMemory) -> None:
+async def heard(job: JobCache) -> None:
     """Returns when the first of its workers has been."""
     async with asyncio.timeout(5):
         while not job.contacts:  # noqa: ASYNC110  # one of several tells nobody
             await asyncio.sleep(0)
 
 
-async def test_a_poll_is_held_until_the_plan_changes(client: Client, job: JobMemory) -> None:
+async def test_a_poll_is_held_until_the_plan_changes(client: Client, job: JobCache) -> None:
     version = WORLD.plan.version
     poll = asyncio.create_task(client.post(f"/v1/plan?after={version}&wait=10", json=BEAT, **W0))
     await heard(job)
     assert not poll.done()
-    changed = WORLD.draft.with_plan(checkpoint_request=7)
+    changed = WORLD.desired.with_plan(checkpoint_request=7)
     job.publish(changed, "2")
     answer = await asyncio.wait_for(poll, 5)
     assert (await answer.json())["checkpoint_request"] == 7
@@ -507,13 +507,13 @@ async def test_a_poll_without_news_ends_with_204(client: Client) -> None:
     assert answer.status == 204
 
 
-async def test_a_fault_is_taken_once_what_was_decided_is_written(client: Client, job: JobMemory) -> None:
-    fault = crash("j-w0-0", 0)
+async def test_a_fault_is_taken_once_what_was_decided_is_written(client: Client, job: JobCache) -> None:
+    fault = build_crash("j-w0-0", 0)
     post = asyncio.create_task(client.post("/v1/faults", json=fault.to_json(), **W0))
     await asyncio.wait_for(job.wake.wait(), 5)
     assert list(job.faults.values()) == [fault]
     assert not post.done()
-    job.publish(WORLD.draft.settle((fault.name,)), "2")
+    job.publish(WORLD.desired.settle_faults((fault.name,)), "2")
     assert (await asyncio.wait_for(post, 5)).status == 202
     assert not job.faults
     again = await client.post("/v1/faults", json=fault.to_json(), **W0)
@@ -522,19 +522,19 @@ async def test_a_fault_is_taken_once_what_was_decided_is_written(client: Client,
 
 async def test_a_fault_that_is_looked_into_is_to_be_sent_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.05)
-    answer = await client.post("/v1/faults", json=crash("j-w0-0", 0).to_json(), **W0)
+    answer = await client.post("/v1/faults", json=build_crash("j-w0-0", 0).to_json(), **W0)
     assert answer.status == 503
     assert answer.headers["Retry-After"]
 
 
 async def test_nobody_speaks_for_another(client: Client) -> None:
-    for path, body in (("/v1/faults", crash("j-w1-0", 1)), ("/v1/plan", Heartbeat(worker="j-w1-0"))):
+    for path, body in (("/v1/faults", build_crash("j-w1-0", 1)), ("/v1/plan", Heartbeat(worker="j-w1-0"))):
         answer = await client.post(path, json=body.to_json(), **W0)
         assert answer.status == 403, path
 
 
-async def test_evidence_is_kept_while_it_is_asked_for(client: Client, job: JobMemory) -> None:
-    job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+async def test_evidence_is_kept_while_it_is_asked_for(client: Client, job: JobCache) -> None:
+    job.publish(WORLD.desired.with_plan(evidence_request="why"), "2")
     old, new = (Evidence(request, "j-w0-0", 1) for request in ("before", "why"))
     for evidence in (old, new):
         answer = await client.post(f"/v1/evidence/{evidence.request}", json=evidence.to_json(), **W0)
@@ -544,8 +544,8 @@ async def test_evidence_is_kept_while_it_is_asked_for(client: Client, job: JobMe
     assert mismatch.status == 400
 
 
-async def test_evidence_about_other_ranks_or_groups_beyond_the_job_is_dropped(client: Client, job: JobMemory) -> None:
-    job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
+async def test_evidence_about_other_ranks_or_groups_beyond_the_job_is_dropped(client: Client, job: JobCache) -> None:
+    job.publish(WORLD.desired.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
     own, other = RankOperations(0, ""), RankOperations(1, "")
     for group, kept in ((Communicator(1, "0-1"), (own,)), (Communicator(1, "0-1048575"), ())):
         told = Evidence("why", "j-w0-0", 1, communicators=(group,), operations=(own, other))
@@ -555,24 +555,24 @@ async def test_evidence_about_other_ranks_or_groups_beyond_the_job_is_dropped(cl
 
 
 async def test_more_collectives_than_there_is_room_for_are_to_be_sent_again(
-    client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+    client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sidecars, "MAX_OPERATION_BYTES", 40)
     told = Evidence("why", "j-w0-0", 1).to_json()
     job.evidence["j-w1-0"] = Evidence("why", "j-w1-0", 1, operations=(RankOperations(1, "A" * 128),))
     for parts, status in ((PARTS, 503), (PARTS[:1], 202)):
-        job.publish(WORLD.draft.with_plan(evidence_request="why", evidence_parts=parts), "2")
+        job.publish(WORLD.desired.with_plan(evidence_request="why", evidence_parts=parts), "2")
         assert (await client.post("/v1/evidence/why", json=told, **W0)).status == status
 
 
-async def test_operations_that_are_none_are_refused(client: Client, job: JobMemory) -> None:
-    job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+async def test_operations_that_are_none_are_refused(client: Client, job: JobCache) -> None:
+    job.publish(WORLD.desired.with_plan(evidence_request="why"), "2")
     body = Evidence("why", "j-w0-0", 1).to_json() | {"operations": [{"rank": 0, "operations": "!"}]}
     assert (await client.post("/v1/evidence/why", json=body, **W0)).status == 400
     assert not job.evidence
 
 
-async def test_only_what_matters_wakes_the_loop(client: Client, job: JobMemory) -> None:
+async def test_only_what_matters_wakes_the_loop(client: Client, job: JobCache) -> None:
     await client.post("/v1/plan", json=BEAT, **W0)
     job.wake.clear()
     await client.post("/v1/plan", json=BEAT | {"step": 5}, **W0)
@@ -582,7 +582,7 @@ async def test_only_what_matters_wakes_the_loop(client: Client, job: JobMemory) 
     assert job.contacts["j-w0-0"].heartbeat.step == 5
 
 
-async def test_members_that_come_to_a_new_operator_wake_the_loop_once_all_have(client: Client, job: JobMemory) -> None:
+async def test_members_that_come_to_a_new_operator_wake_the_loop_once_all_have(client: Client, job: JobCache) -> None:
     job.wake.clear()
     await client.post("/v1/plan", json=BEAT, **W0)
     assert not job.wake.is_set()
@@ -591,7 +591,7 @@ async def test_members_that_come_to_a_new_operator_wake_the_loop_once_all_have(c
 
 
 @pytest.mark.parametrize("trouble", [{"state": "Lost"}, {"bad_loss_rank": 1}, {"refused": "too many ranks"}])
-async def test_one_that_is_in_trouble_wakes_it_at_once(client: Client, job: JobMemory, trouble: dict[str, Any]) -> None:
+async def test_one_that_is_in_trouble_wakes_it_at_once(client: Client, job: JobCache, trouble: dict[str, Any]) -> None:
     job.wake.clear()
     await client.post("/v1/plan", json=BEAT | trouble, **W0)
     assert job.wake.is_set()
@@ -602,70 +602,70 @@ class TestHolds:
         ("workers", "hold"),
         [(1, 3.0), (510, 3.0), (511, 5.0), (2_000, 12.0), (3_000, 20.0), (5_000, 30.0), (20_000, 30.0)],
     )
-    async def test_are_as_long_as_all_workers_together_need(self, served: Sidecars, workers: int, hold: float) -> None:
+    async def test_are_as_long_as_all_workers_together_need(self, served: SidecarService, workers: int, hold: float) -> None:
         served._polls = cast(Any, dict.fromkeys(range(workers)))
-        contact = Contact(Heartbeat(), NOW)
-        longest = max(served._hold(replace(contact, phase=part / 100), 3.0, 30.0) for part in range(100))
+        contact = WorkerContact(Heartbeat(), NOW)
+        longest = max(served._choose_hold_seconds(replace(contact, phase=part / 100), 3.0, 30.0) for part in range(100))
         assert hold <= longest <= (3.0 if hold == 3.0 else min(30.0, hold + 3.0))
-        assert served._hold(contact, 3.0, 0.0) == 3.0, "an older sidecar's"
-        assert served._hold(contact, 3.0, 4.0) <= 4.0
+        assert served._choose_hold_seconds(contact, 3.0, 0.0) == 3.0, "an older sidecar's"
+        assert served._choose_hold_seconds(contact, 3.0, 4.0) <= 4.0
 
-    async def test_come_to_an_end_one_after_the_other(self, served: Sidecars, clock: Clock) -> None:
+    async def test_come_to_an_end_one_after_the_other(self, served: SidecarService, clock: Clock) -> None:
         """So that the steps of a job are heard of more often than each worker's."""
         served._polls = cast(Any, dict.fromkeys(range(3_000)))
         for number in range(4):
             caller = sidecars.Caller("ns", "j", f"j-w{number}-0")
             with suppress(TimeoutError):
                 await served.poll(caller, Heartbeat(caller.worker), WORLD.plan.version, 0.0)
-        job = served._job(sidecars.Caller("ns", "j", "j-w0-0"))
-        ends = sorted((clock.monotonic() + served._hold(c, 3.0, 30.0)) % 20 for c in job.contacts.values())
+        job = served._get_job(sidecars.Caller("ns", "j", "j-w0-0"))
+        ends = sorted((clock.monotonic() + served._choose_hold_seconds(c, 3.0, 30.0)) % 20 for c in job.contacts.values())
         gaps = [(after - before) % 20 for before, after in zip(ends, [*ends[1:], ends[0]], strict=True)]
         assert 2 < min(gaps) <= max(gaps) < 8
 
-    async def test_a_worker_is_heard_until_its_machine_was_heard_last(self, served: Sidecars, clock: Clock) -> None:
+    async def test_a_worker_is_heard_until_its_machine_was_heard_last(self, served: SidecarService, clock: Clock) -> None:
         caller = sidecars.Caller("ns", "j", "j-w0-0")
-        job = served._job(caller)
+        job = served._get_job(caller)
         poll = asyncio.create_task(
             served.poll(caller, Heartbeat("j-w0-0"), WORLD.plan.version, 30.0, 30.0, lambda: 6.0)
         )
         await heard(job)
         contact = job.contacts["j-w0-0"]
         clock.at += 20.0
-        assert contact.heard(clock.now(), 10.0)
+        assert contact.is_reporting(clock.now(), 10.0)
         job.wake.clear()
         poll.cancel()  # its connection has ended
         await asyncio.gather(poll, return_exceptions=True)
         assert job.wake.is_set(), "its job is looked at"
-        assert contact.at == clock.now() - 6.0
+        assert contact.last_seen_at == clock.now() - 6.0
         clock.at += 3.0
-        assert contact.heard(clock.now(), 10.0)
+        assert contact.is_reporting(clock.now(), 10.0)
         clock.at += 2.0
-        assert not contact.heard(clock.now(), 10.0)
+        assert not contact.is_reporting(clock.now(), 10.0)
 
 
 class TestPolls:
-    async def test_a_new_one_ends_the_older_one_of_its_worker(self, client: Client, job: JobMemory) -> None:
+    async def test_a_new_one_ends_the_older_one_of_its_worker(self, client: Client, job: JobCache) -> None:
         path = f"/v1/plan?after={WORLD.plan.version}&wait=30"
         older = asyncio.create_task(client.post(path, json=BEAT, **W0))
         await heard(job)
         newer = asyncio.create_task(client.post(path, json=BEAT, **W0))
         assert (await asyncio.wait_for(older, 5)).status == 204
         assert not newer.done()
-        assert job.contacts["j-w0-0"].polling == 1
-        job.publish(WORLD.draft.with_plan(checkpoint_request=7), "2")
+        assert job.contacts["j-w0-0"].open_polls == 1
+        job.publish(WORLD.desired.with_plan(checkpoint_request=7), "2")
         assert (await asyncio.wait_for(newer, 5)).status == 200
 
-    async def test_a_heartbeat_in_between_ends_none(self, client: Client, job: JobMemory) -> None:
+    async def test_a_heartbeat_in_between_ends_none(self, client: Client, job: JobCache) -> None:
         held = asyncio.create_task(client.post(f"/v1/plan?after={WORLD.plan.version}&wait=30", json=BEAT, **W0))
         await heard(job)
         beat = await client.post(f"/v1/plan?after={WORLD.plan.version}&wait=0", json=BEAT, **W0)
         assert beat.status == 204
         assert not held.done()
-        job.publish(WORLD.draft.with_plan(checkpoint_request=7), "2")
+        job.publish(WORLD.desired.with_plan(checkpoint_request=7), "2")
         assert (await asyncio.wait_for(held, 5)).status == 200
 
     async def test_who_calls_without_end_is_told_to_wait(self, client: Client, clock: Clock) -> None:
-        statuses = [(await client.post("/v1/plan", json=BEAT, **W0)).status for _ in range(sidecars.CALLS_AT_ONCE + 1)]
+        statuses = [(await client.post("/v1/plan", json=BEAT, **W0)).status for _ in range(sidecars.WORKER_CALL_BURST + 1)]
         assert statuses[-2:] == [200, 429]
         other = BEAT | {"worker": "j-w1-0"}
         assert (await client.post("/v1/plan", json=other, **as_worker("j-w1-0", "uid-1"))).status == 200
@@ -678,33 +678,33 @@ class TestTokens:
         for _ in range(3):
             await client.post("/v1/plan", json=BEAT, **W0)
         assert reviews.asked == 1
-        clock.at += tokens.REVIEW_SECONDS
+        clock.at += tokens.TOKEN_REVIEW_TTL_SECONDS
         await client.post("/v1/plan", json=BEAT, **W0)
         assert reviews.asked == 2
 
     @pytest.mark.parametrize("there", [True, False])
     async def test_of_a_pod_that_is_known_to_stay_it_is_seldom_reviewed(
-        self, memory: Memory, job: JobMemory, reviews: Reviews, clock: Clock, there: bool
+        self, memory: JobRegistry, job: JobCache, reviews: Reviews, clock: Clock, there: bool
     ) -> None:
-        assert job.draft is not None
+        assert job.desired is not None
         stays = there
-        served = Sidecars(cast(Cluster, reviews), memory, clock, lambda holder: stays and holder.uid == "uid-0")
+        served = SidecarService(cast(Cluster, reviews), memory, clock, lambda holder: stays and holder.uid == "uid-0")
         proof = token("j-w0-0", "uid-0")
         for _ in range(10):
             await served.authenticate(proof, "192.0.2.1")
             clock.at += 14.0
         assert reviews.asked == (1 if there else 2)
-        clock.at += tokens.KNOWN_SECONDS
+        clock.at += tokens.LIVE_POD_TOKEN_TTL_SECONDS
         await served.authenticate(proof, "192.0.2.1")
         assert reviews.asked == (2 if there else 3), "for ever is never"
-        clock.at += tokens.REVIEW_SECONDS
+        clock.at += tokens.TOKEN_REVIEW_TTL_SECONDS
         stays, asked, reviews.error = False, reviews.asked, None
         await served.authenticate(proof, "192.0.2.1")
         assert reviews.asked == asked + 1, "its pod has gone: whether the token has, too, says the API server"
 
     async def test_those_that_came_together_are_not_due_together(self) -> None:
-        parts = [tokens._part(bytes([n])) for n in range(256)]
-        assert min(parts) * tokens.KNOWN_SECONDS > tokens.REVIEW_SECONDS
+        parts = [tokens._get_ttl_share(bytes([n])) for n in range(256)]
+        assert min(parts) * tokens.LIVE_POD_TOKEN_TTL_SECONDS > tokens.TOKEN_REVIEW_TTL_SECONDS
         assert max(parts) <= 1 < len(set(parts))
 
     async def test_many_calls_share_one_review(self, client: Client, reviews: Reviews) -> None:
@@ -715,7 +715,7 @@ class TestTokens:
         assert {(await call).status for call in calls} == {200}
         assert reviews.asked == 1
 
-    async def test_who_hangs_up_takes_nobodys_review_away(self, served: Sidecars, reviews: Reviews) -> None:
+    async def test_who_hangs_up_takes_nobodys_review_away(self, served: SidecarService, reviews: Reviews) -> None:
         reviews.gate.clear()
         good = token("j-w0-0", "uid-0")
         first, second = (asyncio.create_task(served.authenticate(good, "10.0.0.1")) for _ in range(2))
@@ -759,7 +759,7 @@ class TestTokens:
         for _ in range(3):
             assert (await client.post("/v1/plan", json=BEAT, **forged)).status == 401
         assert reviews.asked == 1
-        clock.at += tokens.REFUSED_SECONDS
+        clock.at += tokens.TOKEN_REFUSAL_TTL_SECONDS
         await client.post("/v1/plan", json=BEAT, **forged)
         assert reviews.asked == 2
 
@@ -769,9 +769,9 @@ class TestTokens:
         assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200
         storm = [as_worker("j-w0-0", "uid-0", forged=number) for number in range(1, 301)]
         statuses = [(await client.post("/v1/plan", json=BEAT, **bad)).status for bad in storm]
-        assert statuses.count(401) == tokens.REFUSED_AT_ONCE
+        assert statuses.count(401) == tokens.TOKEN_REFUSAL_BURST
         assert statuses[-1] == 429
-        assert reviews.asked == 1 + tokens.REFUSED_AT_ONCE
+        assert reviews.asked == 1 + tokens.TOKEN_REFUSAL_BURST
         assert (await client.post("/v1/plan", json=BEAT, **W0)).status == 200, "one that is known as good"
         clock.at += 10
         fresh = as_worker("j-w1-0", "uid-1")
@@ -779,11 +779,11 @@ class TestTokens:
         assert answer.status == 200, "one that is new, once the storm is over"
 
     async def test_good_ones_do_not_count(self, client: Client, reviews: Reviews, clock: Clock) -> None:
-        for number in range(2 * tokens.REFUSED_AT_ONCE):
-            clock.at += 1 / sidecars.CALLS_PER_SECOND
+        for number in range(2 * tokens.TOKEN_REFUSAL_BURST):
+            clock.at += 1 / sidecars.WORKER_CALLS_PER_SECOND
             answer = await client.post("/v1/plan", json=BEAT, **as_worker("j-w0-0", "uid-0", jti=number))
             assert answer.status == 200
-        assert reviews.asked == 2 * tokens.REFUSED_AT_ONCE
+        assert reviews.asked == 2 * tokens.TOKEN_REFUSAL_BURST
 
     async def test_an_api_server_that_is_away_refuses_nobody(
         self, client: Client, reviews: Reviews, caplog: pytest.LogCaptureFixture
@@ -812,7 +812,7 @@ class TestLevels:
 
     @pytest.mark.parametrize("name", ["membership", "round"])
     async def test_the_next_membership_and_round_have_room(self, client: Client, name: str) -> None:
-        near = WORLD.plan.membership + sidecars.FARTHEST_AHEAD
+        near = WORLD.plan.membership + sidecars.MAX_COUNTER_JUMP
         assert (await client.post("/v1/plan", json=BEAT | {name: near}, **W0)).status == 200
         answer = await client.post("/v1/plan", json=BEAT | {name: 10**9}, **W0)
         assert (answer.status, f"{name}: 1000000000 is far above the plan's" in await answer.text()) == (400, True)
@@ -824,42 +824,42 @@ class TestFaults:
         monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
 
     async def send(self, client: Client, name: str, **changes: Any) -> int:
-        fault = replace(crash("j-w0-0", 0), name=name, **changes)
+        fault = replace(build_crash("j-w0-0", 0), name=name, **changes)
         return (await client.post("/v1/faults", json=fault.to_json(), **W0)).status
 
-    async def test_a_name_is_its_workers_own(self, client: Client, job: JobMemory) -> None:
+    async def test_a_name_is_its_workers_own(self, client: Client, job: JobCache) -> None:
         for name in ("j-w1-0-rank-1-round-1", "x", "j-w0-0", "j-w0-0-" + "x" * 300):
             assert await self.send(client, name) == 400
         assert not job.faults
 
-    async def test_a_worker_tells_of_its_own_ranks_only_and_of_each_once(self, client: Client, job: JobMemory) -> None:
-        stalled, others = stall("j-w0-0", 0), stall("j-w1-0", 1).ranks
+    async def test_a_worker_tells_of_its_own_ranks_only_and_of_each_once(self, client: Client, job: JobCache) -> None:
+        stalled, others = build_stall("j-w0-0", 0), build_stall("j-w1-0", 1).ranks
         earlier = replace(stalled.ranks[0], step=1)
         told = replace(stalled, ranks=(earlier, *stalled.ranks, *others))
         assert (await client.post("/v1/faults", json=told.to_json(), **W0)).status == 503
         assert job.faults[stalled.name].ranks == stalled.ranks
 
     async def test_of_too_many_the_oldest_stay(
-        self, client: Client, job: JobMemory, clock: Clock, monkeypatch: pytest.MonkeyPatch
+        self, client: Client, job: JobCache, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(faults, "MAX_OF_WORKER", 3)
         statuses = [await self.send(client, f"j-w0-0-{number}") for number in range(5)]
         assert statuses == [503, 503, 503, 429, 429]
         assert list(job.faults) == ["j-w0-0-0", "j-w0-0-1", "j-w0-0-2"]
         assert await self.send(client, "j-w0-0-1") == 503, "one that is known is asked for again"
-        job.publish(WORLD.draft.settle(("j-w0-0-1",)), "2")
+        job.publish(WORLD.desired.settle_faults(("j-w0-0-1",)), "2")
         clock.at += 1
         assert await self.send(client, "j-w0-0-4") == 503, "there is room again"
 
     async def test_of_a_workers_stalls_the_newest_is_kept_and_the_others_need_no_answer(
-        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+        self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A rank that evaluates for half an hour has all others stall, again and again."""
         monkeypatch.setattr(faults, "MAX_OF_WORKER", 2)
 
         async def tell(number: int, round_: int = 1) -> int:
             fault = replace(
-                stall("j-w0-0", 0, noticed_at=NOW - 60 + number), name=f"j-w0-0-stall-{number}", round=round_
+                build_stall("j-w0-0", 0, noticed_at=NOW - 60 + number), name=f"j-w0-0-stall-{number}", round=round_
             )
             return (await client.post("/v1/faults", json=fault.to_json(), **W0)).status
 
@@ -871,26 +871,26 @@ class TestFaults:
         assert await tell(2, round_=2) == 503, "of a later round"
         assert list(job.faults) == ["j-w0-0-crash", "j-w0-0-stall-2"]
         assert await self.send(client, "j-w0-0-crash-2") == 429, "there is room for one more stall only"
-        other = stall("j-w1-0", 1)
+        other = build_stall("j-w1-0", 1)
         assert (await client.post("/v1/faults", json=other.to_json(), **as_worker("j-w1-0", "uid-1"))).status == 503
         assert other.name in job.faults
 
     async def test_a_stall_that_is_too_large_leaves_the_one_before(
-        self, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+        self, job: JobCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        first = stall("j-w0-0", 0, noticed_at=NOW)
+        first = build_stall("j-w0-0", 0, noticed_at=NOW)
         monkeypatch.setattr(faults, "MAX_BYTES_OF_WORKER", 2000)
-        assert job.faults.take(first, 3) == ""
-        large = replace(stall("j-w0-0", 0, noticed_at=NOW + 3), name="j-w0-0-large", error="x" * 1500)
-        assert "bytes" in job.faults.take(large, 3)
+        assert job.faults.add(first, 3) == ""
+        large = replace(build_stall("j-w0-0", 0, noticed_at=NOW + 3), name="j-w0-0-large", error="x" * 1500)
+        assert "bytes" in job.faults.add(large, 3)
         assert list(job.faults) == [first.name]
         again = replace(first, name="j-w0-0-again", noticed_at=NOW + 6)
         for number in range(100):  # of none does anything stay
             again = replace(again, name=f"j-w0-0-{number}", noticed_at=NOW + 6 + number)
-            assert job.faults.take(again, 3) == ""
+            assert job.faults.add(again, 3) == ""
         assert list(job.faults) == ["j-w0-0-99"]
 
-    async def test_what_is_sent_again_starts_no_pass(self, client: Client, job: JobMemory) -> None:
+    async def test_what_is_sent_again_starts_no_pass(self, client: Client, job: JobCache) -> None:
         job.wake.clear()
         assert await self.send(client, "j-w0-0-crash") == 503
         assert job.wake.is_set()
@@ -898,73 +898,73 @@ class TestFaults:
         assert await self.send(client, "j-w0-0-crash") == 503
         assert not job.wake.is_set()
 
-    async def test_a_stall_that_waits_is_answered_once_it_is_told_anew(self, job: JobMemory) -> None:
-        earlier, later = (replace(stall("j-w0-0", 0, noticed_at=NOW + at), name=f"j-w0-0-{at}") for at in (1, 2))
-        assert job.faults.take(earlier, 3) == ""
-        assert not job.faults.is_told_anew(earlier)
-        assert job.faults.take(later, 3) == ""
-        assert job.faults.is_told_anew(earlier)
-        assert not job.faults.is_told_anew(later)
-        job.faults.keep(lambda fault: fault.name != later.name)
+    async def test_a_stall_that_waits_is_answered_once_it_is_told_anew(self, job: JobCache) -> None:
+        earlier, later = (replace(build_stall("j-w0-0", 0, noticed_at=NOW + at), name=f"j-w0-0-{at}") for at in (1, 2))
+        assert job.faults.add(earlier, 3) == ""
+        assert not job.faults.is_superseded(earlier)
+        assert job.faults.add(later, 3) == ""
+        assert job.faults.is_superseded(earlier)
+        assert not job.faults.is_superseded(later)
+        job.faults.retain(lambda fault: fault.name != later.name)
         assert not job.faults
-        assert not job.faults.is_told_anew(earlier)
+        assert not job.faults.is_superseded(earlier)
 
-    async def test_their_bytes_count_too(self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_their_bytes_count_too(self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(faults, "MAX_BYTES_OF_WORKER", 3000)
         statuses = [await self.send(client, f"j-w0-0-{number}", error="x" * 1500) for number in range(2)]
         assert statuses == [503, 429]
         assert len(job.faults) == 1
 
     async def test_so_do_those_of_odd_characters_and_of_all_jobs(
-        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+        self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert await self.send(client, "j-w0-0-plain", error="x" * 4000) == 503
-        plain = job.faults.held
+        plain = job.faults.total_bytes
         assert await self.send(client, "j-w0-0-odd", error="\N{FIRE}" + "x" * 3999) == 503
-        assert job.faults.held - plain > 16_000, "each of its characters takes four bytes"
-        monkeypatch.setattr(sidecars, "MAX_HELD_FAULTS", job.faults.held - 1)
+        assert job.faults.total_bytes - plain > 16_000, "each of its characters takes four bytes"
+        monkeypatch.setattr(sidecars, "MAX_HELD_FAULTS", job.faults.total_bytes - 1)
         assert await self.send(client, "j-w0-0-long", error="x" * 4000) == 503, "it is taken in few words"
-        assert len(job.faults["j-w0-0-long"].error) == faults.FEW_CHARACTERS
+        assert len(job.faults["j-w0-0-long"].error) == faults.SHORTENED_FAULT_CHARACTERS
         monkeypatch.setattr(sidecars, "SURE_HELD_FAULTS", 0)
         assert await self.send(client, "j-w0-0-more") == 429
         assert await self.send(client, "j-w0-0-odd") == 503, "that one is held"
-        job.publish(WORLD.draft.settle(tuple(job.faults)), "2")
-        assert (job.faults.held, await self.send(client, "j-w0-0-more")) == (0, 503)
+        job.publish(WORLD.desired.settle_faults(tuple(job.faults)), "2")
+        assert (job.faults.total_bytes, await self.send(client, "j-w0-0-more")) == (0, 503)
 
     async def test_nobody_elses_keep_a_hang_from_being_judged(
-        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+        self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sidecars, "MAX_HELD_FAULTS", -1)
         monkeypatch.setattr(sidecars, "SURE_HELD_FAULTS", 0)
         for number in range(2):
-            told = stall(f"j-w{number}-0", number, culprit=number == 1, noticed_at=NOW)
+            told = build_stall(f"j-w{number}-0", number, culprit=number == 1, noticed_at=NOW)
             stack = 'File "a.py", line 1 in main\n' * 100 + 'File "b.py", line 7 in innermost'
             told = replace(told, ranks=(replace(told.ranks[0], stack=stack),), ras="x" * 2000)
             answer = await client.post("/v1/faults", json=told.to_json(), **as_worker(told.worker, f"uid-{number}"))
             assert answer.status == 503
         held = list(job.faults.values())
         assert [fault.ranks[0].stack for fault in held] == ['File "b.py", line 7 in innermost'] * 2
-        assert hang.verdict(held, 2) is not None
+        assert hang.diagnose_hang(held, 2) is not None
 
     async def test_a_jobs_are_bounded_whoever_sends_them(
-        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch
+        self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(faults, "MAX_FOR_EACH_WORKER", 0)
         monkeypatch.setattr(faults, "MAX_BESIDE", 1)
         assert await self.send(client, "j-w0-0-1") == 503
-        other = crash("j-w1-0", 1).to_json()
+        other = build_crash("j-w1-0", 1).to_json()
         answer = await client.post("/v1/faults", json=other, **as_worker("j-w1-0", "uid-1"))
         assert answer.status == 429
         assert answer.headers["Retry-After"]
         assert len(job.faults) == 1
 
-    async def test_those_of_a_worker_that_is_gone_make_room(self, job: JobMemory) -> None:
-        for number in range(faults.MAX_OF_WORKER):
-            assert job.faults.take(crash("j-w0-0", number), 3) == ""
-        assert job.faults.take(crash("j-w0-0", 99), 3)
-        job.publish(WORLD.draft.with_placement(workers=WORLD.state.placement.workers[1:]), "2")
+    async def test_those_of_a_worker_that_is_gone_make_room(self, job: JobCache) -> None:
+        for number in range(faults.MAX_FAULTS_PER_WORKER):
+            assert job.faults.add(build_crash("j-w0-0", number), 3) == ""
+        assert job.faults.add(build_crash("j-w0-0", 99), 3)
+        job.publish(WORLD.desired.with_placement(workers=WORLD.state.placement.workers[1:]), "2")
         assert not job.faults
-        assert job.faults.take(crash("j-w0-0", 99), 3) == ""
+        assert job.faults.add(build_crash("j-w0-0", 99), 3) == ""
 
 
 class TestClocks:
@@ -972,10 +972,10 @@ class TestClocks:
 
     @pytest.mark.parametrize("off", [-7200.0, 0.0, 7200.0])
     async def test_a_fault_is_placed_by_its_age(
-        self, client: Client, job: JobMemory, monkeypatch: pytest.MonkeyPatch, off: float
+        self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch, off: float
     ) -> None:
         monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
-        fault = crash("j-w0-0", 0, noticed_at=NOW + off - 3, sent_at=NOW + off)
+        fault = build_crash("j-w0-0", 0, noticed_at=NOW + off - 3, sent_at=NOW + off)
         await client.post("/v1/faults", json=fault.to_json(), **W0)
         assert next(iter(job.faults.values())).noticed_at == pytest.approx(NOW - 3)
 
@@ -991,19 +991,19 @@ class TestClocks:
     async def test_nothing_made_up_leaves_the_last_hour(
         self,
         client: Client,
-        job: JobMemory,
+        job: JobCache,
         monkeypatch: pytest.MonkeyPatch,
         noticed: float,
         sent: float,
         placed: float,
     ) -> None:
         monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
-        fault = crash("j-w0-0", 0, noticed_at=noticed, sent_at=sent)
+        fault = build_crash("j-w0-0", 0, noticed_at=noticed, sent_at=sent)
         await client.post("/v1/faults", json=fault.to_json(), **W0)
         assert next(iter(job.faults.values())).noticed_at == placed
 
     async def test_a_first_step_is_placed_by_its_age_and_stays_there(
-        self, client: Client, job: JobMemory, clock: Clock
+        self, client: Client, job: JobCache, clock: Clock
     ) -> None:
         theirs = NOW - 7200
         beat = BEAT | {"first_step_at": theirs - 40, "round_started_at": theirs - 50, "sent_at": theirs}
@@ -1015,16 +1015,16 @@ class TestClocks:
         clock.at += 30  # of which the message was on its way for 10
         await client.post("/v1/plan", json=beat | {"sent_at": theirs + 20}, **W0)
         assert job.contacts["j-w0-0"].heartbeat.first_step_at == heard.first_step_at
-        assert job.contacts["j-w0-0"].at == clock.at
+        assert job.contacts["j-w0-0"].last_seen_at == clock.at
         assert not job.wake.is_set(), "nothing has happened"
 
-    async def test_a_step_of_the_future_was_just_now(self, client: Client, job: JobMemory) -> None:
+    async def test_a_step_of_the_future_was_just_now(self, client: Client, job: JobCache) -> None:
         await client.post("/v1/plan", json=BEAT | {"first_step_at": NOW + 999.0, "sent_at": NOW}, **W0)
         assert job.contacts["j-w0-0"].heartbeat.first_step_at == NOW
 
 
-async def test_nobody_measures_for_another(client: Client, job: JobMemory) -> None:
-    job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+async def test_nobody_measures_for_another(client: Client, job: JobCache) -> None:
+    job.publish(WORLD.desired.with_plan(evidence_request="why"), "2")
     anothers = Evidence("why", "j-w1-0", 1).to_json()
     assert (await client.post("/v1/evidence/why", json=anothers, **W0)).status == 403
     own, others = (RankWindow(rank, (1,), (0.1,), (0.1,), (1,)) for rank in (0, 1))
@@ -1033,17 +1033,17 @@ async def test_nobody_measures_for_another(client: Client, job: JobMemory) -> No
     assert job.evidence["j-w0-0"].windows == (own,)
 
 
-async def test_a_spares_evidence_is_not_read(client: Client, job: JobMemory) -> None:
-    job.publish(WORLD.draft.with_plan(evidence_request="why"), "2")
+async def test_a_spares_evidence_is_not_read(client: Client, job: JobCache) -> None:
+    job.publish(WORLD.desired.with_plan(evidence_request="why"), "2")
     answer = await client.post("/v1/evidence/why", data=b"x" * 2 * MAX_EVIDENCE_BYTES, **as_worker("j-w2-0", "uid-2"))
     assert answer.status == 202
     assert not job.evidence
 
 
 class TestConnections:
-    async def test_of_one_address_are_bounded(self, served: Sidecars, clock: Clock) -> None:
-        held = Connections(most_of_address=2)
-        async with serve(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
+    async def test_of_one_address_are_bounded(self, served: SidecarService, clock: Clock) -> None:
+        held = EndpointConnections(max_per_address=2)
+        async with serve_endpoint(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
             first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
             await until(lambda: held.total == 2)
             refused, third = await asyncio.open_connection("127.0.0.1", port)
@@ -1054,19 +1054,19 @@ class TestConnections:
                 assert b"200" in await reader.readline()
                 writer.close()
             await until(lambda: held.total == 0)
-            assert not held.of_address
+            assert not held.counts_by_address
 
     @pytest.mark.parametrize("secure", [False, True], ids=["plain", "TLS"])
     async def test_of_those_without_a_token_the_oldest_makes_room(
-        self, served: Sidecars, clock: Clock, secure: bool
+        self, served: SidecarService, clock: Clock, secure: bool
     ) -> None:
         body = json.dumps(BEAT).encode()
         request = (
             f"POST /v1/plan HTTP/1.1\r\nHost: x\r\nAuthorization: {W0['headers']['Authorization']}\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode() + body
-        held = Connections(most_at_the_door=2, patience=0.0)
-        async with serve(served, clock, 0, shown() if secure else None, address="127.0.0.1", connections=held) as port:
+        held = EndpointConnections(max_unauthenticated=2, grace_seconds=0.0)
+        async with serve_endpoint(served, clock, 0, shown() if secure else None, address="127.0.0.1", connections=held) as port:
             reader, known = await asyncio.open_connection("127.0.0.1", port, ssl=trusting() if secure else None)
             known.write(request)
             await asyncio.wait_for(reader.readuntil(b"}"), 5)
@@ -1080,15 +1080,15 @@ class TestConnections:
             await until(lambda: held.total == 1)
             known.close()
             await until(lambda: held.total == 0)
-            assert not held._door
+            assert not held._unauthenticated
 
-    async def test_that_say_nothing_leave_nothing_behind(self, served: Sidecars, clock: Clock) -> None:
+    async def test_that_say_nothing_leave_nothing_behind(self, served: SidecarService, clock: Clock) -> None:
         """The kubelet's probes, for as long as nothing looks for circles of objects."""
-        held = Connections()
+        held = EndpointConnections()
         gc.collect()
         gc.disable()
         try:
-            async with serve(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
+            async with serve_endpoint(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
                 for _ in range(3):
                     _, writer = await asyncio.open_connection("127.0.0.1", port)
                     await until(lambda: held.total == 1)
@@ -1099,21 +1099,21 @@ class TestConnections:
             gc.enable()
 
     async def test_that_say_nothing_are_closed_in_time(
-        self, served: Sidecars, clock: Clock, monkeypatch: pytest.MonkeyPatch
+        self, served: SidecarService, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.05)
-        held = Connections()
-        async with serve(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
+        held = EndpointConnections()
+        async with serve_endpoint(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             assert await closed(reader)
             writer.close()
             assert held.total == 0
 
-    async def test_have_small_buffers(self, served: Sidecars, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_have_small_buffers(self, served: SidecarService, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
         """Fails with a Python whose asyncio has these by other names: find them, or measure a connection anew."""
         monkeypatch.setattr(asyncio.sslproto.SSLProtocol, "max_size", 256 * 2**10)
         monkeypatch.setattr(asyncio.constants, "FLOW_CONTROL_HIGH_WATER_SSL_READ", 256)
-        async with serve(served, clock, 0, shown(), address="127.0.0.1"):
+        async with serve_endpoint(served, clock, 0, shown(), address="127.0.0.1"):
             loop = asyncio.get_running_loop()
             made: Any = asyncio.sslproto.SSLProtocol(
                 loop, asyncio.Protocol(), shown(), loop.create_future(), server_side=True
@@ -1128,24 +1128,24 @@ class TestConnections:
         told = tmp_path / "memory.max"
         if limit:
             told.write_text(f"{limit}\n")
-        assert connections.most_by_memory(told) == most
+        assert connections.compute_max_by_memory(told) == most
 
     def test_are_no_more_than_there_are_files_for(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        few = Files(1_024)
-        assert connections.most_connections(tmp_path / "none", Files(2**20)) == 3072
-        assert connections.most_connections(tmp_path / "none", few) == few.connections < 3072
-        Connections(most=few.connections).say_room()
+        few = FileLimits(1_024)
+        assert connections.compute_max_connections(tmp_path / "none", FileLimits(2**20)) == 3072
+        assert connections.compute_max_connections(tmp_path / "none", few) == few.connections < 3072
+        EndpointConnections(max_total=few.connections).report_capacity()
         assert f"room for {few.connections} connections" in caplog.text
 
     def test_and_bodies_take_less_than_half_of_the_usual_memory(self, tmp_path: Path) -> None:
-        held = connections.most_by_memory(tmp_path / "none") * connections.CONNECTION_BYTES
-        assert held + server.MAX_BODIES_BYTES < connections.USUAL_MEMORY / 2
+        held = connections.compute_max_by_memory(tmp_path / "none") * connections.CONNECTION_BYTES
+        assert held + server.MAX_BODIES_BYTES < connections.DEFAULT_MEMORY_BYTES / 2
         values = yaml.safe_load((Path(__file__).parents[3] / "charts/pacekeeper/values.yaml").read_text())
-        assert values["resources"]["limits"]["memory"] == f"{connections.USUAL_MEMORY // 2**20}Mi"
+        assert values["resources"]["limits"]["memory"] == f"{connections.DEFAULT_MEMORY_BYTES // 2**20}Mi"
 
-    async def test_count_before_they_have_said_anything(self, served: Sidecars, clock: Clock) -> None:
-        held = Connections(most=1)
-        async with serve(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
+    async def test_count_before_they_have_said_anything(self, served: SidecarService, clock: Clock) -> None:
+        held = EndpointConnections(max_total=1)
+        async with serve_endpoint(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
             _, silent = await asyncio.open_connection("127.0.0.1", port)
             await until(lambda: held.total == 1)
             refused, second = await asyncio.open_connection("127.0.0.1", port)
@@ -1156,14 +1156,14 @@ class TestConnections:
             silent.close()
 
     @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="the machine has no IPv6")
-    async def test_come_by_both_protocols(self, served: Sidecars, clock: Clock) -> None:
-        async with serve(served, clock, 0, None) as port, aiohttp.ClientSession() as session:
+    async def test_come_by_both_protocols(self, served: SidecarService, clock: Clock) -> None:
+        async with serve_endpoint(served, clock, 0, None) as port, aiohttp.ClientSession() as session:
             for host in ("127.0.0.1", "[::1]"):
                 async with session.get(f"http://{host}:{port}/healthz") as answer:
                     assert answer.status == 200
 
     async def test_what_is_not_http_is_answered_and_not_logged(
-        self, served: Sidecars, clock: Clock, caplog: pytest.LogCaptureFixture
+        self, served: SidecarService, clock: Clock, caplog: pytest.LogCaptureFixture
     ) -> None:
         requests = [
             b"garbage\r\n\r\n",
@@ -1172,7 +1172,7 @@ class TestConnections:
             b"POST /v1/plan HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
             b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\xff: \xff\r\n\r\n",
         ]
-        async with serve(served, clock, 0, None, address="127.0.0.1") as port:
+        async with serve_endpoint(served, clock, 0, None, address="127.0.0.1") as port:
             for request in requests:
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(request)
@@ -1182,18 +1182,18 @@ class TestConnections:
                 writer.close()
         assert not caplog.records
 
-    async def test_an_idle_one_is_closed(self, served: Sidecars, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_an_idle_one_is_closed(self, served: SidecarService, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, "IDLE_SECONDS", 0.1)
-        async with serve(served, clock, 0, None, address="127.0.0.1") as port:
+        async with serve_endpoint(served, clock, 0, None, address="127.0.0.1") as port:
             for begun in (b"", b"POST /v1/plan HTTP/1.1\r\nHost:"):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(begun)
                 assert await closed(reader), begun
                 writer.close()
 
-    async def test_at_a_full_door_each_has_its_time(self, served: Sidecars, clock: Clock) -> None:
-        held = Connections(most_at_the_door=2, patience=30.0)
-        async with serve(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
+    async def test_at_a_full_door_each_has_its_time(self, served: SidecarService, clock: Clock) -> None:
+        held = EndpointConnections(max_unauthenticated=2, grace_seconds=30.0)
+        async with serve_endpoint(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
             first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
             await until(lambda: held.total == 2)
             reader, third = await asyncio.open_connection("127.0.0.1", port)
@@ -1206,25 +1206,25 @@ class TestConnections:
             for writer in (first[1][1], third):
                 writer.close()
             await until(lambda: held.total == 0)
-            assert not held._at_the_door
+            assert not held._unauthenticated_counts
 
     async def test_who_crowds_the_door_makes_room_at_once(
-        self, served: Sidecars, clock: Clock, monkeypatch: pytest.MonkeyPatch
+        self, served: SidecarService, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connections, "DOOR_OF_ADDRESS", 2)
-        held = Connections(most_at_the_door=4, patience=30.0)
-        async with serve(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
+        held = EndpointConnections(max_unauthenticated=4, grace_seconds=30.0)
+        async with serve_endpoint(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
             patient = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
             await until(lambda: held.total == 1)
             crowd = [await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.3", 0)) for _ in range(4)]
             assert await closed(crowd[0][0])
             await until(lambda: held.total == 4)
-            assert held.of_address == {"127.0.0.2": 1, "127.0.0.3": 3}
+            assert held.counts_by_address == {"127.0.0.2": 1, "127.0.0.3": 3}
             for _, writer in (patient, *crowd):
                 writer.close()
             await until(lambda: held.total == 0)
 
-    async def test_thousands_at_once_are_all_served_in_turn(self, served: Sidecars, clock: Clock) -> None:
+    async def test_thousands_at_once_are_all_served_in_turn(self, served: SidecarService, clock: Clock) -> None:
         context = trusting()  # one for all: it reads the machine's list of authorities
 
         async def call(port: int, number: int) -> bytes:
@@ -1236,15 +1236,15 @@ class TestConnections:
             writer.close()
             return status
 
-        held = Connections(most_at_the_door=8)
-        async with serve(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
+        held = EndpointConnections(max_unauthenticated=8)
+        async with serve_endpoint(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
             answers = await asyncio.gather(*(call(port, number) for number in range(200)))
         assert {answer.split()[1] for answer in answers} == {b"200"}
 
-    async def test_the_kernel_asks_after_the_other_side(self, served: Sidecars, clock: Clock) -> None:
+    async def test_the_kernel_asks_after_the_other_side(self, served: SidecarService, clock: Clock) -> None:
         """So a machine that is gone does not hold its poll for longer than a short one would last."""
-        held, began = Connections(), time.monotonic() - 0.1  # the kernel counts in ticks
-        async with serve(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
+        held, began = EndpointConnections(), time.monotonic() - 0.1  # the kernel counts in ticks
+        async with serve_endpoint(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             await until(lambda: held.total == 1)
             (connection,) = held._open.values()
@@ -1252,32 +1252,32 @@ class TestConnections:
                 assert connection.getsockopt(socket.IPPROTO_TCP, option)
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             await asyncio.sleep(0.2)
-            assert 0.2 <= connection.unheard_seconds <= time.monotonic() - began
+            assert 0.2 <= connection.silent_seconds <= time.monotonic() - began
             writer.close()
             await until(lambda: held.total == 0)
-            at_the_end = connection.unheard_seconds
+            at_the_end = connection.silent_seconds
             assert at_the_end <= time.monotonic() - began
             await asyncio.sleep(0.1)
-            assert connection.unheard_seconds == at_the_end
+            assert connection.silent_seconds == at_the_end
 
-    async def test_a_poll_ends_with_its_connection(self, served: Sidecars, clock: Clock, job: JobMemory) -> None:
+    async def test_a_poll_ends_with_its_connection(self, served: SidecarService, clock: Clock, job: JobCache) -> None:
         body = json.dumps(BEAT).encode()
         request = (
             f"POST /v1/plan?after={WORLD.plan.version}&wait=30 HTTP/1.1\r\nHost: x\r\n"
             f"Authorization: {W0['headers']['Authorization']}\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        async with serve(served, clock, 0, None, address="127.0.0.1") as port:
+        async with serve_endpoint(served, clock, 0, None, address="127.0.0.1") as port:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request.encode() + body)
             await heard(job)
-            assert job.contacts["j-w0-0"].polling == 1
+            assert job.contacts["j-w0-0"].open_polls == 1
             writer.close()
-            await until(lambda: job.contacts["j-w0-0"].polling == 0)
+            await until(lambda: job.contacts["j-w0-0"].open_polls == 0)
 
 
 def shown() -> ssl.SSLContext:
     """With a certificate that nobody trusts."""
-    return certificates.create(datetime.now(UTC)).serving(("127.0.0.1",), datetime.now(UTC)).context()
+    return certificates.create_authority(datetime.now(UTC)).issue_serving_certificate(("127.0.0.1",), datetime.now(UTC)).to_ssl_context()
 
 
 def trusting() -> ssl.SSLContext:
@@ -1302,34 +1302,34 @@ async def until(condition: Callable[[], bool]) -> None:
 
 class TestPatterns:
     @pytest.fixture
-    async def asked(self, job: JobMemory) -> JobMemory:
-        job.publish(WORLD.draft.with_plan(profile=Profile("profile-7", 100)), "2")
+    async def asked(self, job: JobCache) -> JobCache:
+        job.publish(WORLD.desired.with_plan(profile=ProfileRequest("profile-7", 100)), "2")
         return job
 
-    async def test_are_kept_as_they_came_while_they_are_asked_for(self, client: Client, asked: JobMemory) -> None:
+    async def test_are_kept_as_they_came_while_they_are_asked_for(self, client: Client, asked: JobCache) -> None:
         assert (await client.post("/v1/patterns/profile-7/0", data=b'{"any":1}', **W0)).status == 202
-        assert asked.patterns == {0: b'{"any":1}'}
-        assert asked.patterns_at > 0.0
-        asked.publish(WORLD.draft, "3")
-        assert asked.patterns == {}
+        assert asked.profile_answers == {0: b'{"any":1}'}
+        assert asked.last_profile_answer_at > 0.0
+        asked.publish(WORLD.desired, "3")
+        assert asked.profile_answers == {}
 
     @pytest.mark.parametrize("path", ["profile-6/0", "profile-7/1", "profile-7/999"], ids=str)
     async def test_of_other_windows_and_ranks_are_not_even_read(
-        self, client: Client, asked: JobMemory, path: str
+        self, client: Client, asked: JobCache, path: str
     ) -> None:
         assert (await client.post(f"/v1/patterns/{path}", data=b"x" * 2**20, **W0)).status == 202
-        assert asked.patterns == {}
+        assert asked.profile_answers == {}
 
-    async def test_are_bounded(self, client: Client, asked: JobMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_are_bounded(self, client: Client, asked: JobCache, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (await client.post("/v1/patterns/profile-7/0", data=b"x" * 2**15, **W0)).status == 413
         assert (await client.post("/v1/patterns/profile-7/0", data=b"[" * 5000, **W0)).status == 400
         assert (await client.post("/v1/patterns/profile-7/x", data=b"{}", **W0)).status == 400
         monkeypatch.setattr(sidecars, "MAX_PATTERN_BYTES", -1)
         assert (await client.post("/v1/patterns/profile-7/0", data=b"{}", **W0)).status == 503
-        assert asked.patterns == {}
+        assert asked.profile_answers == {}
 
-    async def test_all_of_them_wake_the_loop(self, client: Client, asked: JobMemory) -> None:
-        asked.patterns = dict.fromkeys(range(1, WORLD.plan.world_size), b"{}")
+    async def test_all_of_them_wake_the_loop(self, client: Client, asked: JobCache) -> None:
+        asked.profile_answers = dict.fromkeys(range(1, WORLD.plan.world_size), b"{}")
         asked.wake.clear()
         await client.post("/v1/patterns/profile-7/0", data=b"{}", **W0)
         assert asked.wake.is_set()

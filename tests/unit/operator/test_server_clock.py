@@ -8,15 +8,15 @@ import pytest
 
 from pacekeeper_operator.api import RunPolicySpec
 from pacekeeper_operator.decide import stages, workforce
-from pacekeeper_operator.decide.think import effects
-from pacekeeper_operator.decide.workforce import OVERDUE_SECONDS
+from pacekeeper_operator.decide.think import list_effects
+from pacekeeper_operator.decide.workforce import POD_DELETION_OVERDUE_SECONDS
 from pacekeeper_operator.effects import DeleteJob
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.server_clock import TOLERANCE_SECONDS, ServerClock
-from tests.support.worlds import NOW, change_worker, job, policy, training
+from pacekeeper_operator.runtime import OperatorRuntime
+from pacekeeper_operator.server_clock import CLOCK_TOLERANCE_SECONDS, ServerClock
+from tests.support.worlds import NOW, change_worker, build_job, build_policy, build_training
 
 
-class Clock(Runtime):
+class Clock(OperatorRuntime):
     def __init__(self) -> None:
         super().__init__()
         self.wall, self.elapsed = NOW, 5.0
@@ -34,22 +34,22 @@ class Clock(Runtime):
 
 @pytest.mark.parametrize(
     ("ahead", "agrees"),
-    [(0.0, True), (TOLERANCE_SECONDS - 1, True), (TOLERANCE_SECONDS + 1, False), (-3600.0, False), (10_800.0, False)],
+    [(0.0, True), (CLOCK_TOLERANCE_SECONDS - 1, True), (CLOCK_TOLERANCE_SECONDS + 1, False), (-3600.0, False), (10_800.0, False)],
 )
 def test_it_is_compared_with_the_newest_answer(ahead: float, agrees: bool) -> None:
     runtime = Clock()
     clock = ServerClock(runtime)
-    clock.hear(NOW - ahead)
+    clock.record_date(NOW - ahead)
     assert clock.agrees is agrees
-    assert clock.ahead == ahead
-    clock.hear(NOW)
+    assert clock.seconds_ahead == ahead
+    clock.record_date(NOW)
     assert clock.agrees
 
 
 def test_time_that_passes_after_an_answer_changes_nothing_and_a_step_of_the_clock_shows_at_once() -> None:
     runtime = Clock()
     clock = ServerClock(runtime)
-    clock.hear(NOW)
+    clock.record_date(NOW)
     runtime.pass_time(3600.0)
     assert clock.agrees
     runtime.wall += 3600.0
@@ -62,39 +62,39 @@ def test_a_server_that_dates_nothing_contradicts_nobody() -> None:
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_a_job_that_has_ended_is_deleted_only_by_a_clock_that_agrees(agrees: bool) -> None:
-    world = training(job=job(run_policy=RunPolicySpec(ttl_seconds_after_finished=60)))
-    over = world.with_draft(world.draft.with_life(completed_at=NOW - 100, stopped_at=NOW - 100))
-    found = effects(replace(over, clock_agrees=agrees), policy(), {})
+    world = build_training(job=build_job(run_policy=RunPolicySpec(ttl_seconds_after_finished=60)))
+    over = world.with_desired(world.desired.with_lifecycle(completed_at=NOW - 100, stopped_at=NOW - 100))
+    found = list_effects(replace(over, clock_agrees=agrees), build_policy(), {})
     assert any(isinstance(effect, DeleteJob) for effect in found) is agrees
 
 
 def test_an_end_that_a_wrong_clock_has_dated_is_dated_again_once_it_is_right() -> None:
     """While the clock was a day behind: by that date, the time to live would be over as soon as it is set."""
     behind = NOW - 86400.0
-    world = training(job=job(run_policy=RunPolicySpec(ttl_seconds_after_finished=3600)))
-    world = world.with_draft(world.draft.with_life(completed_at=behind, stopped_at=behind))
-    world = world.with_draft(stages.step(replace(world, now=behind + 5.0, clock_agrees=False), policy()))
-    assert stages.step(replace(world, now=behind + 10.0, clock_agrees=False), policy()) == world.draft
-    world = world.with_draft(stages.step(world, policy()))
+    world = build_training(job=build_job(run_policy=RunPolicySpec(ttl_seconds_after_finished=3600)))
+    world = world.with_desired(world.desired.with_lifecycle(completed_at=behind, stopped_at=behind))
+    world = world.with_desired(stages.advance_lifecycle(replace(world, now=behind + 5.0, clock_agrees=False), build_policy()))
+    assert stages.advance_lifecycle(replace(world, now=behind + 10.0, clock_agrees=False), build_policy()) == world.desired
+    world = world.with_desired(stages.advance_lifecycle(world, build_policy()))
     assert world.state.life.stopped_at == NOW
-    assert stages.step(replace(world, now=NOW + 10.0), policy()) == world.draft
+    assert stages.advance_lifecycle(replace(world, now=NOW + 10.0), build_policy()) == world.desired
 
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_so_is_a_pod_by_force(agrees: bool) -> None:
     """Its grace period is over by the clock: it may be writing a checkpoint."""
-    going = {"deleting": True, "delete_by": NOW - OVERDUE_SECONDS - 1}
-    world = replace(change_worker(training(), "j-w4-0", pod=going), clock_agrees=agrees)
-    worker = workforce.step(world, policy()).state.placement.worker("j-w4-0")
+    going = {"deleting": True, "delete_by": NOW - POD_DELETION_OVERDUE_SECONDS - 1}
+    world = replace(change_worker(build_training(), "j-w4-0", pod=going), clock_agrees=agrees)
+    worker = workforce.update_workforce(world, build_policy()).state.placement.find_worker("j-w4-0")
     assert worker is not None
     assert worker.force is agrees
 
 
 def test_a_wait_that_a_clock_ahead_has_written_is_over() -> None:
     """The operator after it would wait for hours."""
-    world = training(spares=1)
+    world = build_training(spares=1)
     records = world.state.placement.workers[:4]
     for at, waits in ((NOW + 60, True), (NOW + 10_800, False)):
-        waiting = world.with_draft(world.draft.with_placement(workers=records, failed_starts=3, retry_at=at))
-        made = workforce.step(waiting, policy()).state.placement.workers
+        waiting = world.with_desired(world.desired.with_placement(workers=records, failed_starts=3, retry_at=at))
+        made = workforce.update_workforce(waiting, build_policy()).state.placement.workers
         assert (len(made) == 4) is waits

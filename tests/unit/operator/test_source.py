@@ -9,9 +9,9 @@ from typing import Any
 import kopf
 import pytest
 
-from pacekeeper_operator.cluster import NODES, PODS, Change, Denied, Gone, Kind, NotFound
-from pacekeeper_operator.observe.source import Source
-from pacekeeper_operator.observe.store import Shelf
+from pacekeeper_operator.cluster import NODE_OBJECTS, PODS, WatchEvent, Denied, ResourceVersionExpired, ResourceKind, NotFound
+from pacekeeper_operator.observe.source import Reflector
+from pacekeeper_operator.observe.store import ResourceStore
 from tests.support.fake_cluster import FakeCluster
 from tests.support.virtual_time import Timeline, VirtualRuntime
 
@@ -34,7 +34,7 @@ class Watched(FakeCluster):
         for change in changes:
             self.coming.setdefault(namespace, asyncio.Queue()).put_nowait(change)
 
-    async def watch(self, kind: Kind, version: int, namespace: str = "", *, labels: str = "") -> AsyncGenerator[Change]:
+    async def watch(self, kind: ResourceKind, version: int, namespace: str = "", *, labels: str = "") -> AsyncGenerator[WatchEvent]:
         assert (kind.plural, labels) in {("nodes", ""), ("pods", "")}
         self.began.append((namespace, version))
         while True:
@@ -49,14 +49,14 @@ class Watched(FakeCluster):
 class World:
     """A source of nodes for two shelves, on a clock of its own."""
 
-    def __init__(self, kind: Kind = NODES, *namespaces: str) -> None:
+    def __init__(self, kind: ResourceKind = NODE_OBJECTS, *namespaces: str) -> None:
         self.cluster = Watched()
         self.timeline = Timeline()
-        self.shelves: list[Shelf[Any]] = [
-            Shelf(kind, lambda body: str(body["value"])),
-            Shelf(kind, lambda body: len(body["value"])),
+        self.shelves: list[ResourceStore[Any]] = [
+            ResourceStore(kind, lambda body: str(body["value"])),
+            ResourceStore(kind, lambda body: len(body["value"])),
         ]
-        self.source = Source(self.cluster, VirtualRuntime(self.timeline), self.shelves, namespaces)
+        self.source = Reflector(self.cluster, VirtualRuntime(self.timeline), self.shelves, namespaces)
 
     def there_are(self, *things: dict[str, Any], version: int) -> None:
         kind = self.shelves[0].kind.plural
@@ -64,14 +64,14 @@ class World:
         self.cluster.version = version
 
     async def follow(self) -> asyncio.Task[None]:
-        return asyncio.create_task(self.source.follow())
+        return asyncio.create_task(self.source.run())
 
     def seen(self, name: str, namespace: str = "") -> list[Any]:
         return [shelf.get((namespace, name)) for shelf in self.shelves]
 
 
-def changed(name: str, version: int, value: str, *, deleted: bool = False, namespace: str = "") -> Change:
-    return Change(thing(name, version, value, namespace), version, deleted)
+def changed(name: str, version: int, value: str, *, deleted: bool = False, namespace: str = "") -> WatchEvent:
+    return WatchEvent(thing(name, version, value, namespace), version, deleted)
 
 
 async def test_all_shelves_hear_what_one_watch_tells() -> None:
@@ -89,19 +89,19 @@ async def test_all_shelves_hear_what_one_watch_tells() -> None:
 async def test_a_watch_that_ends_goes_on_from_the_last_word_be_it_that_there_is_nothing() -> None:
     world = World()
     world.there_are(version=5)
-    world.cluster.put(changed("a", 6, "x"), Change(None, 40), END, changed("a", 41, "y"))
+    world.cluster.put(changed("a", 6, "x"), WatchEvent(None, 40), END, changed("a", 41, "y"))
     following = await world.follow()
     await world.timeline.run(1)
     assert world.cluster.began == [("", 5), ("", 40)]
     assert world.seen("a") == ["y", 1]
-    assert world.shelves[0].heard
+    assert world.shelves[0].has_watch_events
     following.cancel()
 
 
 async def test_where_the_past_is_forgotten_all_is_listed_anew_and_what_has_gone_is_noticed() -> None:
     world = World()
     world.there_are(thing("a", 3, "x"), version=5)
-    world.cluster.put(Gone("too old"))
+    world.cluster.put(ResourceVersionExpired("too old"))
     following = await world.follow()
     await world.timeline.run(0)
     assert world.seen("a") == ["x", 1]
@@ -142,13 +142,13 @@ async def test_a_watch_that_comes_back_tells_again_what_a_list_has_shown_meanwhi
     following = await world.follow()
     await world.timeline.run(1)
     world.there_are(thing("a", 50, "x"), version=60)
-    await world.source.read()
+    await world.source.refresh()
     assert all(shelf.listed.is_set() for shelf in world.shelves)
-    assert world.shelves[0].unheard == 0, "the first list is none in between"
+    assert world.shelves[0].missed_changes == 0, "the first list is none in between"
     world.there_are(thing("a", 70, "y"), version=80)
-    await world.source.read()
-    assert world.shelves[0].unheard == 1
-    world.cluster.put(END, Change(None, 90))
+    await world.source.refresh()
+    assert world.shelves[0].missed_changes == 1
+    world.cluster.put(END, WatchEvent(None, 90))
     await world.timeline.run(1)
     assert world.cluster.began == [("", 5), ("", 5)]
     assert world.shelves[0].unheard == 0
@@ -173,8 +173,8 @@ async def test_where_the_api_server_was_restored_from_a_backup_the_watch_begins_
     following = await world.follow()
     await world.timeline.run(1)
     world.there_are(thing("a", 40, "old"), version=50)
-    await world.source.read()
-    assert world.source.restored
+    await world.source.refresh()
+    assert world.source.has_seen_restore
     assert world.seen("a") == ["old", 3]
     await world.timeline.run(10)
     world.cluster.put(changed("a", 51, "news"))
@@ -188,12 +188,12 @@ async def test_where_the_api_server_was_restored_from_a_backup_the_watch_begins_
 async def test_a_watch_that_is_ahead_of_the_api_server_is_listed_anew() -> None:
     world = World()
     world.there_are(thing("a", 90, "x"), version=100)
-    world.cluster.put(Gone("Too large resource version: 100, current: 50"))
+    world.cluster.put(ResourceVersionExpired("Too large resource version: 100, current: 50"))
     following = await world.follow()
     await world.timeline.run(0)
     world.there_are(thing("a", 40, "old"), version=50)
     await world.timeline.run(10)
     assert world.cluster.began[-1] == ("", 50)
     assert world.seen("a") == ["old", 3]
-    assert world.source.restored
+    assert world.source.has_seen_restore
     following.cancel()

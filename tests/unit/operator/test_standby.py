@@ -14,19 +14,19 @@ from pacekeeper_analysis.reports import Heartbeat, LauncherState
 from pacekeeper_operator import health, standby
 from pacekeeper_operator.cluster import Cluster
 from pacekeeper_operator.manifests import Installation
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.observe.prometheus import Prometheus
-from pacekeeper_operator.runtime import Runtime
-from pacekeeper_operator.server import application
-from pacekeeper_operator.services.leadership import Lease
-from pacekeeper_operator.services.operator import FIRST_WORD_SECONDS, Operator
-from pacekeeper_operator.services.sidecars import Caller, Sidecars
+from pacekeeper_operator.observe.memory import JobRegistry
+from pacekeeper_operator.observe.prometheus import PrometheusClient
+from pacekeeper_operator.runtime import OperatorRuntime
+from pacekeeper_operator.server import create_application
+from pacekeeper_operator.services.leadership import LeaderElector
+from pacekeeper_operator.services.operator import FIRST_WATCH_EVENT_SECONDS, Operator
+from pacekeeper_operator.services.sidecars import Caller, SidecarService
 from pacekeeper_operator.settings import Settings
-from tests.support.network import free_port
+from tests.support.network import find_free_port
 from tests.support.virtual_time import Timeline, VirtualRuntime
-from tests.support.worlds import training
+from tests.support.worlds import build_training
 
-WORLD = training(replicas=2)
+WORLD = build_training(replicas=2)
 LEADER = "192.0.2.1:8443"
 
 
@@ -34,16 +34,16 @@ LEADER = "192.0.2.1:8443"
 class Leadership:
     """As somebody else's."""
 
-    leader: str = LEADER
+    leader_address: str = LEADER
     leads: bool = False
 
-    contends: bool = False
+    is_candidate: bool = False
     turned: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def serves(self) -> bool:
+    def can_serve(self) -> bool:
         return self.leads
 
-    async def news(self) -> None:
+    async def wait_for_change(self) -> None:
         await self.turned.wait()
 
 
@@ -55,17 +55,17 @@ class Nobody:
 
 
 @pytest.fixture
-def sidecars() -> Sidecars:
-    return Sidecars(cast(Cluster, Nobody()), Memory(0.0), Runtime())
+def sidecars() -> SidecarService:
+    return SidecarService(cast(Cluster, Nobody()), JobRegistry(0.0), OperatorRuntime())
 
 
 @pytest.mark.parametrize("path", ["/v1/plan", "/v1/faults", "/v1/evidence/why", "/v1/patterns/window/0", "/else"])
 @pytest.mark.parametrize("leader", [LEADER, ""])
 async def test_it_sends_on_whoever_calls_unseen(
-    sidecars: Sidecars, path: str, leader: str, monkeypatch: pytest.MonkeyPatch
+    sidecars: SidecarService, path: str, leader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(standby, "HOLD_SECONDS", 0.01)
-    app = application(sidecars, Runtime(), leadership=Leadership(leader))
+    app = create_application(sidecars, OperatorRuntime(), leadership=Leadership(leader))
     async with TestClient(TestServer(app)) as client:
         answer = await client.post(path, data=b"{" * 100)
         assert answer.status == 503
@@ -74,16 +74,16 @@ async def test_it_sends_on_whoever_calls_unseen(
         assert (await answer.json())["leader"] == leader
 
 
-async def test_it_serves_once_it_leads(sidecars: Sidecars) -> None:
+async def test_it_serves_once_it_leads(sidecars: SidecarService) -> None:
     leadership = Leadership()
-    async with TestClient(TestServer(application(sidecars, Runtime(), leadership=leadership))) as client:
+    async with TestClient(TestServer(create_application(sidecars, OperatorRuntime(), leadership=leadership))) as client:
         leadership.leads = True
         assert (await client.post("/v1/plan")).status == 401
 
 
-async def test_who_calls_while_nobody_leads_is_held_until_it_leads(sidecars: Sidecars) -> None:
-    leadership = Leadership("", contends=True)
-    async with TestClient(TestServer(application(sidecars, Runtime(), leadership=leadership))) as client:
+async def test_who_calls_while_nobody_leads_is_held_until_it_leads(sidecars: SidecarService) -> None:
+    leadership = Leadership("", is_candidate=True)
+    async with TestClient(TestServer(create_application(sidecars, OperatorRuntime(), leadership=leadership))) as client:
         call = asyncio.create_task(client.post("/v1/plan"))
         done, _ = await asyncio.wait([call], timeout=0.3)
         assert not done
@@ -93,35 +93,35 @@ async def test_who_calls_while_nobody_leads_is_held_until_it_leads(sidecars: Sid
 
 
 async def test_who_has_been_held_for_nothing_may_stay_connected(
-    sidecars: Sidecars, monkeypatch: pytest.MonkeyPatch
+    sidecars: SidecarService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes again, and the next handshake would be this operator's, too."""
     monkeypatch.setattr(standby, "HOLD_SECONDS", 0.01)
     async with TestClient(
-        TestServer(application(sidecars, Runtime(), leadership=Leadership("", contends=True)))
+        TestServer(create_application(sidecars, OperatorRuntime(), leadership=Leadership("", is_candidate=True)))
     ) as client:
         answer = await client.post("/v1/plan")
         assert (answer.status, answer.headers.get("Connection")) == (503, None)
 
 
-async def test_one_that_is_cut_off_holds_nobody(sidecars: Sidecars) -> None:
-    leadership = Leadership("", contends=False)
-    async with TestClient(TestServer(application(sidecars, Runtime(), leadership=leadership))) as client:
-        assert (await asyncio.wait_for(client.post("/v1/plan"), standby.HOLD_SECONDS / 2)).status == 503
+async def test_one_that_is_cut_off_holds_nobody(sidecars: SidecarService) -> None:
+    leadership = Leadership("", is_candidate=False)
+    async with TestClient(TestServer(create_application(sidecars, OperatorRuntime(), leadership=leadership))) as client:
+        assert (await asyncio.wait_for(client.post("/v1/plan"), standby.STANDBY_HOLD_SECONDS / 2)).status == 503
 
 
 async def test_polls_that_are_held_end_when_it_leads_no_more() -> None:
-    memory = Memory(0.0)
-    job = memory.of(WORLD.job)
-    job.publish(WORLD.draft, "1")
-    sidecars = Sidecars(cast(Cluster, Nobody()), memory, Runtime())
+    memory = JobRegistry(0.0)
+    job = memory.get_or_create(WORLD.job)
+    job.publish(WORLD.desired, "1")
+    sidecars = SidecarService(cast(Cluster, Nobody()), memory, OperatorRuntime())
     beat = Heartbeat(worker="j-w0-0", state=LauncherState.RUNNING)
     caller = Caller("ns", "j", "j-w0-0")
     poll = asyncio.create_task(sidecars.poll(caller, beat, WORLD.plan.version, 30.0))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert sidecars._polls
-    sidecars.let_go()
+    sidecars.end_polls()
     assert await asyncio.wait_for(poll, 5) is None
 
 
@@ -137,47 +137,47 @@ class TestLiveness:
         return VirtualRuntime(timeline)
 
     @pytest.fixture
-    def lease(self, runtime: VirtualRuntime) -> Lease:
-        return Lease(cast(Cluster, Nobody()), Settings(), runtime)
+    def lease(self, runtime: VirtualRuntime) -> LeaderElector:
+        return LeaderElector(cast(Cluster, Nobody()), Settings(), runtime)
 
     @pytest.fixture
     def operator(self, runtime: VirtualRuntime) -> Operator:
         nobody, installation = cast(Cluster, Nobody()), Installation("", "", "", "")
-        return Operator(Settings(), nobody, Memory(0.0), installation, Prometheus("", "", ""), runtime)
+        return Operator(Settings(), nobody, JobRegistry(0.0), installation, PrometheusClient("", "", ""), runtime)
 
     async def test_one_that_stands_by_hears_no_watch_and_lives(
-        self, operator: Operator, lease: Lease, runtime: VirtualRuntime, timeline: Timeline
+        self, operator: Operator, lease: LeaderElector, runtime: VirtualRuntime, timeline: Timeline
     ) -> None:
         for _ in range(5):
-            await timeline.run(FIRST_WORD_SECONDS / 2)
-            lease.looked_at = runtime.monotonic()
-        assert health.ill(operator, lease) == ""
+            await timeline.run(FIRST_WATCH_EVENT_SECONDS / 2)
+            lease.last_attempt_at = runtime.monotonic()
+        assert health.find_liveness_failure(operator, lease) == ""
 
     async def test_one_that_does_not_look_at_its_lease_is_stuck(
-        self, operator: Operator, lease: Lease, timeline: Timeline
+        self, operator: Operator, lease: LeaderElector, timeline: Timeline
     ) -> None:
-        await timeline.run(health.LOOK_SECONDS - 1)
-        assert health.ill(operator, lease) == ""
+        await timeline.run(health.LIVENESS_TIMEOUT_SECONDS - 1)
+        assert health.find_liveness_failure(operator, lease) == ""
         await timeline.run(2)
-        assert "its Lease" in health.ill(operator, lease)
+        assert "its Lease" in health.find_liveness_failure(operator, lease)
 
     async def test_one_that_leads_must_look_around_and_hear(
-        self, operator: Operator, lease: Lease, runtime: VirtualRuntime, timeline: Timeline
+        self, operator: Operator, lease: LeaderElector, runtime: VirtualRuntime, timeline: Timeline
     ) -> None:
-        lease.begun.set()
-        operator.begin()
-        assert health.ill(operator, lease) == ""
-        await timeline.run(FIRST_WORD_SECONDS + health.LOOK_SECONDS)
-        lease.looked_at = runtime.monotonic()
-        assert "no watch" in health.ill(operator, lease)
-        operator.nodes.heard = True
-        operator.looked_at = runtime.monotonic() - health.LOOK_SECONDS - 1
-        assert "looked around" in health.ill(operator, lease)
+        lease.elected.set()
+        operator.start_leading()
+        assert health.find_liveness_failure(operator, lease) == ""
+        await timeline.run(FIRST_WATCH_EVENT_SECONDS + health.LIVENESS_TIMEOUT_SECONDS)
+        lease.last_attempt_at = runtime.monotonic()
+        assert "no watch" in health.find_liveness_failure(operator, lease)
+        operator.nodes.has_watch_events = True
+        operator.last_tick_at = runtime.monotonic() - health.LIVENESS_TIMEOUT_SECONDS - 1
+        assert "looked around" in health.find_liveness_failure(operator, lease)
 
     @pytest.mark.parametrize(("trouble", "status"), [("", 200), ("it is stuck", 500)])
     async def test_it_is_told_over_http(self, trouble: str, status: int) -> None:
         async with (
-            health.serve(lambda: trouble, port := free_port()),
+            health.serve_liveness(lambda: trouble, port := find_free_port()),
             aiohttp.ClientSession() as session,
             session.get(f"http://127.0.0.1:{port}/healthz") as answer,
         ):

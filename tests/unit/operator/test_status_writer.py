@@ -8,9 +8,9 @@ import kopf
 import pytest
 
 from pacekeeper_operator.services.status_writer import (
-    FIRST_BACKOFF_SECONDS,
-    LONGEST_BACKOFF_SECONDS,
-    QUICK_SECONDS,
+    FIRST_STATUS_BACKOFF_SECONDS,
+    LONGEST_STATUS_BACKOFF_SECONDS,
+    STATUS_WRITE_WAIT_SECONDS,
     StatusWriter,
 )
 from tests.support.virtual_time import Timeline, VirtualRuntime
@@ -32,7 +32,7 @@ class Saying:
     ) -> float:
         """How long that held up whoever said it, where writing takes so many seconds."""
 
-        if self.writer.withholds():
+        if self.writer.defer_if_busy():
             return 0.0
 
         async def write() -> None:
@@ -46,7 +46,7 @@ class Saying:
             await self.writer.write(write, waits=False)
             return self.runtime.monotonic() - began
         saying = asyncio.create_task(self.writer.write(write))
-        await self.timeline.run(QUICK_SECONDS)
+        await self.timeline.run(STATUS_WRITE_WAIT_SECONDS)
         await saying
         return self.runtime.monotonic() - began
 
@@ -63,7 +63,7 @@ async def test_what_is_quick_is_written_when_the_pass_goes_on(saying: Saying) ->
 
 
 async def test_a_slow_api_server_holds_up_no_pass(saying: Saying) -> None:
-    assert await saying.say("a", seconds=5.0) == QUICK_SECONDS
+    assert await saying.say("a", seconds=5.0) == STATUS_WRITE_WAIT_SECONDS
     assert saying.written == []
     await saying.timeline.run(5.0)
     assert (saying.written, saying.woken) == (["a"], 0), "it is as its pass wanted it: nobody is woken"
@@ -83,23 +83,23 @@ async def test_no_later_word_overtakes_an_earlier_one_and_the_last_is_asked_for(
     assert (saying.written, saying.woken) == (["a"], 1)
     await saying.say("b")
     assert saying.written == ["a", "b"]
-    assert not saying.writer.failed
+    assert not saying.writer.has_failed
 
 
 @pytest.mark.parametrize("seconds", [0.0, 5.0])
 async def test_what_fails_is_asked_for_again_ever_more_slowly_and_fails_no_pass(saying: Saying, seconds: float) -> None:
     """An API server that refuses all that there is to say must not be asked without end."""
     for failures in range(10):
-        pause = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**failures)
+        pause = min(LONGEST_STATUS_BACKOFF_SECONDS, FIRST_STATUS_BACKOFF_SECONDS * 2.0**failures)
         await saying.say("a", seconds, kopf.TemporaryError("429"))
-        await saying.timeline.run(seconds + pause - 3 * QUICK_SECONDS)
+        await saying.timeline.run(seconds + pause - 3 * STATUS_WRITE_WAIT_SECONDS)
         await saying.say("too early")
         assert saying.woken == failures
-        await saying.timeline.run(2 * QUICK_SECONDS)
+        await saying.timeline.run(2 * STATUS_WRITE_WAIT_SECONDS)
         assert saying.woken == failures + 1
     await saying.say("a")
     await saying.say("b", failure=KeyError("a bug"))
-    await saying.timeline.run(FIRST_BACKOFF_SECONDS)
+    await saying.timeline.run(FIRST_STATUS_BACKOFF_SECONDS)
     assert (saying.written, saying.woken) == (["a"], 11), "and soon again after one that was written"
     assert not saying.runtime.failed.is_set()
 

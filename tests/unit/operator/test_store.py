@@ -8,8 +8,8 @@ from typing import Any
 import kopf
 import pytest
 
-from pacekeeper_operator.cluster import PODS, Change, Denied, Kind, Listing
-from pacekeeper_operator.observe.store import Shelf
+from pacekeeper_operator.cluster import PODS, WatchEvent, Denied, ResourceKind, Listing
+from pacekeeper_operator.observe.store import ResourceStore
 from tests.support.fake_cluster import FakeCluster
 
 
@@ -24,11 +24,11 @@ class Known:
     def __init__(self) -> None:
         self.cluster = FakeCluster()
         self.told: list[str] = []
-        self.shelf: Shelf[str] = Shelf(
+        self.shelf: ResourceStore[str] = ResourceStore(
             PODS,
             lambda body: str(body["spec"]["nodeName"]),
             group=lambda key, _: key[0],
-            changed=lambda key, _: self.told.append(key[1]),
+            on_change=lambda key, _: self.told.append(key[1]),
         )
 
     async def there_are(self, *pods: dict[str, Any], version: int) -> None:
@@ -36,7 +36,7 @@ class Known:
         self.cluster.version = version
 
     async def read(self, *namespaces: str) -> None:
-        await self.shelf.read(self.cluster, namespaces)
+        await self.shelf.refresh(self.cluster, namespaces)
 
 
 @pytest.fixture
@@ -46,14 +46,14 @@ def known() -> Known:
 
 async def test_nothing_is_known_before_the_first_list(known: Known) -> None:
     known.cluster.failures["pods"] = [kopf.TemporaryError("429")]
-    known.shelf.hear(pod("a", 5), deleted=False)
+    known.shelf.apply_event(pod("a", 5), deleted=False)
     with pytest.raises(kopf.TemporaryError):
         await known.read()
     assert not known.shelf.listed.is_set()
     await known.there_are(pod("a", 5), pod("b", 6), version=7)
     await known.read()
     assert known.shelf.listed.is_set()
-    assert len(known.shelf.of("ns")) == 2
+    assert len(known.shelf.get_group("ns")) == 2
 
 
 async def test_a_list_that_fails_takes_nothing_away(known: Known) -> None:
@@ -68,12 +68,12 @@ async def test_a_list_that_fails_takes_nothing_away(known: Known) -> None:
 async def test_a_list_shows_what_watches_have_missed_and_counts_it(known: Known) -> None:
     await known.there_are(pod("a", 5), pod("b", 6), version=7)
     await known.read()
-    assert known.shelf.unheard == 0, "the first one is no proof of anything"
+    assert known.shelf.missed_changes == 0, "the first one is no proof of anything"
     await known.there_are(pod("b", 9, "n"), version=10)
     await known.read()
     assert known.shelf.get(("ns", "a")) is None
     assert known.shelf.get(("ns", "b")) == "n"
-    assert known.shelf.unheard == 2
+    assert known.shelf.missed_changes == 2
     known.shelf.hear(pod("b", 11, "n"), deleted=False)
     assert known.shelf.unheard == 0
 
@@ -81,9 +81,9 @@ async def test_a_list_shows_what_watches_have_missed_and_counts_it(known: Known)
 async def test_a_list_from_before_what_a_watch_has_told_changes_nothing(known: Known) -> None:
     await known.there_are(pod("a", 5, "old"), pod("gone", 6), version=7)
     await known.read()
-    known.shelf.hear(pod("a", 20, "new"), deleted=False)
-    known.shelf.hear(pod("young", 21), deleted=False)
-    known.shelf.hear(pod("gone", 22), deleted=True)
+    known.shelf.apply_event(pod("a", 20, "new"), deleted=False)
+    known.shelf.apply_event(pod("young", 21), deleted=False)
+    known.shelf.apply_event(pod("gone", 22), deleted=True)
     await known.read()  # the answer was made at 7
     assert known.shelf.get(("ns", "a")) == "new"
     assert known.shelf.get(("ns", "young")) is not None
@@ -93,17 +93,17 @@ async def test_a_list_from_before_what_a_watch_has_told_changes_nothing(known: K
 async def test_a_watch_that_is_behind_a_list_changes_nothing(known: Known) -> None:
     await known.there_are(pod("a", 9, "new"), version=10)
     await known.read()
-    known.shelf.hear(pod("a", 5, "old"), deleted=False)
+    known.shelf.apply_event(pod("a", 5, "old"), deleted=False)
     assert known.shelf.get(("ns", "a")) == "new"
-    known.shelf.hear(pod("a", 8), deleted=True)  # of a pod that had the name before
+    known.shelf.apply_event(pod("a", 8), deleted=True)  # of a pod that had the name before
     assert known.shelf.get(("ns", "a")) == "new"
 
 
 async def test_only_what_is_news_to_decisions_is_told(known: Known) -> None:
     for version in (1, 2, 3):
-        known.shelf.hear(pod("a", version, "n"), deleted=False)
-    known.shelf.hear(pod("a", 4, "m"), deleted=False)
-    known.shelf.hear(pod("a", 5, "m"), deleted=True)
+        known.shelf.apply_event(pod("a", version, "n"), deleted=False)
+    known.shelf.apply_event(pod("a", 4, "m"), deleted=False)
+    known.shelf.apply_event(pod("a", 5, "m"), deleted=True)
     assert known.told == ["a", "a", "a"]
 
 
@@ -112,30 +112,30 @@ async def test_other_namespaces_than_those_that_are_listed_are_left_alone(known:
     await known.read()
     await known.there_are(version=9)
     await known.read("ns")
-    assert known.shelf.of("ns") == ()
-    assert len(known.shelf.of("other")) == 1
+    assert known.shelf.get_group("ns") == ()
+    assert len(known.shelf.get_group("other")) == 1
 
 
 async def test_a_list_that_shows_nothing_new_proves_that_watches_live(known: Known) -> None:
     await known.there_are(pod("a", 5, "n"), version=7)
     await known.read()
-    known.shelf.hear(pod("b", 8, "n"), deleted=False)
-    known.shelf.hear(pod("b", 9, "n"), deleted=True)
+    known.shelf.apply_event(pod("b", 8, "n"), deleted=False)
+    known.shelf.apply_event(pod("b", 9, "n"), deleted=True)
     await known.there_are(pod("a", 5, "n"), version=10)
     for _ in range(3):
         await known.read()
-    assert known.shelf.unheard == 0
+    assert known.shelf.missed_changes == 0
     await known.there_are(pod("a", 11, "n"), version=12)
     await known.read()
-    assert known.shelf.unheard == 0, "it is another version, and the same to decisions"
+    assert known.shelf.missed_changes == 0, "it is another version, and the same to decisions"
 
 
 async def test_a_list_from_before_a_deletion_brings_nothing_back_and_counts_nothing(known: Known) -> None:
     await known.there_are(pod("a", 5, "n"), version=7)
     await known.read()
-    known.shelf.hear(pod("a", 9, "n"), deleted=True)
+    known.shelf.apply_event(pod("a", 9, "n"), deleted=True)
     await known.read()
-    assert (known.shelf.get(("ns", "a")), known.shelf.unheard) == (None, 0)
+    assert (known.shelf.get(("ns", "a")), known.shelf.missed_changes) == (None, 0)
 
 
 async def test_where_all_namespaces_may_not_be_read_nothing_is_known(known: Known) -> None:
@@ -148,12 +148,12 @@ async def test_where_all_namespaces_may_not_be_read_nothing_is_known(known: Know
 async def test_a_deletion_of_the_very_version_that_is_known_is_believed(known: Known) -> None:
     await known.there_are(pod("a", 5, "n"), version=7)
     await known.read()
-    known.shelf.hear(pod("a", 5, "n"), deleted=True)
+    known.shelf.apply_event(pod("a", 5, "n"), deleted=True)
     assert known.shelf.get(("ns", "a")) is None
 
 
 async def test_an_object_as_old_as_the_list_that_does_not_show_it_is_gone(known: Known) -> None:
-    known.shelf.hear(pod("a", 7, "n"), deleted=False)
+    known.shelf.apply_event(pod("a", 7, "n"), deleted=False)
     await known.there_are(version=7)
     await known.read()
     assert known.shelf.get(("ns", "a")) is None
@@ -167,9 +167,9 @@ class InPages(FakeCluster):
         self.between: Callable[[], None] = lambda: None
 
     async def pages(
-        self, kind: Kind, namespace: str = "", *, labels: str = "", fields: str = ""
+        self, kind: ResourceKind, namespace: str = "", *, labels: str = "", fields: str = ""
     ) -> AsyncGenerator[Listing]:
-        found = await self.listing(kind, namespace, labels=labels, fields=fields)
+        found = await self.list_with_version(kind, namespace, labels=labels, fields=fields)
         for number, body in enumerate(found.items):
             if number:
                 self.between()
@@ -189,14 +189,14 @@ class TestPages:
         await known.there_are(pod("b", 4), pod("c", 8), version=9)
         await known.read()
         assert {key[1] for key, _ in known.shelf.items()} == {"b", "c"}
-        assert known.shelf.unheard == 2
+        assert known.shelf.missed_changes == 2
 
     async def test_what_a_watch_tells_between_two_of_them_counts(self, known: Known) -> None:
         """The list is as of its beginning: b is deleted and d made meanwhile."""
 
         def between() -> None:
-            known.shelf.hear(pod("b", 11), deleted=True)
-            known.shelf.hear(pod("d", 12, "n"), deleted=False)
+            known.shelf.apply_event(pod("b", 11), deleted=True)
+            known.shelf.apply_event(pod("d", 12, "n"), deleted=False)
 
         self.cluster.between = between
         await known.read()
@@ -219,14 +219,14 @@ class TestRestored:
     async def test_a_list_from_before_what_was_known_when_it_was_asked_for_counts_for_all(self, known: Known) -> None:
         await known.there_are(pod("a", 90, "n"), pod("new", 95, "n"), version=100)
         await known.read()
-        known.shelf.hear(pod("gone", 101), deleted=True)
+        known.shelf.apply_event(pod("gone", 101), deleted=True)
         back: list[str] = []
-        known.shelf.went_back = lambda: back.append("once")
+        known.shelf.on_restore = lambda: back.append("once")
         await known.there_are(pod("a", 40, "m"), pod("gone", 41, "n"), version=50)
         await known.read()
         assert {key[1]: node for key, node in known.shelf.items()} == {"a": "m", "gone": "n"}
         await known.read()
-        known.shelf.hear(pod("a", 51, "o"), deleted=False)
+        known.shelf.apply_event(pod("a", 51, "o"), deleted=False)
         assert known.shelf.get(("ns", "a")) == "o", "what happens from now on counts again"
         assert back == ["once"]
 
@@ -235,7 +235,7 @@ class TestRestored:
         await known.read()
         await known.there_are(pod("a", 40, "m"), version=120)
         back: list[str] = []
-        known.shelf.went_back = lambda: back.append("once")
+        known.shelf.on_restore = lambda: back.append("once")
         await known.read()
         assert (known.shelf.get(("ns", "a")), back) == ("m", ["once"])
 
@@ -244,8 +244,8 @@ class TestRestored:
         known.cluster = cluster = InPages()
         await known.there_are(pod("a", 90, "n"), pod("b", 91, "n"), version=100)
         await known.read()
-        cluster.between = lambda: known.shelf.hear_of(Change(pod("b", 105, "later"), 105))
-        known.shelf.went_back = lambda: pytest.fail("nothing has gone back")
+        cluster.between = lambda: known.shelf.apply_change(WatchEvent(pod("b", 105, "later"), 105))
+        known.shelf.on_restore = lambda: pytest.fail("nothing has gone back")
         await known.read()
         assert known.shelf.get(("ns", "b")) == "later"
 
@@ -253,7 +253,7 @@ class TestRestored:
         await known.there_are(pod("a", 90, "n"), version=100)
         await known.read()
         back: list[str] = []
-        known.shelf.went_back = lambda: back.append("once")
+        known.shelf.on_restore = lambda: back.append("once")
         await known.there_are(pod("a", 40, "m"), version=120)
         assert await known.shelf.ask(known.cluster, ("ns", "a")) == pod("a", 40, "m")
         assert (known.shelf.get(("ns", "a")), back) == ("m", ["once"])
@@ -286,7 +286,7 @@ class TestRestored:
         await known.read()
 
         def between() -> None:
-            known.shelf.hear_of(Change(pod("d", 12, "n"), 12))
+            known.shelf.apply_change(WatchEvent(pod("d", 12, "n"), 12))
 
         cluster.between = between
         await known.read()

@@ -9,13 +9,13 @@ from typing import Any, cast
 import kopf
 import pytest
 
-from pacekeeper_operator.api import ANNOTATION_PROFILE, Job
+from pacekeeper_operator.api import ANNOTATION_PROFILE, TrainingJob
 from pacekeeper_operator.effects import CreatePod
 from pacekeeper_operator.handlers import trainingjobs
-from pacekeeper_operator.observe.memory import Memory
-from pacekeeper_operator.services.desk import Desk
-from pacekeeper_operator.state import Worker
-from tests.support.worlds import training
+from pacekeeper_operator.observe.memory import JobRegistry
+from pacekeeper_operator.services.desk import JobContext
+from pacekeeper_operator.state import WorkerRecord
+from tests.support.worlds import build_training
 from tests.unit.operator.test_desk import at
 
 
@@ -27,11 +27,11 @@ class Stopped(asyncio.Event):
 
 
 class Memo(kopf.Memo):
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         super().__init__()
         self.operator = self
-        self.memory = Memory(0.0)
-        self.known = self.memory.of(job)
+        self.memory = JobRegistry(0.0)
+        self.known = self.memory.get_or_create(job)
 
 
 def manifest(managed_by: str = "") -> dict[str, Any]:
@@ -40,9 +40,9 @@ def manifest(managed_by: str = "") -> dict[str, Any]:
     return {"metadata": metadata, "spec": spec}
 
 
-async def wakes(body: dict[str, Any], job: Job) -> bool:
+async def wakes(body: dict[str, Any], job: TrainingJob) -> bool:
     memo = Memo(job)
-    changed: Any = trainingjobs.changed  # kopf hands over more than it takes
+    changed: Any = trainingjobs.on_job_changed  # kopf hands over more than it takes
     await changed(memo=memo, body=body, namespace="ns", name="j")
     return memo.known.wake.is_set()
 
@@ -50,7 +50,7 @@ async def wakes(body: dict[str, Any], job: Job) -> bool:
 @pytest.mark.parametrize("queued", ["", "waits for its queue"])
 async def test_our_own_words_on_it_do_not(queued: str) -> None:
     """Held by its queue, the job is known with another spec than it has."""
-    job = Job.parse(manifest())
+    job = TrainingJob.parse(manifest())
     job = replace(job, queued=queued, spec=replace(job.spec, suspend=bool(queued)))
     body = manifest() | {"status": {"phase": "Running", "step": 7}}
     body["metadata"]["resourceVersion"] = "18"
@@ -69,21 +69,21 @@ async def test_our_own_words_on_it_do_not(queued: str) -> None:
 async def test_what_its_user_wants_does(metadata: dict[str, Any]) -> None:
     body = manifest()
     body["metadata"] |= metadata
-    assert await wakes(body, Job.parse(manifest()))
+    assert await wakes(body, TrainingJob.parse(manifest()))
 
 
 async def test_what_comes_while_its_pass_waits_for_its_turn_is_in_that_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = await at(training())
+    place = await at(build_training())
     operator, body, seen = place.operator, manifest(), list[int]()
     stopped = Stopped()
 
-    async def reconcile(_: Any, desk: Desk) -> float:
+    async def reconcile(_: Any, desk: JobContext) -> float:
         seen.append(desk.job.generation)
         return 3600.0
 
     monkeypatch.setattr(trainingjobs, "reconcile", reconcile)
-    async with operator.next_pass:  # another job's pass begins
-        loop = asyncio.create_task(trainingjobs._keep(operator, Job.parse(body), cast(Any, body), cast(Any, stopped)))
+    async with operator.pass_lock:  # another job's pass begins
+        loop = asyncio.create_task(trainingjobs._reconcile_until_stopped(operator, TrainingJob.parse(body), cast(Any, body), cast(Any, stopped)))
         for _ in range(20):
             await asyncio.sleep(0)
         body["metadata"]["generation"] = 4
@@ -98,7 +98,7 @@ async def test_a_pod_under_creation_is_there_before_its_job_is_cleaned_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or else it appears after the list that finds none, and outlives its job."""
-    place = await at(training())
+    place = await at(build_training())
     operator, body, stopped = place.operator, manifest(), Stopped()
     sent, answered, created = asyncio.Event(), asyncio.Event(), list[str]()
 
@@ -108,13 +108,13 @@ async def test_a_pod_under_creation_is_there_before_its_job_is_cleaned_up(
         created.append(effect.key)
         return 0.0
 
-    async def reconcile(_: Any, desk: Desk) -> float:
-        desk.errands.carry_out = create
-        await desk.errands.send([CreatePod(Worker("j-w0-0", 0, 0))])
+    async def reconcile(_: Any, desk: JobContext) -> float:
+        desk.effect_runner.handle = create
+        await desk.effect_runner.submit([CreatePod(WorkerRecord("j-w0-0", 0, 0))])
         return 3600.0
 
     monkeypatch.setattr(trainingjobs, "reconcile", reconcile)
-    loop = asyncio.create_task(trainingjobs._keep(operator, Job.parse(body), cast(Any, body), cast(Any, stopped)))
+    loop = asyncio.create_task(trainingjobs._reconcile_until_stopped(operator, TrainingJob.parse(body), cast(Any, body), cast(Any, stopped)))
     await asyncio.wait_for(sent.wait(), 10)
     body["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     stopped.set()
@@ -128,7 +128,7 @@ async def test_a_pod_under_creation_is_there_before_its_job_is_cleaned_up(
 
 async def test_a_deleted_job_is_taken_down_whatever_fails_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """kopf releases it when this returns, in the operator that has kept it, and in one that has just begun."""
-    place = await at(training())
+    place = await at(build_training())
     operator, body, errors = place.operator, manifest(), [KeyError("x"), kopf.TemporaryError("busy"), None, None]
     left = [True, True, False, True]  # what the looks find, where they do not fail
 
@@ -146,8 +146,8 @@ async def test_a_deleted_job_is_taken_down_whatever_fails_meanwhile(monkeypatch:
     monkeypatch.setattr(trainingjobs, "close_incidents", fail)
     monkeypatch.setattr(operator.runtime, "sleep", lambda _: asyncio.sleep(0))
     body["metadata"]["uid"] = place.world.job.uid
-    handler: Any = trainingjobs.take_down
-    async with operator.memory.of(Job.named(body)).kept:  # the loop has not ended yet
+    handler: Any = trainingjobs.finalize_job
+    async with operator.jobs.get_or_create(TrainingJob.parse_identity(body)).reconcile_lock:  # the loop has not ended yet
         taking_down = asyncio.create_task(handler(memo=kopf.Memo(operator=operator), body=body))
         for _ in range(20):
             await asyncio.sleep(0)
@@ -158,4 +158,4 @@ async def test_a_deleted_job_is_taken_down_whatever_fails_meanwhile(monkeypatch:
 
 async def test_what_another_controller_says_of_it_does() -> None:
     body = manifest("kueue.x-k8s.io/multikueue")
-    assert await wakes(body | {"status": {"phase": "Running"}}, Job.parse(body))
+    assert await wakes(body | {"status": {"phase": "Running"}}, TrainingJob.parse(body))

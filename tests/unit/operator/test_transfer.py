@@ -15,8 +15,8 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 
 from pacekeeper_operator import transfer
-from pacekeeper_operator.cluster import PAGE, PODS, Cluster, HttpConnection, Object
-from pacekeeper_operator.transfer import next_limit
+from pacekeeper_operator.cluster import LIST_PAGE_OBJECTS, PODS, Cluster, HttpConnection, Object
+from pacekeeper_operator.transfer import compute_next_limit
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ class Server:
         app.router.add_get("/api/v1/pods", self.answer)
         async with TestServer(app) as server:
             configuration = Configuration(host=str(server.make_url("")).rstrip("/"))
-            configuration.client_session_kwargs = transfer.session_options()
+            configuration.client_session_kwargs = transfer.build_session_options()
             async with ApiClient(configuration) as connection:
                 yield Cluster(HttpConnection(connection))
 
@@ -69,7 +69,7 @@ async def test_what_is_small_comes_in_one_page() -> None:
     server = Server(*[10] * 50)
     async with server.connect() as cluster:
         assert await server.read(cluster) == server.names
-    assert [limit for limit, _ in server.answers] == [PAGE]
+    assert [limit for limit, _ in server.answers] == [LIST_PAGE_OBJECTS]
 
 
 async def test_pages_of_large_objects_are_cut_and_the_next_list_begins_as_the_last_one_went() -> None:
@@ -91,7 +91,7 @@ async def test_a_large_object_among_small_ones_comes_by_itself() -> None:
 
 async def test_a_page_that_is_too_large_is_asked_for_again_at_its_place() -> None:
     """The token of the page before stays; only the limit is another one."""
-    server = Server(*[100] * PAGE, *[15_000] * 20)
+    server = Server(*[100] * LIST_PAGE_OBJECTS, *[15_000] * 20)
     async with server.connect() as cluster:
         assert await server.read(cluster) == server.names
     again = [place for place, (_, size) in zip(server.places, server.answers, strict=True) if size > 40_000]
@@ -111,7 +111,7 @@ async def test_no_more_than_one_page_is_held() -> None:
     server = Server(*[15_000] * 6)
     held: list[list[Object]] = []
     async with server.connect() as cluster:
-        async for page in cluster.pages(PODS, labels="a=b"):
+        async for page in cluster.list_pages(PODS, labels="a=b"):
             assert not any(held), "what was read before is let go"
             held.append(page.items)
 
@@ -121,7 +121,7 @@ async def test_no_more_than_one_page_is_held() -> None:
     [(500, None, 125), (3, None, 1), (1, None, 1), (500, 40_000, 250), (10, 400, 500), (1, 160_000, 1), (1, 0, 20_000)],
 )
 def test_a_page_is_sized_by_the_last_one(limit: int, size: int | None, following: int) -> None:
-    assert next_limit(limit, size) == following
+    assert compute_next_limit(limit, size) == following
 
 
 class TestLines:
@@ -130,7 +130,7 @@ class TestLines:
         for part in parts:
             reader.feed_data(part)
         reader.feed_eof()
-        return [line async for line in transfer.lines(reader)]
+        return [line async for line in transfer.read_lines(reader)]
 
     async def test_they_may_come_in_any_pieces(self) -> None:
         assert await self.read(b"a", b"b\nc", b"\n", b"d\ne\n") == [b"ab", b"c", b"d", b"e"]

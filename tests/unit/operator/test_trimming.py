@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_operator.api import ANNOTATION_PROFILE, LABEL_QUEUE, UNREAD, Job
-from pacekeeper_operator.manifests import Installation, refused_template, worker_pod
-from pacekeeper_operator.trimming import MOST_BYTES, MOST_VALUES, trim
+from pacekeeper_operator.api import ANNOTATION_PROFILE, LABEL_QUEUE, DROPPED_TEMPLATE_KEY, TrainingJob
+from pacekeeper_operator.manifests import Installation, find_template_refusal, build_worker_pod
+from pacekeeper_operator.trimming import MAX_SPEC_BYTES, MAX_TEMPLATE_VALUES, trim_job
 
 
 def job(**container: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def job(**container: Any) -> dict[str, Any]:
 
 def test_what_is_never_read_is_not_kept() -> None:
     trimmed, whole = job(), job()
-    trim(trimmed)
+    trim_job(trimmed)
     assert trimmed["metadata"] == {
         "name": "j",
         "namespace": "ns",
@@ -48,7 +48,7 @@ def test_what_is_never_read_is_not_kept() -> None:
         "annotations": {ANNOTATION_PROFILE: "1", "kopf.zalando.org/keep": "{}"},
     }
     assert (trimmed["spec"], trimmed["status"]) == (whole["spec"], whole["status"])
-    assert Job.parse(trimmed) == Job.parse(whole)
+    assert TrainingJob.parse(trimmed) == TrainingJob.parse(whole)
 
 
 def deep(levels: int) -> Any:
@@ -61,29 +61,29 @@ def deep(levels: int) -> Any:
 @pytest.mark.parametrize(
     ("container", "words"),
     [
-        ({"args": ["x" * MOST_BYTES]}, r"262,\d\d\d bytes .* may have 262,144: move .* a ConfigMap"),
-        ({"args": [""] * MOST_VALUES}, r"more than 8,192 fields and values .* ConfigMap \(envFrom\)"),
+        ({"args": ["x" * MAX_SPEC_BYTES]}, r"262,\d\d\d bytes .* may have 262,144: move .* a ConfigMap"),
+        ({"args": [""] * MAX_TEMPLATE_VALUES}, r"more than 8,192 fields and values .* ConfigMap \(envFrom\)"),
         ({"args": deep(1_000)}, "nested in more than 64 levels"),
     ],
 )
 def test_a_template_that_is_too_large_is_refused_by_field_and_remedy(container: Any, words: str) -> None:
     body = job(**container)
-    trim(body)
+    trim_job(body)
     assert len(json.dumps(body)) < 1_000
-    read = Job.parse(body)
+    read = TrainingJob.parse(body)
     assert read.spec.suspend
     with pytest.raises(InputError, match=f"spec.template: .*{words}"):
-        worker_pod(read, 0, 0, Installation("operator:8443", ""))
-    assert refused_template(read) == f"spec.template: {read.spec.template[UNREAD]}"
+        build_worker_pod(read, 0, 0, Installation("operator:8443", ""))
+    assert find_template_refusal(read) == f"spec.template: {read.spec.template[DROPPED_TEMPLATE_KEY]}"
 
 
 def test_a_template_of_the_largest_size_is_kept() -> None:
-    body = job(args=["x" * (MOST_BYTES - 200)])
-    trim(body)
-    assert UNREAD not in Job.parse(body).spec.template
+    body = job(args=["x" * (MAX_SPEC_BYTES - 200)])
+    trim_job(body)
+    assert DROPPED_TEMPLATE_KEY not in TrainingJob.parse(body).spec.template
 
 
 def test_names_and_what_is_no_job_yet_do_no_harm() -> None:
     body: dict[str, Any] = {"kind": "TrainingJob", "metadata": {"name": "j", "labels": None}, "spec": None}
-    trim(body)
+    trim_job(body)
     assert body["metadata"]["name"] == "j"

@@ -13,26 +13,26 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from pacekeeper_operator import metrics
-from pacekeeper_operator.api import Cause, Class, Job, JobSpec, Outcome
+from pacekeeper_operator.api import IncidentCause, IncidentClass, TrainingJob, JobSpec, IncidentOutcome
 from pacekeeper_operator.services import webhook
-from pacekeeper_operator.services.webhook import NEVER, Message, Refused, Undelivered, Webhook, message, over_http
+from pacekeeper_operator.services.webhook import NO_END_TIME, WebhookMessage, WebhookRefused, WebhookUndelivered, Webhook, build_message, create_http_post
 from pacekeeper_operator.state import Incident
 from tests.support.virtual_time import Timeline, VirtualRuntime
 
-JOB = Job("team-a", "gpt", "uid-1", 1, JobSpec(template={}))
+JOB = TrainingJob("team-a", "gpt", "uid-1", 1, JobSpec(template={}))
 INCIDENT = Incident(
-    "gpt-7", Cause.NODE_LOST, Class.INFRASTRUCTURE, 3, "node n1 is gone", 100.0, 101.0, 102.0, node="n1"
+    "gpt-7", IncidentCause.NODE_LOST, IncidentClass.INFRASTRUCTURE, 3, "node n1 is gone", 100.0, 101.0, 102.0, node="n1"
 )
-ENDED = replace(INCIDENT, outcome=Outcome.RECOVERED, recovered=112.5, remedy="ReplaceWorker")
+ENDED = replace(INCIDENT, outcome=IncidentOutcome.RECOVERED, recovered=112.5, remedy="ReplaceWorker")
 
 
 class Receiver:
     """Takes messages, once those answers are used up that it is given."""
 
     def __init__(self, *answers: Exception) -> None:
-        self.answers, self.taken, self.tries = list(answers), list[Message](), 0
+        self.answers, self.taken, self.tries = list(answers), list[WebhookMessage](), 0
 
-    async def post(self, body: Message) -> None:
+    async def post(self, body: WebhookMessage) -> None:
         self.tries += 1
         if self.answers:
             raise self.answers.pop(0)
@@ -47,11 +47,11 @@ class World:
     def __init__(self, *answers: Exception) -> None:
         self.receiver, self.timeline = Receiver(*answers), Timeline()
         self.webhook = Webhook(self.receiver.post, VirtualRuntime(self.timeline))
-        self.lost = metrics.WEBHOOK_LOST._value.get()
+        self.lost = metrics.WEBHOOK_MESSAGES_LOST._value.get()
 
     @property
     def lost_by_now(self) -> float:
-        return float(metrics.WEBHOOK_LOST._value.get() - self.lost)
+        return float(metrics.WEBHOOK_MESSAGES_LOST._value.get() - self.lost)
 
     async def run(self, seconds: float) -> None:
         task = asyncio.create_task(self.webhook.deliver())
@@ -60,18 +60,18 @@ class World:
 
 
 def test_a_beginning_is_a_firing_alert_of_alertmanagers_format() -> None:
-    body = message(JOB, INCIDENT, 200.0)
+    body = build_message(JOB, INCIDENT, 200.0)
     (alert,) = body["alerts"]
     assert (body["version"], body["status"], alert["status"]) == ("4", "firing", "firing")
     assert alert["labels"]["alertname"] == "PacekeeperIncident"
     assert {alert["labels"][name] for name in ("namespace", "job_name", "node")} == {"team-a", "gpt", "n1"}
-    assert (alert["startsAt"], alert["endsAt"]) == ("1970-01-01T00:01:40.000000Z", NEVER)
+    assert (alert["startsAt"], alert["endsAt"]) == ("1970-01-01T00:01:40.000000Z", NO_END_TIME)
     assert alert["annotations"]["summary"] == "team-a/gpt: node n1 is gone"
     assert all(isinstance(value, str) for part in ("labels", "annotations") for value in alert[part].values())
 
 
 def test_its_end_resolves_the_same_alert() -> None:
-    before, after = message(JOB, INCIDENT, 200.0)["alerts"][0], message(JOB, ENDED, 200.0)["alerts"][0]
+    before, after = build_message(JOB, INCIDENT, 200.0)["alerts"][0], build_message(JOB, ENDED, 200.0)["alerts"][0]
     assert after["status"] == "resolved"
     assert before["fingerprint"] == after["fingerprint"]
     assert before["labels"] == after["labels"], "receivers tell alerts apart by their labels"
@@ -80,27 +80,27 @@ def test_its_end_resolves_the_same_alert() -> None:
 
 
 async def test_what_is_not_taken_is_sent_again_and_nothing_overtakes_it() -> None:
-    world = World(*[Undelivered("no answer")] * 5)
-    world.webhook.tell(JOB, INCIDENT)
-    world.webhook.tell(JOB, ENDED)
+    world = World(*[WebhookUndelivered("no answer")] * 5)
+    world.webhook.enqueue(JOB, INCIDENT)
+    world.webhook.enqueue(JOB, ENDED)
     await world.run(120)
     assert world.receiver.names == [("gpt-7", "firing"), ("gpt-7", "resolved")]
     assert (world.receiver.tries, world.lost_by_now) == (7, 0)
 
 
 async def test_what_is_refused_is_not_sent_again() -> None:
-    world = World(Refused("status 400"))
-    world.webhook.tell(JOB, INCIDENT)
-    world.webhook.tell(JOB, ENDED)
+    world = World(WebhookRefused("status 400"))
+    world.webhook.enqueue(JOB, INCIDENT)
+    world.webhook.enqueue(JOB, ENDED)
     await world.run(120)
     assert world.receiver.names == [("gpt-7", "resolved")]
     assert world.lost_by_now == 1
 
 
 async def test_after_an_hour_it_is_given_up() -> None:
-    world = World(*[Undelivered("no answer")] * 10_000)
-    world.webhook.tell(JOB, INCIDENT)
-    await world.run(2 * webhook.PATIENCE_SECONDS)
+    world = World(*[WebhookUndelivered("no answer")] * 10_000)
+    world.webhook.enqueue(JOB, INCIDENT)
+    await world.run(2 * webhook.WEBHOOK_DELIVERY_TIMEOUT_SECONDS)
     assert world.receiver.tries < 100
     assert world.lost_by_now == 1
 
@@ -109,7 +109,7 @@ async def test_no_more_than_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(webhook, "MOST_WAITING", 3)
     world = World()
     for number in range(5):
-        world.webhook.tell(JOB, replace(INCIDENT, name=f"gpt-{number}"))
+        world.webhook.enqueue(JOB, replace(INCIDENT, name=f"gpt-{number}"))
     await world.run(10)
     assert world.receiver.names == [(f"gpt-{number}", "firing") for number in (2, 3, 4)]
     assert world.lost_by_now == 2
@@ -136,21 +136,21 @@ class TestOverHttp:
         url, asked, _ = server
         (tmp_path / "url").write_text(f"{url}\n")
         (tmp_path / "token").write_text("t\n")
-        post = over_http(tmp_path)
+        post = create_http_post(tmp_path)
         await post({"version": "4"})
-        with pytest.raises(Undelivered, match="302"):
+        with pytest.raises(WebhookUndelivered, match="302"):
             await post({})
-        with pytest.raises(Refused, match="422"):
+        with pytest.raises(WebhookRefused, match="422"):
             await post({})
-        with pytest.raises(Undelivered, match="503"):
+        with pytest.raises(WebhookUndelivered, match="503"):
             await post({})
         assert asked[0] == ("Bearer t", {"version": "4"})
         assert len(asked) == 4
 
     async def test_errors_do_not_show_the_address(self, tmp_path: Path) -> None:
-        with pytest.raises(Undelivered, match="needs the key url"):
-            await over_http(tmp_path)({})
+        with pytest.raises(WebhookUndelivered, match="needs the key url"):
+            await create_http_post(tmp_path)({})
         (tmp_path / "url").write_text("http://127.0.0.1:9/secret-part")
-        with pytest.raises(Undelivered) as error:
-            await over_http(tmp_path)({})
+        with pytest.raises(WebhookUndelivered) as error:
+            await create_http_post(tmp_path)({})
         assert "secret-part" not in str(error.value)

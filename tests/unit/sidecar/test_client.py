@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 from pacekeeper.sidecar import leader as leading
-from pacekeeper.sidecar.client import OperatorClient, Unavailable, connect
-from pacekeeper.sidecar.leader import AVOID_SECONDS, Leader, named_leader
+from pacekeeper.sidecar.client import OperatorClient, OperatorUnavailable, connect_operator
+from pacekeeper.sidecar.leader import LEADER_AVOID_SECONDS, LeaderAddress, parse_named_leader
 from pacekeeper.sidecar.settings import SidecarSettings
 from pacekeeper_analysis.reports import Heartbeat
-from tests.support.network import free_port
+from tests.support.network import find_free_port
 from tests.support.tls import Authority
 
 SERVICE, FIRST, SECOND = "127.0.0.1", "127.0.0.2", "127.0.0.3"
@@ -57,7 +57,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def port() -> int:
-    return free_port()
+    return find_free_port()
 
 
 @pytest.fixture
@@ -81,14 +81,14 @@ async def serve(authority: Authority, port: int) -> AsyncIterator[Serve]:
 async def client(authority: Authority, port: int, tmp_path: Path) -> AsyncIterator[OperatorClient]:
     (tmp_path / "token").write_text("a-token")
     settings = SidecarSettings(
-        Runtime(tmp_path / "run"), "j", "j-w0-0", f"https://localhost:{port}", authority.pem, tmp_path / "token"
+        RuntimeFolder(tmp_path / "run"), "j", "j-w0-0", f"https://localhost:{port}", authority.pem, tmp_path / "token"
     )
-    async with connect(settings) as client:
+    async with connect_operator(settings) as client:
         yield client
 
 
 async def poll(client: OperatorClient) -> None:
-    await client.plan(Heartbeat(worker="j-w0-0"), -1, 0)
+    await client.fetch_plan(Heartbeat(worker="j-w0-0"), -1, 0)
 
 
 async def test_it_calls_whom_one_that_does_not_lead_names_and_stays_with_it(
@@ -110,7 +110,7 @@ async def test_it_goes_back_to_the_service_when_the_leader_is_gone(
     end = await serve(FIRST, leader)
     await poll(client)
     await end()
-    with pytest.raises(Unavailable):
+    with pytest.raises(OperatorUnavailable):
         await poll(client)
     standby.leader = None  # it leads now
     await poll(client)
@@ -136,7 +136,7 @@ async def test_a_leader_that_knows_no_other_is_left_for_the_service(
     await serve(FIRST, first)
     await poll(client)
     first.leader = ""
-    with pytest.raises(Unavailable):
+    with pytest.raises(OperatorUnavailable):
         await poll(client)
     service.leader = None
     await poll(client)
@@ -151,7 +151,7 @@ async def test_nobody_is_told_the_token_who_does_not_prove_to_be_the_operator(
     stranger = Pod()
     await serve(SERVICE, Pod(f"{FIRST}:{port}"))
     await serve(FIRST, stranger, Authority(other).server_context())
-    with pytest.raises(Unavailable, match=r"[Cc]ertificate"):
+    with pytest.raises(OperatorUnavailable, match=r"[Cc]ertificate"):
         await poll(client)
     assert stranger.tokens == []
 
@@ -163,7 +163,7 @@ async def test_an_address_that_cannot_be_reached_is_not_tried_again_soon(
     service = Pod(f"{FIRST}:{port}")  # where nobody listens
     await serve(SERVICE, service)
     for _ in range(3):
-        with pytest.raises(Unavailable):
+        with pytest.raises(OperatorUnavailable):
             await poll(client)
     assert service.calls == 3
     service.leader = None
@@ -183,7 +183,7 @@ async def test_other_refusals_are_no_words_about_the_leader(
     await serve(SERVICE, service)
     await serve(FIRST, leader)
     for _ in range(3):
-        with pytest.raises(Unavailable, match=str(status)):
+        with pytest.raises(OperatorUnavailable, match=str(status)):
             await poll(client)
     assert (service.calls, leader.calls) == (1, 3)
 
@@ -194,7 +194,7 @@ async def test_an_answer_that_is_no_plan_is_none(serve: Serve, client: OperatorC
             return web.Response(text="[1]")
 
     await serve(SERVICE, Odd())
-    with pytest.raises(Unavailable):
+    with pytest.raises(OperatorUnavailable):
         await asyncio.wait_for(poll(client), 5)
 
 
@@ -209,21 +209,21 @@ class TestNamed:
         ],
     )
     def test_only_the_address_of_a_machine_is_one(self, said: Any, found: str) -> None:
-        assert named_leader({"error": "", "leader": said}) == found
+        assert parse_named_leader({"error": "", "leader": said}) == found
 
     @pytest.mark.parametrize("answer", [{"error": "not yet"}, [], "leader", None, 1])
     def test_other_answers_name_nobody(self, answer: Any) -> None:
-        assert named_leader(answer) is None
+        assert parse_named_leader(answer) is None
 
 
 def test_what_gave_no_answer_is_avoided_for_a_while_and_others_are_not() -> None:
-    leader = Leader()
-    leader.hear("a:1", 0.0)
-    leader.gives_no_answer("a:1", 0.0)
+    leader = LeaderAddress()
+    leader.update("a:1", 0.0)
+    leader.mark_unreachable("a:1", 0.0)
     assert leader.address == ""
-    leader.hear("a:1", AVOID_SECONDS - 1)
+    leader.update("a:1", LEADER_AVOID_SECONDS - 1)
     assert leader.address == ""
-    leader.hear("b:1", 1.0)
+    leader.update("b:1", 1.0)
     assert leader.address == "b:1"
     leader.gives_no_answer("a:1", 2.0)
     assert leader.address == "b:1", "an older call's end says nothing of it"

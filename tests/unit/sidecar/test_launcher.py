@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper.launcher.heartbeat import SIGN_PERIOD, SignOfLife
-from pacekeeper.runtime import Runtime, write_json
-from pacekeeper.sidecar.launcher import LauncherSeen, Silence
-from pacekeeper.sidecar.sidecar import _silence_to_tell
+from pacekeeper.launcher.heartbeat import LIVENESS_INTERVAL_SECONDS, LivenessFile
+from pacekeeper.runtime import RuntimeFolder, write_json
+from pacekeeper.sidecar.launcher import LauncherMonitor, LauncherSilence
+from pacekeeper.sidecar.sidecar import _quantize_silence
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
 
 
 def heard(*signs: tuple[float, int | None]) -> float:
     """The silence after looks at these times, at which the launcher's newest sign was that one."""
-    silence = Silence()
+    silence = LauncherSilence()
     for now, sign in signs:
-        silence.listen(sign, now)
+        silence.update(sign, now)
     return silence.seconds
 
 
@@ -44,40 +44,40 @@ def test_a_pause_of_the_sidecar_itself_is_no_silence() -> None:
 
 
 def test_each_second_of_a_short_silence_is_told_and_a_long_one_only_with_the_polls() -> None:
-    assert [_silence_to_tell(seconds) for seconds in (0.0, 4.9, 5.0, 5.9, 6.0, 8.2, 15.0, 400.0)] == [
+    assert [_quantize_silence(seconds) for seconds in (0.0, 4.9, 5.0, 5.9, 6.0, 8.2, 15.0, 400.0)] == [
         0, 0, 5, 5, 6, 8, 15, 15,
     ]  # fmt: skip
 
 
 def test_the_launchers_signs_are_seen_and_its_heartbeat_is_stamped(tmp_path: Path) -> None:
-    runtime = Runtime(tmp_path).make()
-    seen, sign = LauncherSeen(runtime, "w"), SignOfLife(runtime.alive)
+    runtime = RuntimeFolder(tmp_path).create()
+    seen, sign = LauncherMonitor(runtime, "w"), LivenessFile(runtime.liveness)
     write_json(runtime.heartbeat, Heartbeat("w", LauncherState.RUNNING, round=2).to_json())
     for now in (10.0, 10.5, 11.0):
-        seen.look(now)
+        seen.check(now)
     assert (seen.heartbeat.round, seen.heartbeat.launcher_silent_seconds) == (2, 0.0), "it has not begun to speak"
-    sign.give(11.0)
-    os.utime(runtime.alive, (0, 0))
+    sign.touch(11.0)
+    os.utime(runtime.liveness, (0, 0))
     for now in (11.0, 11.5, 11.9):
-        seen.look(now)
+        seen.check(now)
     assert seen.heartbeat.launcher_silent_seconds == 0.0, "so long a pause is usual"
-    seen.look(12.0)
+    seen.check(12.0)
     assert seen.heartbeat.launcher_silent_seconds == 1.0
-    sign.give(11.0 + 0.9 * SIGN_PERIOD)
-    seen.look(12.5)
+    sign.touch(11.0 + 0.9 * LIVENESS_INTERVAL_SECONDS)
+    seen.check(12.5)
     assert seen.heartbeat.launcher_silent_seconds == 1.5, "two signs are not given in one period"
-    sign.give(11.0 + SIGN_PERIOD)
-    seen.look(12.5)
+    sign.touch(11.0 + LIVENESS_INTERVAL_SECONDS)
+    seen.check(12.5)
     assert seen.heartbeat.launcher_silent_seconds == 0.0
-    sign.end()
+    sign.remove()
     for now in (13.0, 14.0):
-        seen.look(now)
+        seen.check(now)
     assert seen.heartbeat.launcher_silent_seconds == 0.0
-    assert not runtime.alive.exists()
+    assert not runtime.liveness.exists()
 
 
 def test_a_sign_that_an_earlier_launcher_left_is_none_of_the_next_ones(tmp_path: Path) -> None:
-    runtime = Runtime(tmp_path).make()
-    runtime.alive.touch()
-    SignOfLife(runtime.alive)
-    assert not runtime.alive.exists()
+    runtime = RuntimeFolder(tmp_path).create()
+    runtime.liveness.touch()
+    LivenessFile(runtime.liveness)
+    assert not runtime.liveness.exists()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from pacekeeper_analysis.diagnose import windows
-from pacekeeper_analysis.reports import Fault
+from pacekeeper_analysis.reports import FaultReport
 from pacekeeper_operator import decision as decisions
 from pacekeeper_operator import observation, rounds, runtime, server_clock
 from pacekeeper_operator.decide import (
@@ -29,14 +29,14 @@ from pacekeeper_operator.decide import (
     treat,
     workforce,
 )
-from pacekeeper_operator.decide.remedies.applied import Applied
+from pacekeeper_operator.decide.remedies.applied import ActionResult
 from pacekeeper_operator.handlers import trainingjobs
 from pacekeeper_operator.observe import gather, memory, neighbourhood, prometheus, store
 from pacekeeper_operator.services import bookkeeping, errands, incidents, leadership, operator, reconcile, sidecars
 from simulation.judges import Violation
-from simulation.run import run
-from simulation.scenarios.known_defects import SCENARIOS, Scenario
-from simulation.schedule import HEALED_AFTER
+from simulation.run import run_schedule
+from simulation.scenarios.known_defects import DEFECT_SCENARIOS, DefectScenario
+from simulation.schedule import HEALED_BY_SECONDS
 from simulation.world import EPOCH
 
 Patch = pytest.MonkeyPatch
@@ -66,16 +66,16 @@ def _(patch: Patch) -> None:
 
 @undoes("broken-gpu")
 def _(patch: Patch) -> None:
-    def why_not_move(blame: crash._Blame) -> str:
-        return "" if blame.memory else "the worker is not at fault"
+    def why_not_move(blame: crash._CrashHistory) -> str:
+        return "" if blame.out_of_memory else "the worker is not at fault"
 
-    patch.setattr(crash._Blame, "why_not_move", property(why_not_move))
+    patch.setattr(crash._CrashHistory, "why_not_move", property(why_not_move))
 
 
 @undoes("two-signals")
 def _(patch: Patch) -> None:
-    def error_of(fault: Fault) -> str:
-        return fault.error or crash._ending(fault)
+    def error_of(fault: FaultReport) -> str:
+        return fault.error or crash._describe_exit(fault)
 
     patch.setattr(crash, "error_of", error_of)
     _nobody_has_trained(patch)
@@ -104,12 +104,12 @@ def _(patch: Patch) -> None:
 @undoes("exporter-is-back")
 def _(patch: Patch) -> None:
     """What was not there was 0."""
-    errors = prometheus._Answer.errors
+    errors = prometheus._QueryResult.collect_errors
 
-    def since_nothing(answer: prometheus._Answer) -> tuple[observation.GpuValue, ...]:
-        return tuple(replace(value, before=value.before or 0.0) for value in errors(answer))
+    def since_nothing(answer: prometheus._QueryResult) -> tuple[observation.GpuValue, ...]:
+        return tuple(replace(value, before=value.previous_value or 0.0) for value in errors(answer))
 
-    patch.setattr(prometheus._Answer, "errors", since_nothing)
+    patch.setattr(prometheus._QueryResult, "errors", since_nothing)
 
 
 @undoes("rack-loses-power")
@@ -151,14 +151,14 @@ def _(patch: Patch) -> None:
 
 @undoes("older-job-cannot-begin")
 def _(patch: Patch) -> None:
-    def turn(job: Any, draft: Any) -> neighbourhood.Turn | None:
-        return None if draft.plan.members else neighbourhood.Turn((job.created_at, job.uid), job.name)
+    def turn(job: Any, draft: Any) -> neighbourhood.PlacementTurn | None:
+        return None if draft.plan.members else neighbourhood.PlacementTurn((job.created_at, job.uid), job.name)
 
-    def shown(job: Any, draft: Any, _phase: Any) -> neighbourhood.Shown:
-        return neighbourhood.Shown(job.uid, draft.state.incidents, turn(job, draft))
+    def shown(job: Any, draft: Any, _phase: Any) -> neighbourhood.JobSummary:
+        return neighbourhood.JobSummary(job.uid, draft.state.incidents, turn(job, draft))
 
     patch.setattr(neighbourhood, "_turn", turn)
-    patch.setattr(neighbourhood.Shown, "of", staticmethod(shown))
+    patch.setattr(neighbourhood.JobSummary, "of", staticmethod(shown))
     patch.setattr(workforce, "TURN_SECONDS", math.inf)
 
 
@@ -178,14 +178,14 @@ def _(patch: Patch) -> None:
 
 @undoes("all-lose-power")
 def _(patch: Patch) -> None:
-    patch.setattr(node_lost._Signs, "fails_as_a_whole", False)
+    patch.setattr(node_lost._LivenessSigns, "fails_as_a_whole", False)
 
 
 @undoes("operator-cut-from-node")
 @undoes("operator-cut-from-all")
 def _(patch: Patch) -> None:
     def proof(_signs: Any, _policy: Any, view: observation.WorkerView) -> str:
-        return "nobody hears of it" if view.silent_seconds > node_lost.SILENT_SECONDS else ""
+        return "nobody hears of it" if view.silent_seconds > node_lost.WORKER_SILENT_SECONDS else ""
 
     patch.setattr(node_lost, "_proof", proof)
 
@@ -204,7 +204,7 @@ def _(patch: Patch) -> None:
 
 @undoes("hang-after-joining")
 def _(patch: Patch) -> None:
-    begin = rounds.begin
+    begin = rounds.begin_round
     patch.setattr(rounds, "begin", lambda *given: _with_plan(begin(*given), step_seconds=0.0))
 
 
@@ -225,7 +225,7 @@ def _(patch: Patch) -> None:
 
 @undoes("stray-pod")
 def _(patch: Patch) -> None:
-    observe = gather.observe
+    observe = gather.build_observation
     patch.setattr(gather, "observe", lambda *given: replace(observe(*given), strays=()))
 
 
@@ -236,10 +236,10 @@ def _(patch: Patch) -> None:
 
 @undoes("no-room-for-a-spare")
 def _(patch: Patch) -> None:
-    def put_off(_errands: errands.Errands, _effect: Any, tries: errands._Attempts, words: str) -> None:
-        tries.trouble = words
+    def put_off(_errands: errands.EffectRunner, _effect: Any, tries: errands._Attempts, words: str) -> None:
+        tries.error = words
 
-    patch.setattr(errands.Errands, "_put_off", put_off)
+    patch.setattr(errands.EffectRunner, "_put_off", put_off)
 
 
 @undoes("kept-off-for-good")
@@ -255,14 +255,14 @@ def _(patch: Patch) -> None:
 @undoes("more-is-allowed")
 def _(patch: Patch) -> None:
     def known(seen: observation.Observation, _policy: Any, decision: Any) -> bool:
-        return decision.incident_name(seen.job) in seen.state.incidents.names()
+        return decision.incident_name(seen.job) in seen.state.incidents.list_names()
 
     patch.setattr(treat, "_known", known)
 
 
 @undoes("refused-by-kubelets")
 def _(patch: Patch) -> None:
-    patch.setattr(start_failed, "_refused", start_failed._decide)
+    patch.setattr(start_failed, "_refused", start_failed._decide_failed_start)
     _nobody_has_trained(patch)
 
 
@@ -279,13 +279,13 @@ def _(patch: Patch) -> None:
 
 @undoes("rounds-from-one")
 def _(patch: Patch) -> None:
-    first = bookkeeping.first
+    first = bookkeeping.build_initial_state
     patch.setattr(bookkeeping, "first", lambda job, pods, now, _: first(job, pods, now))
 
 
 @undoes("etcd-is-restored")
 def _(patch: Patch) -> None:
-    patch.setattr(store.Shelf, "go_back", lambda _: None)
+    patch.setattr(store.ResourceStore, "go_back", lambda _: None)
 
 
 @undoes("job-of-after-a-backup")
@@ -295,7 +295,7 @@ def _(patch: Patch) -> None:
 
 @undoes("bookkeeping-deleted")
 def _(patch: Patch) -> None:
-    patch.setattr(memory.Memory, "prove_by", lambda *_: {})
+    patch.setattr(memory.JobRegistry, "prove_by", lambda *_: {})
 
 
 @undoes("clocks-differ")
@@ -303,10 +303,10 @@ def _(patch: Patch) -> None:
     """A worker's word on when something was stands as it is."""
 
     def apply(_action: Any, decision: Any, seen: observation.Observation) -> Any:
-        draft = seen.draft.count_restart(decision.first_sign)
-        return Applied(draft.with_budget(in_membership=draft.state.budget.in_membership + 1))
+        draft = seen.desired.count_restart(decision.first_sign)
+        return ActionResult(draft.with_budget(in_membership=draft.state.budget.in_membership + 1))
 
-    patch.setitem(cast(Any, remedies.ACTS), decisions.CountRestart, apply)
+    patch.setitem(cast(Any, remedies.ACTION_HANDLERS), decisions.CountRestart, apply)
     patch.setattr(sidecars, "_by_our_clock", lambda at, *_: at)
 
 
@@ -338,13 +338,13 @@ def _(patch: Patch) -> None:
 
 @undoes("woken-without-the-lease")
 def _(patch: Patch) -> None:
-    must_lead = operator.Operator.must_lead
+    must_lead = operator.Operator.require_leadership
 
     def look(seen: operator.Operator) -> None:
         try:
             must_lead(seen)
         except Exception:
-            seen.memory.wake_all()  # as if nobody had taken notice of it yet
+            seen.jobs.wake_all()  # as if nobody had taken notice of it yet
             raise
 
     async def begin_pass(seen: operator.Operator) -> None:
@@ -358,20 +358,20 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     """Its keeper dies of what the API server says, nobody notices, and whoever has led once goes on."""
 
-    async def attempt(lease: leadership.Lease) -> None:
-        if await lease._take():
+    async def attempt(lease: leadership.LeaderElector) -> None:
+        if await lease._acquire_or_renew():
             lease._renewed_at = math.inf
 
-    patch.setattr(leadership.Lease, "_try", attempt)
-    patch.setattr(runtime.Runtime, "_ended", lambda *_: None)
+    patch.setattr(leadership.LeaderElector, "_try", attempt)
+    patch.setattr(runtime.OperatorRuntime, "_ended", lambda *_: None)
 
 
-def play(scenario: Scenario) -> tuple[Violation, ...]:
+def play(scenario: DefectScenario) -> tuple[Violation, ...]:
     """Return what a run violates that ends as soon as its faults are over and the judges are content.
 
     Each defect shows within that time: `test_without_its_mend_it_does` plays the same."""
-    outcome = run(
-        scenario.schedule, patience=scenario.patience, to_the_end=False, seconds=HEALED_AFTER, grace=GRACE_SECONDS
+    outcome = run_schedule(
+        scenario.schedule, patience=scenario.patience, run_to_end=False, seconds=HEALED_BY_SECONDS, grace=GRACE_SECONDS
     )
     if outcome.restarts <= scenario.restarts:
         return outcome.violations
@@ -379,21 +379,21 @@ def play(scenario: Scenario) -> tuple[Violation, ...]:
     return (*outcome.violations, Violation(outcome.virtual_seconds, "no restart counts without a cause", words))
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", DEFECT_SCENARIOS)
 def test_a_defect_does_not_come_back(name: str) -> None:
-    assert play(SCENARIOS[name]) == ()
+    assert play(DEFECT_SCENARIOS[name]) == ()
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", DEFECT_SCENARIOS)
 def test_without_its_mend_it_does(name: str, monkeypatch: Patch) -> None:
     UNDONE[name](monkeypatch)
-    assert play(SCENARIOS[name]) != ()
+    assert play(DEFECT_SCENARIOS[name]) != ()
 
 
 @pytest.mark.parametrize("mended", [True, False])
 def test_a_slow_node_whose_shares_fit_is_not_asked_about_all_the_time(mended: bool, monkeypatch: Patch) -> None:
     """No state of the cluster shows it: questions are counted, of 80 s in which its shares fit and nothing changes."""
-    ask, asked = straggler._ask, list[float]()
+    ask, asked = straggler._request_evidence, list[float]()
 
     def count(observation: Any, suspicion: Any) -> Any:
         asked.append(observation.now - EPOCH)
@@ -402,6 +402,6 @@ def test_a_slow_node_whose_shares_fit_is_not_asked_about_all_the_time(mended: bo
     monkeypatch.setattr(straggler, "_ask", count)
     if not mended:
         monkeypatch.setattr(straggler, "_shares_fit", lambda *_: False)
-    assert play(SCENARIOS["shares-outlive-a-straggler"]) == ()
+    assert play(DEFECT_SCENARIOS["shares-outlive-a-straggler"]) == ()
     assert any(now < 200.0 for now in asked), "it was found"
     assert (sum(210.0 < now < 290.0 for now in asked) == 0) is mended

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pacekeeper_operator import ledger
-from pacekeeper_operator.api import FINALIZER_JOB, Cause, Object
-from pacekeeper_operator.node_health import TAINTS
+from pacekeeper_operator.api import FINALIZER_JOB, IncidentCause, Object
+from pacekeeper_operator.node_health import DEFAULT_LEAVE_TAINTS
 from simulation.operators.pod import OperatorPod
-from simulation.schedule import JobSettings
+from simulation.schedule import SimulatedJob
 from simulation.world import NAMESPACE, World, WorldSettings
 
 Make = Callable[..., World]
@@ -42,7 +42,7 @@ def until(world: World, holds: Callable[[], object], seconds: float) -> float:
     async def wait() -> float:
         began = world.now()
         while not holds():
-            assert world.now() - began < seconds, f"not within {seconds} s: {world.story.lines[-10:]}"
+            assert world.now() - began < seconds, f"not within {seconds} s: {world.log.lines[-10:]}"
             await asyncio.sleep(0.1)
         return world.now() - began
 
@@ -54,7 +54,7 @@ def wait(world: World, seconds: float) -> None:
 
 
 def leads(pod: OperatorPod) -> bool:
-    return pod.operator is not None and pod.operator.leads()
+    return pod.operator is not None and pod.operator.is_leader()
 
 
 def trains(world: World) -> bool:
@@ -63,7 +63,7 @@ def trains(world: World) -> bool:
 
 
 def make_job(world: World) -> None:
-    world.api.create("trainingjobs", JobSettings(replicas=2).manifest())
+    world.api.create("trainingjobs", SimulatedJob(replicas=2).build_manifest())
 
 
 def test_a_job_trains_and_goes_with_all_that_it_had(world: World) -> None:
@@ -73,8 +73,8 @@ def test_a_job_trains_and_goes_with_all_that_it_had(world: World) -> None:
     assert job is not None
     assert FINALIZER_JOB in job["metadata"]["finalizers"]
     world.api.delete("trainingjobs", "a", NAMESPACE)
-    until(world, lambda: not world.api.all("trainingjobs") and not world.api.all("pods"), 60)
-    until(world, lambda: not world.api.all("trainingjobstates"), 60)
+    until(world, lambda: not world.api.list_all("trainingjobs") and not world.api.list_all("pods"), 60)
+    until(world, lambda: not world.api.list_all("trainingjobstates"), 60)
 
 
 def test_who_cannot_renew_the_lease_leads_no_more_and_goes_on_when_it_can(world: World) -> None:
@@ -111,7 +111,7 @@ def test_a_killed_operator_is_back_in_seconds_and_its_job_has_trained_on(world: 
     assert until(world, lambda: leads(pod), 10) < 5
     wait(world, 30)
     assert trains(world)
-    assert not world.api.all("incidents")
+    assert not world.api.list_all("incidents")
 
 
 def test_an_operator_that_leaves_in_order_lets_the_next_one_begin_at_once(world: World) -> None:
@@ -127,7 +127,7 @@ def test_an_operator_that_leaves_in_order_lets_the_next_one_begin_at_once(world:
 def test_a_watch_that_breaks_begins_anew(world: World, gone: bool) -> None:
     (pod,) = world.deployment.pods
     until(world, lambda: leads(pod), 30)
-    world.api.end_watches(gone=gone)
+    world.api.end_watches(history_lost=gone)
     wait(world, 1)
     make_job(world)
     until(world, lambda: trains(world), 30)
@@ -138,7 +138,7 @@ def test_two_runs_of_a_seed_are_the_same_and_two_seeds_are_not(make: Make) -> No
         world = make(seed)
         make_job(world)
         wait(world, 60)
-        return world.story.digest()
+        return world.log.digest()
 
     assert digest(1) == digest(1) != digest(2)
 
@@ -149,7 +149,7 @@ def test_two_nodes_that_others_want_empty_are_left_one_after_the_other(world: Wo
     until(world, lambda: trains(world), 90)
     first, second = (world.nodes[node] for node in seats(world))
     first.cordon()
-    second.taint(TAINTS[0], "NoSchedule")
+    second.taint(DEFAULT_LEAVE_TAINTS[0], "NoSchedule")
     until(world, lambda: first.name not in seats(world), 90)
     assert second.name in seats(world), "the spare is one"
     until(world, lambda: second.name not in seats(world) and trains(world), 120)
@@ -164,14 +164,14 @@ def test_two_nodes_that_others_want_empty_are_left_one_after_the_other(world: Wo
 def seats(world: World) -> list[str]:
     """Nodes of the workers that hold ranks, by rank."""
     stored = world.api.get("trainingjobstates", "a", NAMESPACE)
-    members = () if stored is None else ledger.read(stored, "a").draft.plan.members
+    members = () if stored is None else ledger.decode_state(stored, "a").desired.plan.members
     nodes = {worker.name: worker.node for worker in world.workers.values()}
     return [nodes[member.worker] for member in members]
 
 
 def leavings(world: World) -> list[Object]:
     """What was written of nodes that are to be empty."""
-    found = [body for body in world.api.all("incidents") if body["spec"]["cause"] == Cause.NODE_LEAVING]
+    found = [body for body in world.api.list_all("incidents") if body["spec"]["cause"] == IncidentCause.NODE_LEAVING]
     return [{"outcome": None} | body.get("status", {}) for body in found]
 
 
@@ -195,7 +195,7 @@ class TestTwo:
         until(both, lambda: contact(both) < 3.5, 10)  # each is answered once a poll, of three seconds
         wait(both, 60)
         assert trains(both)
-        assert not both.api.all("incidents")
+        assert not both.api.list_all("incidents")
         assert rounds(both) == 1
 
     def test_a_leader_that_is_told_to_end_hands_over_at_once(self, both: World) -> None:
@@ -204,7 +204,7 @@ class TestTwo:
         assert until(both, lambda: leads(second), 5) < 1
         until(both, lambda: contact(both) < 0.5, 3)
         wait(both, 60)
-        assert not both.api.all("incidents")
+        assert not both.api.list_all("incidents")
         assert rounds(both) == 1
 
     def test_one_that_stands_by_leaves_unnoticed(self, both: World) -> None:
@@ -224,7 +224,7 @@ class TestTwo:
         until(both, lambda: all(heard_by(second, worker.name) for worker in both.workers.values()), 10)
         wait(both, 60)
         assert not first.process.dead, "it waits"
-        assert not both.api.all("incidents")
+        assert not both.api.list_all("incidents")
         both.network.mend(first.name, "api")
         process = first.process
         until(both, lambda: process.dead, 10)
@@ -236,10 +236,10 @@ class TestTwo:
     def test_a_fault_is_dealt_with_by_the_one_that_takes_over(self, both: World) -> None:
         first = leader(both)
         first.remove()
-        next(worker for worker in both.workers.values() if worker.launcher.ranks).crash(code=-9)
-        until(both, lambda: [i for i in both.api.all("incidents") if i.get("status", {}).get("outcome")], 60)
-        (incident,) = both.api.all("incidents")
-        assert incident["spec"]["cause"] == Cause.CRASH
+        next(worker for worker in both.workers.values() if worker.launcher.ranks).crash_rank(code=-9)
+        until(both, lambda: [i for i in both.api.list_all("incidents") if i.get("status", {}).get("outcome")], 60)
+        (incident,) = both.api.list_all("incidents")
+        assert incident["spec"]["cause"] == IncidentCause.CRASH
 
 
 def leader(world: World) -> OperatorPod:
@@ -254,11 +254,11 @@ def standby(world: World) -> OperatorPod:
 
 def contact(world: World) -> float:
     """Seconds since the worker that has waited longest was answered."""
-    return max(world.now() - worker.folder.contact for worker in world.workers.values())
+    return max(world.now() - worker.folder.operator_contact_at for worker in world.workers.values())
 
 
 def heard_by(pod: OperatorPod, worker: str) -> bool:
-    job = None if pod.operator is None else pod.operator.memory.find(NAMESPACE, "a")
+    job = None if pod.operator is None else pod.operator.jobs.find(NAMESPACE, "a")
     return job is not None and worker in job.contacts
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from pacekeeper_operator.api import FabricSpec, LinkState, PathControl
 from testcluster import fabric, faults
-from testcluster.cables import End
-from testcluster.settings import Node
+from testcluster.cables import CableEnd
+from testcluster.settings import ClusterNode
 from testcluster.shell import ClusterError
 
 
@@ -22,11 +22,11 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nodes_that_are_added_move_nobody() -> None:
-    assert [fabric.leaf_of(f"node-{index}") for index in range(1, 8)] == ["l1", "l2", "l3", "l1", "l2", "l3", "l1"]
+    assert [fabric.get_leaf(f"node-{index}") for index in range(1, 8)] == ["l1", "l2", "l3", "l1", "l2", "l3", "l1"]
 
 
 def test_without_a_fabric_there_is_nothing_to_break() -> None:
-    assert fabric.cables(Node(1)) == []
+    assert fabric.list_cables(ClusterNode(1)) == []
     with pytest.raises(ClusterError, match="up --fabric 1"):
         faults.cut_uplink("l1", "s1")
 
@@ -34,17 +34,17 @@ def test_without_a_fabric_there_is_nothing_to_break() -> None:
 @pytest.mark.parametrize("ports", [1, 2])
 def test_a_node_has_a_cable_into_each_plane(record: Path, ports: int) -> None:
     record.write_text(f'{{"nodes": 6, "ports": {ports}, "rate": ""}}')
-    cables = fabric.cables(Node(5))
-    assert [cable.near for cable in cables] == [End("pacekeeper-node-5", f"fab{plane}") for plane in range(ports)]
-    assert [cable.far for cable in cables] == [End(f"pacekeeper-fabric-l{1 + 3 * p}", "to5") for p in range(ports)]
+    cables = fabric.list_cables(ClusterNode(5))
+    assert [cable.near for cable in cables] == [CableEnd("pacekeeper-node-5", f"fab{plane}") for plane in range(ports)]
+    assert [cable.far for cable in cables] == [CableEnd(f"pacekeeper-fabric-l{1 + 3 * p}", "to5") for p in range(ports)]
 
 
 def test_links_are_called_as_in_the_fabric(record: Path) -> None:
     record.write_text('{"nodes": 6, "ports": 2, "rate": ""}')
-    assert fabric.link("l3", "s6") == (2, 5)
+    assert fabric.parse_link("l3", "s6") == (2, 5)
     for leaf, spine in (("l4", "s1"), ("l1", "s7"), ("l1", "s0"), ("0", "0")):
         with pytest.raises(ValueError, match=f"no link {leaf}–{spine}; the last one is l3–s6"):
-            fabric.link(leaf, spine)
+            fabric.parse_link(leaf, spine)
 
 
 @pytest.mark.parametrize("rate", ["fast", "50", "0mbit", "50 mbit", "-1mbit", "1.5gbit", "50kbit"])
@@ -59,7 +59,7 @@ def test_a_rate_that_is_none_is_refused(record: Path, rate: str) -> None:
 def test_the_operator_understands_what_is_printed(record: Path) -> None:
     record.write_text('{"nodes": 6, "ports": 2, "rate": "50mbit"}')
     slow = {"leaf": "l1", "spine": "s4", "state": "Slow", "capacity": "10M"}
-    spec = FabricSpec.parse(fabric.describe(fabric.network(), "50M", [slow])["spec"])
+    spec = FabricSpec.parse(fabric.build_fabric_object(fabric.get_network(), "50M", [slow])["spec"])
     assert (spec.planes, spec.spines, spec.uplink.capacity) == (2, 3, 50e6)
     assert [(one.leaf, one.spine, one.state, one.capacity) for one in spec.exceptions] == [
         ("l1", "s4", LinkState.SLOW, 10e6)

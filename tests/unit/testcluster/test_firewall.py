@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from testcluster.firewall import EGRESS, INGRESS, World, admits, matches, ruleset, ways
+from testcluster.firewall import EGRESS, INGRESS, PolicyWorld, is_admitted, matches_selector, build_ruleset, list_open_routes
 
 
 def pod(name: str, address: str, *, namespace: str = "a", node: str = "node-1", **labels: str) -> dict[str, Any]:
@@ -36,13 +36,13 @@ PODS = (SERVER, FRIEND, FAR, OTHER)
 NAMESPACES = (namespace("a"), namespace("b", team="b"))
 
 
-def world(*policies: dict[str, Any], pods: tuple[dict[str, Any], ...] = PODS) -> World:
-    return World(pods, NAMESPACES, policies)
+def world(*policies: dict[str, Any], pods: tuple[dict[str, Any], ...] = PODS) -> PolicyWorld:
+    return PolicyWorld(pods, NAMESPACES, policies)
 
 
 def open_to_server(*policies: dict[str, Any], port: int = 8080, protocol: str = "tcp") -> set[str]:
-    open_ways = ways(SERVER, INGRESS, world(*policies))
-    return {p["metadata"]["name"] for p in PODS[1:] if admits(open_ways, p["status"]["podIP"], port, protocol)}
+    open_ways = list_open_routes(SERVER, INGRESS, world(*policies))
+    return {p["metadata"]["name"] for p in PODS[1:] if is_admitted(open_ways, p["status"]["podIP"], port, protocol)}
 
 
 def from_peer(**peer: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ TEAM_B = {"matchLabels": {"team": "b"}}
 def test_a_pod_without_a_policy_is_open_both_ways() -> None:
     elsewhere = policy(where="b", policyTypes=["Ingress", "Egress"])
     unselected = policy(podSelector=IS_FRIEND)
-    assert ways(SERVER, INGRESS, world(elsewhere, unselected)) is None
+    assert list_open_routes(SERVER, INGRESS, world(elsewhere, unselected)) is None
     assert open_to_server(elsewhere, unselected) == EVERYBODY
 
 
@@ -99,9 +99,9 @@ def test_policies_add_up() -> None:
     ],
 )
 def test_ports(entry: dict[str, Any], open_ports: set[tuple[str, int]]) -> None:
-    open_ways = ways(SERVER, INGRESS, world(policy(ingress=[{"ports": [entry]}])))
+    open_ways = list_open_routes(SERVER, INGRESS, world(policy(ingress=[{"ports": [entry]}])))
     asked = [(protocol, port) for protocol in ("tcp", "udp") for port in (53, 8080)]
-    assert {(w, p) for w, p in asked if admits(open_ways, "10.244.2.4", p, w)} == open_ports
+    assert {(w, p) for w, p in asked if is_admitted(open_ways, "10.244.2.4", p, w)} == open_ports
 
 
 def test_a_port_of_a_native_sidecar_has_its_name_and_that_of_an_init_container_is_gone() -> None:
@@ -109,18 +109,18 @@ def test_a_port_of_a_native_sidecar_has_its_name_and_that_of_an_init_container_i
     ports = [{"name": "metrics", "containerPort": 9464}]
     server["spec"]["initContainers"] = [{"name": "sidecar", "restartPolicy": "Always", "ports": ports}]
     found = policy(ingress=[{"ports": [{"port": "metrics"}]}])
-    assert admits(ways(server, INGRESS, world(found)), "10.0.0.1", 9464)
+    assert is_admitted(list_open_routes(server, INGRESS, world(found)), "10.0.0.1", 9464)
     del server["spec"]["initContainers"][0]["restartPolicy"]
-    assert not admits(ways(server, INGRESS, world(found)), "10.0.0.1", 9464)
+    assert not is_admitted(list_open_routes(server, INGRESS, world(found)), "10.0.0.1", 9464)
 
 
 def test_egress_isolates_only_where_a_policy_says_so() -> None:
     found = policy(egress=[{"to": [{"podSelector": IS_FRIEND}], "ports": [{"port": 80}, {"port": "web"}]}])
-    open_ways = ways(SERVER, EGRESS, world(found))
-    assert [p["metadata"]["name"] for p in PODS if admits(open_ways, p["status"]["podIP"], 80)] == ["friend"]
-    assert not admits(open_ways, "10.244.1.3", 8080), "names of ports in egress rules are not understood"
-    assert ways(SERVER, EGRESS, world(policy(ingress=[]))) is None
-    assert ways(SERVER, INGRESS, world(policy(policyTypes=["Egress"]))) is None
+    open_ways = list_open_routes(SERVER, EGRESS, world(found))
+    assert [p["metadata"]["name"] for p in PODS if is_admitted(open_ways, p["status"]["podIP"], 80)] == ["friend"]
+    assert not is_admitted(open_ways, "10.244.1.3", 8080), "names of ports in egress rules are not understood"
+    assert list_open_routes(SERVER, EGRESS, world(policy(ingress=[]))) is None
+    assert list_open_routes(SERVER, INGRESS, world(policy(policyTypes=["Egress"]))) is None
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,8 @@ def test_a_pod_without_an_address_of_its_own_is_nobody(change: dict[str, Any]) -
     for part, fields in change.items():
         friend[part].update(fields)
     found = world(from_peer(podSelector=IS_FRIEND), pods=(SERVER, friend))
-    assert not admits(ways(SERVER, INGRESS, found), "10.244.1.3", 80)
-    assert "friend" not in ruleset("node-1", found)
+    assert not is_admitted(list_open_routes(SERVER, INGRESS, found), "10.244.1.3", 80)
+    assert "friend" not in build_ruleset("node-1", found)
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,15 @@ def test_a_pod_without_an_address_of_its_own_is_nobody(change: dict[str, Any]) -
     ],
 )
 def test_expressions_of_selectors(expression: dict[str, Any], holds: bool) -> None:
-    assert matches({"matchExpressions": [expression]}, {"app": "server"}) == holds
-    assert not matches({"matchExpressions": [expression], "matchLabels": {"app": "y"}}, {"app": "server"})
+    assert matches_selector({"matchExpressions": [expression]}, {"app": "server"}) == holds
+    assert not matches_selector({"matchExpressions": [expression], "matchLabels": {"app": "y"}}, {"app": "server"})
 
 
 class TestRuleset:
     """The text for nft. That the kernel does by it what it should, tests/cluster/test_network_policies.py shows."""
 
     def test_isolated_pods_of_the_node_have_a_chain_that_ends_in_a_drop(self) -> None:
-        rules = ruleset("node-1", world(policy(podSelector=IS_FRIEND, ingress=[{"ports": [{"port": 80}]}])))
+        rules = build_ruleset("node-1", world(policy(podSelector=IS_FRIEND, ingress=[{"ports": [{"port": 80}]}])))
         chain = re.search(r"chain ingress-10\.244\.1\.3 \{\n(.*?)\n\}", rules, re.DOTALL)
         assert chain is not None
         assert chain[1].splitlines() == [
@@ -175,16 +175,16 @@ class TestRuleset:
         assert "10.244.1.2" not in rules, "the server is not selected"
 
     def test_other_nodes_pods_are_none_of_its_business(self) -> None:
-        empty = ruleset("node-1", world())
-        assert ruleset("node-1", world(policy(where="b"))) == empty
-        assert ruleset("node-2", world(policy(where="b"))) != empty
+        empty = build_ruleset("node-1", world())
+        assert build_ruleset("node-1", world(policy(where="b"))) == empty
+        assert build_ruleset("node-2", world(policy(where="b"))) != empty
 
     def test_the_order_in_which_pods_became_known_does_not_matter(self) -> None:
         found = (from_peer(podSelector={}), from_peer(namespaceSelector=TEAM_B))
-        assert ruleset("node-1", world(*found)) == ruleset("node-1", world(*found[::-1], pods=PODS[::-1]))
+        assert build_ruleset("node-1", world(*found)) == build_ruleset("node-1", world(*found[::-1], pods=PODS[::-1]))
 
     def test_both_directions_are_asked(self) -> None:
-        lines = ruleset("node-1", world(policy(policyTypes=["Ingress", "Egress"]))).splitlines()
+        lines = build_ruleset("node-1", world(policy(policyTypes=["Ingress", "Egress"]))).splitlines()
         jumps = [line for line in lines if " jump " in line and "10.244.1.2" in line]
         assert jumps == [
             "ip saddr 10.244.1.2 jump egress-10.244.1.2",

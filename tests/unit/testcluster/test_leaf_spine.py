@@ -9,7 +9,7 @@ from ipaddress import IPv4Address, IPv4Network
 
 import pytest
 
-from testcluster.leaf_spine import Broken, LeafSpine, Link, Machine
+from testcluster.leaf_spine import BrokenLinks, LeafSpine, Link, Machine
 
 LOST = "lost"
 
@@ -24,13 +24,13 @@ def fabric(leaves: int = 3, spines: int = 3, planes: int = 1) -> LeafSpine:
     return LeafSpine("t", leaves, spines, machines, planes)
 
 
-def cut(*links: Link, told: bool = True) -> Broken:
-    return Broken(frozenset(links), frozenset(links if told else ()))
+def cut(*links: Link, told: bool = True) -> BrokenLinks:
+    return BrokenLinks(frozenset(links), frozenset(links if told else ()))
 
 
-def ends(made: LeafSpine, machine: Machine, other: Machine, broken: Broken) -> set[str]:
+def ends(made: LeafSpine, machine: Machine, other: Machine, broken: BrokenLinks) -> set[str]:
     """Where packets from one machine to the other's pods may end, over all choices: a namespace, or LOST."""
-    routes = {name: _parsed(lines) for name, lines in made.routes(broken).items()}
+    routes = {name: _parsed(lines) for name, lines in made.compute_routes(broken).items()}
     cables = _cables(made)
     address = IPv4Network(other.prefix)[7]
     return set(_walk(routes, cables, broken, machine.namespace, address, 10))
@@ -39,7 +39,7 @@ def ends(made: LeafSpine, machine: Machine, other: Machine, broken: Broken) -> s
 def _walk(
     routes: Mapping[str, Mapping[IPv4Network, Sequence[str]]],
     cables: Mapping[tuple[str, str], tuple[str, Link | None]],
-    broken: Broken,
+    broken: BrokenLinks,
     at: str,
     to: IPv4Address,
     hops: int,
@@ -66,11 +66,11 @@ def _cables(made: LeafSpine) -> dict[tuple[str, str], tuple[str, Link | None]]:
     """By namespace and device: the namespace at the other end, and the link."""
     found: dict[tuple[str, str], tuple[str, Link | None]] = {}
     for leaf, spine in made.links:
-        switch = made.leaf(leaf, spine // made.spines)
-        found[switch, f"up{spine}"] = made.spine(spine), (leaf, spine)
-        found[made.spine(spine), f"down{leaf}"] = switch, (leaf, spine)
+        switch = made.get_leaf_namespace(leaf, spine // made.spines)
+        found[switch, f"up{spine}"] = made.get_spine_namespace(spine), (leaf, spine)
+        found[made.get_spine_namespace(spine), f"down{leaf}"] = switch, (leaf, spine)
     for machine in made.machines:
-        for cable in made.cables(machine):
+        for cable in made.list_cables(machine):
             found[cable.near.namespace, cable.near.device] = cable.far.namespace, None
             found[cable.far.namespace, cable.far.device] = cable.near.namespace, None
     return found
@@ -80,13 +80,13 @@ def _cables(made: LeafSpine) -> dict[tuple[str, str], tuple[str, Link | None]]:
 def test_everybody_reaches_everybody_whatever_hashing_chooses(planes: int) -> None:
     made = fabric(planes=planes)
     for machine, other in itertools.permutations(made.machines, 2):
-        assert ends(made, machine, other, Broken()) == {other.namespace}
+        assert ends(made, machine, other, BrokenLinks()) == {other.namespace}
 
 
 def test_a_leaf_sends_by_all_spines_of_its_plane() -> None:
     made = fabric(planes=2)
-    routes = made.routes(Broken())
-    (line,) = (line for line in routes[made.leaf(0, plane=1)] if " 10.244.10.0/24 " in line)
+    routes = made.compute_routes(BrokenLinks())
+    (line,) = (line for line in routes[made.get_leaf_namespace(0, plane=1)] if " 10.244.10.0/24 " in line)
     assert re.findall(r"via (\S+) dev (\S+)", line) == [
         ("10.98.0.7", "up3"),
         ("10.98.0.9", "up4"),
@@ -113,32 +113,32 @@ def test_a_leaf_without_links_is_known_to_be_unreachable() -> None:
     first, neighbour, cut_off, *_ = made.machines
     assert ends(made, first, cut_off, broken) == set()
     assert ends(made, first, neighbour, broken) == {neighbour.namespace}
-    assert "route replace unreachable 10.244.10.0/24" in made.routes(broken)[first.namespace]
+    assert "route replace unreachable 10.244.10.0/24" in made.compute_routes(broken)[first.namespace]
 
 
 def test_a_machine_that_has_lost_a_port_is_reached_by_the_other_plane_alone() -> None:
     made = fabric(planes=2)
     first, neighbour, far, *_ = made.machines
-    broken = Broken(ports=frozenset({(first.namespace, 0)}))
+    broken = BrokenLinks(ports=frozenset({(first.namespace, 0)}))
     for other in (neighbour, far):
         assert ends(made, other, first, broken) == {first.namespace}
         assert ends(made, first, other, broken) == {other.namespace}
-        (line,) = (line for line in made.routes(broken)[other.namespace] if f" {first.prefix} " in line)
+        (line,) = (line for line in made.compute_routes(broken)[other.namespace] if f" {first.prefix} " in line)
         assert re.findall(r"dev (\S+)", line) == ["fab1"]
 
 
 def test_one_spine_and_one_leaf_are_a_network_too() -> None:
     for made in (fabric(spines=1), fabric(leaves=1)):
         for machine, other in itertools.permutations(made.machines, 2):
-            assert ends(made, machine, other, Broken()) == {other.namespace}
+            assert ends(made, machine, other, BrokenLinks()) == {other.namespace}
 
 
 def test_no_address_is_given_twice_and_each_spine_answers_towards_each_leaf() -> None:
     made = fabric(planes=2)
-    lines = [line for lines in made.interfaces().values() for line in lines]
+    lines = [line for lines in made.list_interfaces().values() for line in lines]
     given = [match[1] for line in lines if (match := re.match(r"address replace (\S+)/", line))]
     of_machines = {machine.address for machine in made.machines}
     of_switches = [address for address in given if address not in of_machines]
     assert len(of_switches) == len(set(of_switches)) == 6 + 2 * len(made.links)
-    assert sorted(made.answers.values()) == sorted([*range(6)] * 3)
-    assert set(made.answers) < set(of_switches)
+    assert sorted(made.spine_addresses.values()) == sorted([*range(6)] * 3)
+    assert set(made.spine_addresses) < set(of_switches)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from testcluster import api, network_policies
-from testcluster.firewall import World, ruleset
-from testcluster.network_policies import NAMESPACES, PODS, POLICIES, Enforcer, Known
-from testcluster.settings import nodes
+from testcluster.firewall import PolicyWorld, build_ruleset
+from testcluster.network_policies import NAMESPACES, PODS, POLICIES, Enforcer, ObjectCache
+from testcluster.settings import list_nodes
 from testcluster.shell import ClusterError
 
-MEMBERS = nodes(2)
-EMPTY = World((), (), ())
+MEMBERS = list_nodes(2)
+EMPTY = PolicyWorld((), (), ())
 DENY = {"metadata": {"name": "deny", "namespace": "a"}, "spec": {"podSelector": {}}}
 SERVER = {
     "metadata": {"name": "server", "namespace": "a"},
@@ -40,7 +40,7 @@ class Server:
         if not self._rounds:
             raise End
         if (found := self._rounds.pop(0)) is None:
-            raise api.Unavailable(f"GET {path}: away")
+            raise api.ApiUnavailable(f"GET {path}: away")
         names, self._events = found
         return {"metadata": {"resourceVersion": "1"}, "items": [_named(name) for name in names]}
 
@@ -48,7 +48,7 @@ class Server:
         assert version == "1"
         for kind, name in self._events:
             if kind == "BREAK":
-                raise api.Unavailable(f"GET {path}: the connection broke")
+                raise api.ApiUnavailable(f"GET {path}: the connection broke")
             yield {"type": kind, "object": _named(name)}
 
 
@@ -67,13 +67,13 @@ def nft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str]
     return written
 
 
-def followed(monkeypatch: pytest.MonkeyPatch, server: Server) -> tuple[Known, list[set[str]]]:
+def followed(monkeypatch: pytest.MonkeyPatch, server: Server) -> tuple[ObjectCache, list[set[str]]]:
     """What was known after each change."""
     history: list[set[str]] = []
 
-    class Remembers(Known):
+    class Remembers(ObjectCache):
         def _put(self, path: str, objects: dict[str, Any]) -> None:
-            super()._put(path, objects)
+            super()._replace_objects(path, objects)
             history.append({found["metadata"]["name"] for found in objects.values()})
 
     monkeypatch.setattr(api, "get", server.get)
@@ -81,7 +81,7 @@ def followed(monkeypatch: pytest.MonkeyPatch, server: Server) -> tuple[Known, li
     monkeypatch.setattr(network_policies, "_PAUSE_SECONDS", 0)
     known = Remembers()
     with pytest.raises(End):
-        known.follow(PODS)
+        known.follow_path(PODS)
     return known, history
 
 
@@ -98,10 +98,10 @@ def test_what_vanished_while_the_api_server_was_away_is_gone_when_it_is_back(mon
 
 
 def test_nothing_is_enforced_before_all_has_been_read() -> None:
-    known = Known({PODS: {}, NAMESPACES: {}})
-    assert known.world() is None
+    known = ObjectCache({PODS: {}, NAMESPACES: {}})
+    assert known.build_world() is None
     known.objects[POLICIES] = {"1": DENY}
-    assert known.world() == World([], [], [DENY])
+    assert known.build_world() == PolicyWorld([], [], [DENY])
 
 
 def test_only_a_table_that_changes_is_written(nft: list[tuple[str, str]]) -> None:
@@ -109,9 +109,9 @@ def test_only_a_table_that_changes_is_written(nft: list[tuple[str, str]]) -> Non
     enforcer.enforce(MEMBERS, EMPTY)
     enforcer.enforce(MEMBERS, EMPTY)
     assert [node for node, _ in nft] == ["node-1", "node-2"]
-    denied = World((SERVER,), (), (DENY,))
+    denied = PolicyWorld((SERVER,), (), (DENY,))
     enforcer.enforce(MEMBERS, denied)
-    assert nft[2:] == [("node-1", ruleset("node-1", denied))]
+    assert nft[2:] == [("node-1", build_ruleset("node-1", denied))]
 
 
 def test_a_node_that_was_made_anew_gets_its_table_again(nft: list[tuple[str, str]], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from pacekeeper.plain import allow, pack, put_together, take_apart, unpack
+from pacekeeper.plain import allow_classes, pack_value, decode_tree, encode_tree, unpack_value
 from pacekeeper_analysis.errors import InputError
 
 
@@ -41,7 +41,7 @@ class Grown:
     since: str = "the next version"
 
 
-allow(Colour, Point, Grown)
+allow_classes(Colour, Point, Grown)
 
 
 def same(found: Any, wanted: Any) -> bool:
@@ -71,20 +71,20 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_what_is_read_is_what_was_written(value: Any) -> None:
-    assert same(unpack(pack(value)), value)
-    assert same(unpack(pack({"deep": [value]})), {"deep": [value]})
+    assert same(unpack_value(pack_value(value)), value)
+    assert same(unpack_value(pack_value({"deep": [value]})), {"deep": [value]})
 
 
 def test_a_number_that_is_none_stays_so() -> None:
-    assert math.isnan(unpack(pack(math.nan)))
+    assert math.isnan(unpack_value(pack_value(math.nan)))
 
 
 def test_bytes_behind_it_do_no_harm() -> None:
-    assert unpack(pack([1, torch.ones(3).tolist()]) + b"\0" * 99) == [1, [1.0] * 3]
+    assert unpack_value(pack_value([1, torch.ones(3).tolist()]) + b"\0" * 99) == [1, [1.0] * 3]
 
 
 def test_tensors_that_are_read_share_nothing() -> None:
-    first, second = unpack(pack([torch.zeros(3), torch.zeros(3)]))
+    first, second = unpack_value(pack_value([torch.zeros(3), torch.zeros(3)]))
     first.fill_(1)
     assert second.tolist() == [0.0] * 3
     assert first.untyped_storage().nbytes() == 12
@@ -104,7 +104,7 @@ def test_tensors_that_are_read_share_nothing() -> None:
 )
 def test_what_is_not_plain_is_named_with_its_place_and_the_remedy(state: Any, place: str, what: str) -> None:
     with pytest.raises(InputError, match=rf"^{place}: .*{what}.* cannot be kept; let state_dict\(\) give tensors"):
-        pack(state)
+        pack_value(state)
 
 
 class Bomb:
@@ -121,7 +121,7 @@ def _with(skeleton: Any, layout: Any = ()) -> bytes:
     return b"PKPLAIN1" + len(description).to_bytes(8, "little") + description
 
 
-GOOD = pack({"a": torch.arange(100)})
+GOOD = pack_value({"a": torch.arange(100)})
 HOSTILE = {
     "nothing": b"",
     "magic only": b"PKPLAIN1",
@@ -150,26 +150,26 @@ HOSTILE = {
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
 def test_bytes_of_somebody_else_are_an_input_error(content: bytes) -> None:
     with pytest.raises(InputError, match="not what Pacekeeper writes"):
-        unpack(content)
+        unpack_value(content)
 
 
 def test_fields_that_an_older_version_did_not_write_are_at_their_defaults() -> None:
-    assert unpack(_with({"object": ["Grown", 1]})) == Grown(1)
+    assert unpack_value(_with({"object": ["Grown", 1]})) == Grown(1)
 
 
 def test_a_pickle_is_not_unpickled(tmp_path: Path) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
     for content in (bomb, b"PKPLAIN1" + len(bomb).to_bytes(8, "little") + bomb, _with({"bytes": 0}) + bomb):
         with pytest.raises(InputError):
-            unpack(content)
-    assert unpack(pack(bomb)) == bomb
+            unpack_value(content)
+    assert unpack_value(pack_value(bomb)) == bomb
     assert not (tmp_path / "exploded").exists()
 
 
 def test_the_skeleton_is_json_and_the_tensors_stay_where_they_are() -> None:
     tensors: list[torch.Tensor] = []
     weight = torch.ones(2, requires_grad=True)
-    skeleton = json.loads(json.dumps(take_apart({"w": weight, "lr": 0.1}, tensors)))
+    skeleton = json.loads(json.dumps(encode_tree({"w": weight, "lr": 0.1}, tensors)))
     assert tensors[0].data_ptr() == weight.data_ptr()
     assert not tensors[0].requires_grad
-    assert put_together(skeleton, [torch.zeros(2)])["w"].tolist() == [0.0, 0.0]
+    assert decode_tree(skeleton, [torch.zeros(2)])["w"].tolist() == [0.0, 0.0]

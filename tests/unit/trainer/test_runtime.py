@@ -6,17 +6,17 @@ import math
 import os
 from pathlib import Path
 
-from pacekeeper.runtime import Runtime, Touched, read_json, write_json, write_plan
-from pacekeeper_analysis.plan import Role, WorkerPlan
+from pacekeeper.runtime import RuntimeFolder, TouchedFile, read_json, write_json, write_plan
+from pacekeeper_analysis.plan import WorkerRole, WorkerPlan
 
 
 def test_the_environment_names_the_folder() -> None:
-    assert Runtime.from_environment({"PACEKEEPER_RUNTIME": "/somewhere"}).root == Path("/somewhere")
-    assert Runtime.from_environment({"PACEKEEPER_RUNTIME": ""}).root == Path("/run/pacekeeper")
+    assert RuntimeFolder.from_environment({"PACEKEEPER_RUNTIME": "/somewhere"}).root == Path("/somewhere")
+    assert RuntimeFolder.from_environment({"PACEKEEPER_RUNTIME": ""}).root == Path("/run/pacekeeper")
 
 
 def test_making_the_folder_twice_is_making_it_once(tmp_path: Path) -> None:
-    runtime = Runtime(tmp_path / "deep" / "folder").make().make()
+    runtime = RuntimeFolder(tmp_path / "deep" / "folder").create().create()
     folders = ["communicators", "errors", "faults", "links", "paths", "patterns", "rings", "snapshots", "stacks"]
     assert sorted(path.name for path in runtime.root.iterdir()) == folders
 
@@ -31,7 +31,7 @@ def test_what_is_written_is_read_and_nothing_else_is_left(tmp_path: Path) -> Non
 
 
 def test_the_plan_with_its_secret_is_readable_by_this_user_alone(tmp_path: Path) -> None:
-    path, plan = tmp_path / "plan.json", WorkerPlan(role=Role.MEMBER, secret="5ec2e7")
+    path, plan = tmp_path / "plan.json", WorkerPlan(role=WorkerRole.MEMBER, secret="5ec2e7")
     left_over = path.with_name(f".{path.name}.{os.getpid()}")
     left_over.touch(mode=0o644)  # by a process of this number that was killed
     for _ in range(2):
@@ -43,7 +43,7 @@ def test_the_plan_with_its_secret_is_readable_by_this_user_alone(tmp_path: Path)
 
 def test_how_long_ago_a_file_was_touched_is_counted_by_time_that_nobody_sets(tmp_path: Path) -> None:
     path = tmp_path / "contact"
-    touched = Touched(path)
+    touched = TouchedFile(path)
 
     def touch(wall: float) -> None:
         path.touch()
@@ -67,7 +67,7 @@ def test_a_file_from_the_clocks_future_is_infinitely_old_until_it_is_touched(tmp
     path = tmp_path / "contact"
     path.touch()
     os.utime(path, (9_000.0, 9_000.0))
-    touched = Touched(path)
+    touched = TouchedFile(path)
     assert touched.age(now=100.0, wall=5_000.0) == touched.age(now=101.0, wall=5_001.0) == math.inf
     os.utime(path, (5_002.0, 5_002.0))
     assert touched.age(now=102.0, wall=5_002.0) == 0.0

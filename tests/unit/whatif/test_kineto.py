@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.whatif import TraceError, Window
-from pacekeeper_analysis.whatif.inputs import load
+from pacekeeper_analysis.whatif import TraceError, RecordedWindow
+from pacekeeper_analysis.whatif.inputs import load_window
 from pacekeeper_analysis.whatif.trace import ALL_GATHER, BACKWARD, FORWARD, OPTIMIZER, REDUCE_SCATTER
 
 MS = 1e-3
@@ -75,14 +75,14 @@ def write_job(folder: Path, events: Events, world_size: int = 2, hours: tuple[in
     return paths
 
 
-def milliseconds(window: Window) -> dict[str, list[float]]:
+def milliseconds(window: RecordedWindow) -> dict[str, list[float]]:
     """By type: own milliseconds of each rank in the last step."""
     nodes = enumerate(window.operations)
     return {operation.type: [float(value) / MS for value in window.seconds[node, :, -1]] for node, operation in nodes}
 
 
 def test_own_times_of_a_cpu_job(tmp_path: Path) -> None:
-    window = load(write_job(tmp_path, cpu_events)).window
+    window = load_window(write_job(tmp_path, cpu_events)).window
     assert window.steps == (3, 4)
     own = milliseconds(window)
     assert own[FORWARD] == pytest.approx([10, 16], abs=1e-3)
@@ -93,7 +93,7 @@ def test_own_times_of_a_cpu_job(tmp_path: Path) -> None:
 
 
 def test_own_times_of_a_gpu_job(tmp_path: Path) -> None:
-    own = milliseconds(load(write_job(tmp_path, gpu_events)).window)
+    own = milliseconds(load_window(write_job(tmp_path, gpu_events)).window)
     assert own[ALL_GATHER] == pytest.approx([1, 1], abs=1e-3)
     assert own[FORWARD] == pytest.approx([10, 16], abs=1e-3)
     assert own[BACKWARD] == pytest.approx([4, 4], abs=1e-3)
@@ -115,7 +115,7 @@ def test_a_trace_without_ranks_steps_or_peers_is_refused(tmp_path: Path) -> None
     ):
         paths[0].write_text(json.dumps(content | change))
         with pytest.raises(TraceError, match=message):
-            load(paths)
+            load_window(paths)
 
 
 @pytest.mark.parametrize(("key", "value"), [("dur", [0]), ("ts", "now"), ("dur", -1.0), ("ts", 1e300), ("ts", None)])
@@ -124,7 +124,7 @@ def test_an_event_without_times_is_left_out_and_told(tmp_path: Path, key: str, v
     content = json.loads(paths[0].read_text())
     content["traceEvents"] += [event("cpu_op", "aten::odd", 1.0, 1.0) | {key: value}] * 2
     paths[0].write_text(json.dumps(content))
-    window = load(paths).window
+    window = load_window(paths).window
     assert window.notes == ("0.json: 2 events have no times and are left out, such as 'aten::odd'",)
     assert milliseconds(window)[FORWARD] == pytest.approx([10, 16], abs=1e-3)
 
@@ -162,7 +162,7 @@ def test_what_can_be_read_of_a_damaged_trace_is_analysed(
     text = paths[1].read_bytes()
     paths[1].write_bytes(damage(text))
     assert paths[1].read_bytes() != text
-    window = load(paths).window
+    window = load_window(paths).window
     notes = [note for note in window.notes if note.startswith("1.json")]
     assert [note.startswith(told) for note in notes] == [True] * bool(told), notes
     assert milliseconds(window)[FORWARD] == pytest.approx([10, 16], abs=1e-3)
@@ -177,7 +177,7 @@ def test_a_trace_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> None
     for content in (b'{"traceEvents": [', b'{"traceEvents": [{"ph": "X" nonsense', b"{nonsense}", b"\x1f\x8bnonsense"):
         path.write_bytes(content)
         with pytest.raises(TraceError, match="is not a readable profiler trace"):
-            load([path])
+            load_window([path])
 
 
 @pytest.mark.parametrize("events", [cpu_events, gpu_events])
@@ -192,8 +192,8 @@ def test_what_has_lost_its_time_does_not_shift_the_others(tmp_path: Path, events
         yield from listed
 
     (tmp_path / "whole").mkdir()
-    whole = load(write_job(tmp_path / "whole", events, hours=(1, 2))).window
-    window = load(write_job(tmp_path, lost, hours=(1, 2))).window
+    whole = load_window(write_job(tmp_path / "whole", events, hours=(1, 2))).window
+    window = load_window(write_job(tmp_path, lost, hours=(1, 2))).window
     assert milliseconds(window) == milliseconds(whole)
     assert window.measured_s == pytest.approx(whole.measured_s)
     assert ["events have no times and are left out" in note for note in window.notes] == [True, True]
@@ -202,7 +202,7 @@ def test_what_has_lost_its_time_does_not_shift_the_others(tmp_path: Path, events
 def test_a_step_that_one_rank_lacks_is_left_out_and_told(tmp_path: Path) -> None:
     paths = write_job(tmp_path, cpu_events)
     paths[1].write_text(paths[1].read_text().replace("ProfilerStep#4", "ProfilerStep#5"))
-    window = load(paths).window
+    window = load_window(paths).window
     assert window.steps == (3,)
     assert window.notes == ("left out: steps 4, 5, which not every rank's trace has",)
 
@@ -226,7 +226,7 @@ def test_one_collective_more_on_one_rank_is_told_and_the_clocks_are_right(
                 yield event("user_annotation", "gloo:all_reduce", end - (1.9, 0.9, -0.1)[place], 0.05)
             yield one
 
-    window = load(write_job(tmp_path, with_more)).window
+    window = load_window(write_job(tmp_path, with_more)).window
     (note,) = window.notes
     here, there = (3, 2) if rank == 1 else (2, 3)
     assert note == (
@@ -266,7 +266,7 @@ def test_groups_of_a_mesh_are_told_and_the_rest_is_analysed(tmp_path: Path, know
         content = {"distributedInfo": {"rank": rank, "world_size": 4, "pg_config": config}, "traceEvents": events}
         paths.append(tmp_path / f"{rank}.json")
         paths[-1].write_text(json.dumps(content))
-    window = load(paths).window
+    window = load_window(paths).window
     (note,) = window.notes
     assert note.startswith("the ranks talk in 4 groups (0 1; 0 2; 1 3; 2 3), and all of them are taken for")
     assert note.endswith("clocks may be off") != known

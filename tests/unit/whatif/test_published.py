@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.whatif import WhatIf, analyse, window_from_trace
-from pacekeeper_analysis.whatif.causes import Cause, diagnose
+from pacekeeper_analysis.whatif import WhatIf, analyze_window, build_window_from_trace
+from pacekeeper_analysis.whatif.causes import SlowdownCause, diagnose_cause
 from pacekeeper_analysis.whatif.inputs.parquet import read_metadata, read_parquet
 
 RATIO = 2e-6
@@ -26,7 +26,7 @@ def analysed(published: Path) -> dict[str, WhatIf]:
 
 def analysis(folder: Path, name: str) -> WhatIf:
     trace = read_parquet(folder / f"trace-{name}.parquet", read_metadata(folder / f"meta-{name}.yaml"))
-    return analyse(window_from_trace(trace), trace.worker_ranks())
+    return analyze_window(build_window_from_trace(trace), trace.map_worker_ranks())
 
 
 def expected(folder: Path, kind: str, name: str) -> dict[str, Any]:
@@ -96,11 +96,11 @@ def test_blame(published: Path, analysed: dict[str, WhatIf]) -> None:
 def test_causes(analysed: dict[str, WhatIf]) -> None:
     """AR: one worker was slowed down on purpose. ST: the last stage has more to do."""
     if "AR" in analysed:
-        finding = diagnose(analysed["AR"])
-        assert (finding.cause, finding.workers) == (Cause.SLOW_WORKER, ((0, 0),))
+        finding = diagnose_cause(analysed["AR"])
+        assert (finding.cause, finding.workers) == (SlowdownCause.SLOW_WORKER, ((0, 0),))
     if "ST" in analysed:
-        finding = diagnose(analysed["ST"])
-        assert finding.cause is Cause.STAGE_IMBALANCE
+        finding = diagnose_cause(analysed["ST"])
+        assert finding.cause is SlowdownCause.STAGE_IMBALANCE
         assert {stage for _, stage in finding.workers} == {3}
 
 

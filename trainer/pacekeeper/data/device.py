@@ -14,18 +14,18 @@ from typing import Any, Protocol
 
 import torch
 
-Move = Callable[[Any], Any]
+MoveBatch = Callable[[Any], Any]
 
 
-def mover(device: torch.device | None) -> Move:
+def create_batch_mover(device: torch.device | None) -> MoveBatch:
     """What takes a batch to `device`; None, or the CPU: it stays where it is."""
     if device is None or device.type == "cpu":
         return lambda batch: batch
-    copies: Copies = CudaCopies(device) if device.type == "cuda" else OrderedCopies(device)
-    return lambda batch: to_device(batch, device, copies)
+    copies: BatchCopies = CudaBatchCopies(device) if device.type == "cuda" else OrderedBatchCopies(device)
+    return lambda batch: move_to_device(batch, device, copies)
 
 
-class Copies(Protocol):
+class BatchCopies(Protocol):
     """Copies to a device, each of which it begins when it is asked to."""
 
     def begin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ class Copies(Protocol):
         """What the calling thread launches on the device from now on comes after all copies that have begun."""
 
 
-class CudaCopies:
+class CudaBatchCopies:
     """On a stream of their own. They overlap with the device's work where the tensors are in pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class CudaCopies:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
-class OrderedCopies:
+class OrderedBatchCopies:
     """In the order of the calling thread's other work on the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class OrderedCopies:
         pass
 
 
-def to_device(batch: Any, device: torch.device, copies: Copies) -> Any:
+def move_to_device(batch: Any, device: torch.device, copies: BatchCopies) -> Any:
     """The batch with its tensors on the device: those in mappings, lists, tuples and dataclasses, however nested.
 
     What has a `to` of its own is moved by `to(device, non_blocking=True)`; anything else stays as it is.

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from pacekeeper.torch_internals import as_the_only_worker
+from pacekeeper.torch_internals import hide_worker_info
 from pacekeeper_analysis.errors import InputError
 
-_END = object()
+_END_OF_EPOCH = object()
 
 
 def is_iterable(dataset: Any) -> bool:
@@ -31,7 +31,7 @@ def is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__")
 
 
-class RunThrough(Dataset[Any]):
+class IterableAdapter(Dataset[Any]):
     """Gives an iterable's samples by position. Ascending ones: for an earlier one it has to begin the epoch again.
 
     The iterable must yield the same samples in the same order on all ranks and in all workers, and equally many in
@@ -46,7 +46,7 @@ class RunThrough(Dataset[Any]):
         self._samples: Iterator[Any] = iter(())
         self._epoch = -1
         self._offset = 0
-        self._skipped = 0
+        self._skipped_samples = 0
 
     def __getitem__(self, position: int) -> Any:
         return self.__getitems__([position])[0]
@@ -54,39 +54,39 @@ class RunThrough(Dataset[Any]):
     def __getitems__(self, positions: list[int]) -> list[Any]:
         """Raises InputError where the iterable does not keep to the rules."""
         # Many leave out what other workers take, which we do already.
-        with as_the_only_worker():
-            return [self._sample(position) for position in positions]
+        with hide_worker_info():
+            return [self._read_sample(position) for position in positions]
 
-    def _sample(self, position: int) -> Any:
+    def _read_sample(self, position: int) -> Any:
         epoch, offset = divmod(position, self.size) if self.size else (0, position)
         if epoch != self._epoch or offset < self._offset:
-            self._begin(epoch, offset)
+            self._begin_epoch(epoch, offset)
         while self._offset <= offset:
-            sample = next(self._samples, _END)
-            if sample is _END and 0 < self._skipped == self._offset:  # perhaps beyond the end: count from the beginning
-                self._begin(epoch, 0)
+            sample = next(self._samples, _END_OF_EPOCH)
+            if sample is _END_OF_EPOCH and 0 < self._skipped_samples == self._offset:  # perhaps beyond the end: count from the beginning
+                self._begin_epoch(epoch, 0)
                 continue
-            if sample is _END:
-                self._end()
-                return self._sample(position)
+            if sample is _END_OF_EPOCH:
+                self._end_epoch()
+                return self._read_sample(position)
             self._offset += 1
         return sample
 
-    def _begin(self, epoch: int, offset: int) -> None:
-        if self._offset == self.size and next(self._samples, _END) is not _END:
+    def _begin_epoch(self, epoch: int, offset: int) -> None:
+        if self._offset == self.size and next(self._samples, _END_OF_EPOCH) is not _END_OF_EPOCH:
             raise InputError(
                 f"dataset: epoch {self._epoch} has more samples than the {self.size} of an epoch; "
                 "each epoch must yield equally many, and __len__, if there is one, say how many"
             )
         _set_epoch(self._iterable, epoch)
         rest: Any = self._iterable
-        self._skipped = offset if hasattr(rest, "skip") else 0
-        if self._skipped:
+        self._skipped_samples = offset if hasattr(rest, "skip") else 0
+        if self._skipped_samples:
             rest = rest.skip(offset)
             _set_epoch(rest, epoch)
-        self._samples, self._epoch, self._offset = iter(rest), epoch, self._skipped
+        self._samples, self._epoch, self._offset = iter(rest), epoch, self._skipped_samples
 
-    def _end(self) -> None:
+    def _end_epoch(self) -> None:
         """The iterable has ended: now the size of an epoch is known."""
         if self._offset == 0:
             raise InputError(
@@ -100,10 +100,10 @@ class RunThrough(Dataset[Any]):
         self.size = self._offset
 
 
-class Sized:
+class SizedCollate:
     """A collate function that also tells how large an epoch is, as far as the process that collates knows."""
 
-    def __init__(self, dataset: RunThrough, collate: Callable[[list[Any]], Any] | None) -> None:
+    def __init__(self, dataset: IterableAdapter, collate: Callable[[list[Any]], Any] | None) -> None:
         self._dataset = dataset
         self._collate = collate or default_collate
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from .shares import Place, equal_shares
+from .shares import RankTopology, split_equally
 
 Interval = tuple[int, int]
 """Positions from the first to before the second."""
 
-Take = Callable[[int], int]
+TakeTickets = Callable[[int], int]
 """The shared counter: takes so many new tickets and returns the first of them; of n ranks, each gets other ones."""
 
-ENDLESS = 1 << 40
+ENDLESS_TICKETS = 1 << 40
 """Tickets: more than any job comes to. Where so many are taken at once, no step has any from then on."""
 
 
@@ -34,112 +34,112 @@ class Remainder:
     """In ascending order and apart from each other, below the cursor: handed out once, but not used."""
 
     @property
-    def used(self) -> int:
+    def used_positions(self) -> int:
         """How many positions are used."""
-        return self.cursor - self._waiting[-1]
+        return self.cursor - self._pending_counts[-1]
 
-    def places(self, first: int, end: int) -> tuple[Interval, ...]:
+    def locate_tickets(self, first: int, end: int) -> tuple[Interval, ...]:
         """The positions of tickets [first, end). It takes no longer where more is pending than what is asked for."""
-        waiting = self._waiting
+        waiting = self._pending_counts
         begin, stop = bisect_right(waiting, first) - 1, bisect_left(waiting, end)
-        found = cut(self.pending[begin:stop], first - waiting[begin], end - waiting[begin])
+        found = slice_intervals(self.pending[begin:stop], first - waiting[begin], end - waiting[begin])
         beyond = max(first - waiting[-1], 0), end - waiting[-1]
         return found if beyond[0] >= beyond[1] else (*found, (self.cursor + beyond[0], self.cursor + beyond[1]))
 
-    def after(self, tickets: int, unused: Iterable[Interval] = ()) -> Remainder:
+    def with_tickets_used(self, tickets: int, unused: Iterable[Interval] = ()) -> Remainder:
         """What is left when the first `tickets` are used, but for the positions that are `unused`.
 
         Raises ValueError where an unused position was not among these tickets.
         """
-        handed_out = self.places(0, tickets)
-        back = merge(unused)
-        if not _are_within(back, handed_out):
+        handed_out = self.locate_tickets(0, tickets)
+        back = merge_intervals(unused)
+        if not _are_contained(back, handed_out):
             raise ValueError(f"of {back}, not all were among the first {tickets} tickets, which are at {handed_out}")
-        waiting = self._waiting[-1]
+        waiting = self._pending_counts[-1]
         cursor = self.cursor + max(tickets - waiting, 0)
-        pending = list(merge([*back, *self.places(tickets, max(tickets, waiting))]))
+        pending = list(merge_intervals([*back, *self.locate_tickets(tickets, max(tickets, waiting))]))
         if pending and pending[-1][1] == cursor:
             cursor = pending.pop()[0]
         return Remainder(cursor, tuple(pending))
 
     @cached_property
-    def _waiting(self) -> tuple[int, ...]:
+    def _pending_counts(self) -> tuple[int, ...]:
         """How many positions are pending before each of the intervals, and at last in all."""
         return (0, *accumulate(end - first for first, end in self.pending))
 
 
 @dataclass(frozen=True)
-class Deal:
+class SharedBatch:
     """A batch that some ranks share: who of them takes how many of its samples."""
 
     positions: tuple[Interval, ...]
     shares: tuple[int, ...]
-    place: int
+    share_index: int
     """Which of the shares is this rank's."""
-    matching: tuple[int, ...]
+    matching_shares: tuple[int, ...]
     """The shares of the ranks that must run as many microbatches as this one, its own among them."""
 
 
 @dataclass
-class Dealing:
+class ShareDistributor:
     """Deals the global batches behind `start` one after the other, by shares."""
 
     start: Remainder
-    place: Place
-    _dealt: int = field(default=0, init=False)
+    topology: RankTopology
+    _taken: int = field(default=0, init=False)
 
-    def deal(self, shares: Sequence[int]) -> Deal:
-        first, self._dealt = self._dealt, self._dealt + sum(shares)
-        positions = self.start.places(first, self._dealt)
-        return Deal(positions, tuple(shares), self.place.rank, self.place.of_replica(shares))
+    def take_batch(self, shares: Sequence[int]) -> SharedBatch:
+        first, self._taken = self._taken, self._taken + sum(shares)
+        positions = self.start.locate_tickets(first, self._taken)
+        return SharedBatch(positions, tuple(shares), self.topology.rank, self.topology.select_replica_shares(shares))
 
 
 @dataclass
-class Leasing:
+class LeaseDistributor:
     """Takes the tickets behind `start` for a replica: its ranks share them, and each of them must take the same."""
 
     start: Remainder
-    place: Place
-    take: Take
-    tickets: int | None
+    topology: RankTopology
+    take_tickets: TakeTickets
+    ticket_limit: int | None
     """How many there are; None: `ENDLESS`."""
-    grain: int = 1
+    granularity: int = 1
     """Samples that the ranks' parts of the last lease are multiples of, as far as there are so many."""
-    promise: Take | None = None
+    reserve_tickets: TakeTickets | None = None
     """A counter of its own, by which a step is promised a number of tickets, to take them one microbatch at a time
     when it comes to it: so a rank that turns slow leaves the others what it has not begun. None: a step takes all of
     its tickets at once."""
 
-    def deal(self, shares: Sequence[int]) -> Deal | None:
+    def take_batch(self, shares: Sequence[int]) -> SharedBatch | None:
         """The replica's next tickets: as many as its ranks' shares, at last perhaps fewer. None: all are taken."""
-        first, parts = self._count(self.take, shares)
-        return None if parts is None else self._deal(first, parts)
+        first, parts = self._draw_tickets(self.take_tickets, shares)
+        return None if parts is None else self._build_batch(first, parts)
 
-    def promised(self, shares: Sequence[int]) -> tuple[int, ...] | None:
+    def reserve_step(self, shares: Sequence[int]) -> tuple[int, ...] | None:
         """How many tickets each of the replica's ranks may `lease` for its next step. None: all are promised."""
-        assert self.promise is not None
-        return self._count(self.promise, shares)[1]
+        assert self.reserve_tickets is not None
+        return self._draw_tickets(self.reserve_tickets, shares)[1]
 
-    def lease(self, parts: tuple[int, ...]) -> Deal:
+    def take_reserved(self, parts: tuple[int, ...]) -> SharedBatch:
         """So many of the promised tickets, for each of the replica's ranks."""
-        return self._deal(self.take(sum(parts)), parts)
+        return self._build_batch(self.take_tickets(sum(parts)), parts)
 
-    def _count(self, counter: Take, shares: Sequence[int]) -> tuple[int, tuple[int, ...] | None]:
+    def _draw_tickets(self, counter: TakeTickets, shares: Sequence[int]) -> tuple[int, tuple[int, ...] | None]:
         """The counter's answer, and what each of the replica's ranks has of it; None: nothing is left."""
-        parts = self.place.of_replica(shares)
+        parts = self.topology.select_replica_shares(shares)
         first = counter(sum(parts))
-        count = min(sum(parts), (ENDLESS if self.tickets is None else self.tickets) - first)
+        count = min(sum(parts), (ENDLESS_TICKETS if self.ticket_limit is None else self.ticket_limit) - first)
         if count <= 0:
             return first, None
         if count < sum(parts):
-            parts = equal_shares(count, self.place.replica_size, self.grain)
+            parts = split_equally(count, self.topology.replica_size, self.granularity)
         return first, parts
 
-    def _deal(self, first: int, parts: tuple[int, ...]) -> Deal:
-        return Deal(self.start.places(first, first + sum(parts)), parts, self.place.in_replica, parts)
+    def _build_batch(self, first: int, parts: tuple[int, ...]) -> SharedBatch:
+        return SharedBatch(self.start.locate_tickets(first, first + sum(parts)), parts, self.topology.replica_rank, parts)
 
 
-def cut(intervals: Iterable[Interval], first: int, end: int) -> tuple[Interval, ...]:
+def slice_intervals(intervals: Iterable[Interval], first: int, end: int) -> tuple[Interval, ...]:
     """Of all the positions in `intervals`, counted through, those from number `first` to before number `end`."""
     found: list[Interval] = []
     passed = 0
@@ -151,7 +151,7 @@ def cut(intervals: Iterable[Interval], first: int, end: int) -> tuple[Interval, 
     return tuple(found)
 
 
-def merge(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+def merge_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     """The same positions in ascending order, as few intervals. Raises ValueError where two have one in common."""
     merged: list[Interval] = []
     for first, end in sorted(intervals):
@@ -164,7 +164,7 @@ def merge(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     return tuple(merged)
 
 
-def _are_within(inner: Sequence[Interval], outer: Sequence[Interval]) -> bool:
+def _are_contained(inner: Sequence[Interval], outer: Sequence[Interval]) -> bool:
     """Whether each interval of `inner` lies in one of `outer`; both are in ascending order and apart."""
     ends = [end for _, end in outer]
     places = ((first, end, bisect_right(ends, first)) for first, end in inner)

@@ -14,14 +14,14 @@ from itertools import islice
 
 from pacekeeper_analysis.lengths import SequenceCost
 
-from .leases import Deal, Dealing, Interval, Leasing, cut, merge
-from .lengths import Sequences
-from .shares import BatchSizes, rank_interval
-from .stream import Stream
+from .leases import SharedBatch, ShareDistributor, Interval, LeaseDistributor, slice_intervals, merge_intervals
+from .lengths import SequenceBalancer
+from .shares import BatchSizes, get_rank_interval
+from .stream import SampleStream
 
 
 @dataclass(frozen=True)
-class Draw:
+class StepBatch:
     """What a rank takes in one step."""
 
     sizes: tuple[int, ...]
@@ -43,7 +43,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Terms:
+class SharingTerms:
     """How samples are dealt to the ranks."""
 
     shares: tuple[int, ...]
@@ -51,53 +51,53 @@ class Terms:
     """By which they are balanced, where their lengths are known."""
 
 
-class Allotment:
+class SampleAllotment:
     """What one source of samples gives the ranks, step by step, and how far this rank has come with it."""
 
-    def __init__(self, source: Dealing | Leasing | None, terms: Terms) -> None:
+    def __init__(self, source: ShareDistributor | LeaseDistributor | None, terms: SharingTerms) -> None:
         """`source`: None: to be set before the first step."""
         self.source = source
-        self.drawn: deque[tuple[Draw, Sequence[Interval]]] = deque()
+        self.drawn_batches: deque[tuple[StepBatch, Sequence[Interval]]] = deque()
         """Of the steps that are dealt and have not begun: what this rank takes, and its positions so far."""
-        self.underway: Sequence[Interval] = ()
+        self.underway_positions: Sequence[Interval] = ()
         """Positions, so far, of the step that has begun and is not complete."""
-        self.begun = 0
+        self.begun_steps = 0
         """Steps."""
-        self.used = 0
+        self.used_samples = 0
         """Samples of all ranks' completed steps, up to the newest meeting."""
-        self.exact = True
+        self.is_exact = True
         """Whether all completed steps were counted in a meeting that knew what is unused."""
         self.terms = terms
         """Of the step that was dealt last."""
-        self._changes: dict[int, Terms] = {}
-        self._dealt = 0
+        self._changes: dict[int, SharingTerms] = {}
+        self._taken_steps = 0
 
-    def change(self, terms: Terms, lookahead: int) -> None:
+    def change_terms(self, terms: SharingTerms, lookahead: int) -> None:
         """Other terms, from the first step that no rank can have dealt yet."""
-        if self._dealt:
-            self._changes[self.begun + lookahead] = terms
+        if self._taken_steps:
+            self._changes[self.begun_steps + lookahead] = terms
         else:
             self.terms = terms
 
-    def deal(self) -> Deal | None:
+    def take_batch(self) -> SharedBatch | None:
         """The next step's."""
         assert self.source is not None
-        self._next_terms()
-        return self.source.deal(self.terms.shares)
+        self._advance_terms()
+        return self.source.take_batch(self.terms.shares)
 
     @property
-    def by_microbatch(self) -> Leasing | None:
+    def microbatch_leases(self) -> LeaseDistributor | None:
         """The source, where steps take their samples from it one microbatch at a time."""
-        return self.source if isinstance(self.source, Leasing) and self.source.promise is not None else None
+        return self.source if isinstance(self.source, LeaseDistributor) and self.source.reserve_tickets is not None else None
 
-    def promised(self, source: Leasing) -> tuple[int, ...] | None:
+    def reserve_step(self, source: LeaseDistributor) -> tuple[int, ...] | None:
         """To the next step."""
-        self._next_terms()
-        return source.promised(self.terms.shares)
+        self._advance_terms()
+        return source.reserve_step(self.terms.shares)
 
-    def _next_terms(self) -> None:
-        self.terms = self._changes.pop(self._dealt, self.terms)
-        self._dealt += 1
+    def _advance_terms(self) -> None:
+        self.terms = self._changes.pop(self._taken_steps, self.terms)
+        self._taken_steps += 1
 
 
 class MicrobatchSampler:
@@ -106,69 +106,69 @@ class MicrobatchSampler:
     It knows nothing of the DataLoader, or workers that it starts would end only when Python collects garbage.
     """
 
-    def __init__(self, stream: Stream, sizes: BatchSizes, sequences: Sequences | None) -> None:
+    def __init__(self, stream: SampleStream, sizes: BatchSizes, sequences: SequenceBalancer | None) -> None:
         """`sequences`: by which samples are balanced over ranks and microbatches; None: they are taken as they come."""
-        self.allotment: Allotment
-        self.asked = 0
+        self.allotment: SampleAllotment
+        self.requested_batches = 0
         """Batches that the present iterator was asked for."""
-        self.ended = False
+        self.is_exhausted = False
         """Whether it has nothing left."""
         self._stream = stream
         self._sizes = sizes
         self._sequences = sequences
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.asked, self.ended = 0, False
-        while (batches := self._next_step(allotment := self.allotment)) is not None:
+        self.requested_batches, self.is_exhausted = 0, False
+        while (batches := self._start_step(allotment := self.allotment)) is not None:
             while allotment is self.allotment and (batch := next(batches, None)) is not None:
-                self.asked += 1
+                self.requested_batches += 1
                 yield batch
-        self.ended = True
+        self.is_exhausted = True
 
-    def _next_step(self, allotment: Allotment) -> Iterator[list[int]] | None:
+    def _start_step(self, allotment: SampleAllotment) -> Iterator[list[int]] | None:
         """Its microbatches. None: there are no samples left for it. Balanced ones are known only all together."""
-        source = allotment.by_microbatch
+        source = allotment.microbatch_leases
         if source is not None and self._sequences is None:
-            parts = allotment.promised(source)
-            return None if parts is None else self._leased(allotment, source, parts)
-        deal = allotment.deal()
-        return None if deal is None else self._dealt(allotment, deal)
+            parts = allotment.reserve_step(source)
+            return None if parts is None else self._iterate_leased(allotment, source, parts)
+        deal = allotment.take_batch()
+        return None if deal is None else self._iterate_shared(allotment, deal)
 
-    def _dealt(self, allotment: Allotment, deal: Deal) -> Iterator[list[int]]:
-        draw, positions, indices = self._of_this_rank(deal, allotment.terms.cost)
-        allotment.drawn.append((draw, positions))
+    def _iterate_shared(self, allotment: SampleAllotment, deal: SharedBatch) -> Iterator[list[int]]:
+        draw, positions, indices = self._select_own_samples(deal, allotment.terms.cost)
+        allotment.drawn_batches.append((draw, positions))
         rest = iter(indices)
         for size in draw.sizes:
-            yield list(islice(rest, size)) or self._standing_in(deal)
+            yield list(islice(rest, size)) or self._get_padding_indices(deal)
 
-    def _leased(self, allotment: Allotment, source: Leasing, parts: tuple[int, ...]) -> Iterator[list[int]]:
-        count = self._sizes.microbatch_count(parts)
-        of_ranks = [self._sizes.microbatches(part, count) for part in parts]
+    def _iterate_leased(self, allotment: SampleAllotment, source: LeaseDistributor, parts: tuple[int, ...]) -> Iterator[list[int]]:
+        count = self._sizes.count_microbatches(parts)
+        of_ranks = [self._sizes.split_microbatches(part, count) for part in parts]
         positions: list[Interval] = []
-        allotment.drawn.append((Draw(of_ranks[source.place.in_replica]), positions))
+        allotment.drawn_batches.append((StepBatch(of_ranks[source.topology.replica_rank]), positions))
         for of_microbatch in zip(*of_ranks, strict=True):
-            deal = source.lease(of_microbatch)
-            mine = cut(deal.positions, *rank_interval(deal.shares, deal.place))
+            deal = source.take_reserved(of_microbatch)
+            mine = slice_intervals(deal.positions, *get_rank_interval(deal.shares, deal.share_index))
             positions += mine
-            yield self._stream.indices(mine) or self._standing_in(deal)
+            yield self._stream.get_indices(mine) or self._get_padding_indices(deal)
 
-    def _standing_in(self, deal: Deal) -> list[int]:
+    def _get_padding_indices(self, deal: SharedBatch) -> list[int]:
         """For a rank that has no sample in a microbatch of its replica: of those that others train on."""
-        return self._stream.indices(cut(deal.positions, 0, self._sizes.grain))
+        return self._stream.get_indices(slice_intervals(deal.positions, 0, self._sizes.granularity))
 
-    def _of_this_rank(self, deal: Deal, cost: SequenceCost) -> tuple[Draw, tuple[Interval, ...], list[int]]:
+    def _select_own_samples(self, deal: SharedBatch, cost: SequenceCost) -> tuple[StepBatch, tuple[Interval, ...], list[int]]:
         """What it takes, at which positions, and their indices in the order of the microbatches."""
-        sizes = self._sizes.microbatches(deal.shares[deal.place], self._sizes.microbatch_count(deal.matching))
+        sizes = self._sizes.split_microbatches(deal.shares[deal.share_index], self._sizes.count_microbatches(deal.matching_shares))
         if self._sequences is None:
-            positions = cut(deal.positions, *rank_interval(deal.shares, deal.place))
-            return Draw(sizes), positions, self._stream.indices(positions)
+            positions = slice_intervals(deal.positions, *get_rank_interval(deal.shares, deal.share_index))
+            return StepBatch(sizes), positions, self._stream.get_indices(positions)
         places = [position for first, end in deal.positions for position in range(first, end)]
-        indices = self._stream.indices(deal.positions)
-        mine = self._sequences.shares(indices, deal.shares, cost)[deal.place]
+        indices = self._stream.get_indices(deal.positions)
+        mine = self._sequences.split_by_shares(indices, deal.shares, cost)[deal.share_index]
         own = [indices[number] for number in mine]
-        positions = merge((places[number], places[number] + 1) for number in mine)
+        positions = merge_intervals((places[number], places[number] + 1) for number in mine)
         return (
-            Draw(sizes, self._sequences.sums(own)),
+            StepBatch(sizes, self._sequences.sum_lengths(own)),
             positions,
-            [own[number] for part in self._sequences.microbatches(own, sizes, cost) for number in part],
+            [own[number] for part in self._sequences.split_microbatches(own, sizes, cost) for number in part],
         )

@@ -22,15 +22,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.records import Phase
 
-from .training import of_this_process
+from .training import get_framework_training
 
-MARK = "pacekeeper.json"
+COMPLETE_MARKER_FILE = "pacekeeper.json"
 """File in a checkpoint that all ranks have written their parts of: a crash leaves one without it."""
 
-_STATE = "trainer_state.json"
+_TRAINER_STATE_FILE = "trainer_state.json"
 
 
-def newest_checkpoint(output_dir: str | Path) -> str | None:
+def find_newest_checkpoint(output_dir: str | Path) -> str | None:
     """The newest complete one of the Trainer's, for `resume_from_checkpoint`; None: there is none, and the training
     begins.
 
@@ -40,7 +40,7 @@ def newest_checkpoint(output_dir: str | Path) -> str | None:
     found = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*"))
     folders = {int(name[1]): path for name, path in found if name is not None}
     newest_first = [folders[step] for step in sorted(folders, reverse=True)]
-    for complete in (_has_mark, _has_state):
+    for complete in (_has_marker, _has_state):
         for folder in newest_first:
             if complete(folder):
                 return str(folder)
@@ -52,7 +52,7 @@ class HuggingFaceCallback(TrainerCallback):
     asked for later are no phases."""
 
     def __init__(self) -> None:
-        self._training = of_this_process()
+        self._training = get_framework_training()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -62,7 +62,7 @@ class HuggingFaceCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._training.train()
+        self._training.resume_training()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -70,21 +70,21 @@ class HuggingFaceCallback(TrainerCallback):
         self._training.optimizer_begins()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        control.should_save |= self._training.step_ended().save
-        self._enter_what_follows(control)
+        control.should_save |= self._training.end_step().save
+        self._enter_next_phase(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._enter_what_follows(control)
+        self._enter_next_phase(control)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._training.train()
-        self._enter_what_follows(control)
+        self._training.resume_training()
+        self._enter_next_phase(control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-        self._training.saved(lambda: _write_mark(folder) if args.should_save else None)
+        self._training.publish_checkpoint(lambda: _write_marker(folder) if args.should_save else None)
 
     def on_log(
         self,
@@ -102,31 +102,31 @@ class HuggingFaceCallback(TrainerCallback):
     ) -> None:
         self._training.end()
 
-    def _enter_what_follows(self, control: TrainerControl) -> None:
+    def _enter_next_phase(self, control: TrainerControl) -> None:
         """Trainer tells when an evaluation or a checkpoint is over, not when it begins: that is when it was asked."""
         if control.should_evaluate:
-            self._training.enter(Phase.EVALUATE)
+            self._training.enter_phase(Phase.EVALUATE)
         elif control.should_save:
-            self._training.enter(Phase.CHECKPOINT)
+            self._training.enter_phase(Phase.CHECKPOINT)
 
 
-def _write_mark(folder: Path) -> None:
+def _write_marker(folder: Path) -> None:
     """Behind all else, and in one step. A search of hyperparameters has its checkpoints elsewhere, and goes on from
     none."""
     if not folder.is_dir():
         return
-    temporary = folder / f".{MARK}"
+    temporary = folder / f".{COMPLETE_MARKER_FILE}"
     temporary.write_text("{}")
-    temporary.replace(folder / MARK)
+    temporary.replace(folder / COMPLETE_MARKER_FILE)
 
 
-def _has_mark(folder: Path) -> bool:
-    return (folder / MARK).is_file()
+def _has_marker(folder: Path) -> bool:
+    return (folder / COMPLETE_MARKER_FILE).is_file()
 
 
 def _has_state(folder: Path) -> bool:
     try:
-        parse_json((folder / _STATE).read_bytes())
+        parse_json((folder / _TRAINER_STATE_FILE).read_bytes())
     except (OSError, ValueError):
         return False
     return True

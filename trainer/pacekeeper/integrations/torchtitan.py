@@ -14,16 +14,16 @@ import logging
 import sys
 from typing import Any
 
-from pacekeeper.environment import LEFT_WHEN_TOLD
+from pacekeeper.environment import RANK_LEFT_EXIT_CODE
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.records import Phase
 
-from .training import FrameworkTraining, Told
+from .training import FrameworkTraining, StepDirectives
 
 _log = logging.getLogger(__name__)
 
 
-def watched(trainer: type[Any]) -> type[Any]:
+def wrap_trainer(trainer: type[Any]) -> type[Any]:
     """A Trainer that is `trainer` and tells what it does.
 
     trainer: torchtitan's Trainer, or one that is made from it.
@@ -31,7 +31,7 @@ def watched(trainer: type[Any]) -> type[Any]:
 
     class Watched(trainer):  # type: ignore[misc]  # a class that is known when it runs
         _training: FrameworkTraining | None = None
-        _told = Told(save=False, leave=False)
+        _told = StepDirectives(save=False, leave=False)
         _saves = False
         """Whether torchtitan writes a checkpoint of the newest step."""
 
@@ -49,7 +49,7 @@ def watched(trainer: type[Any]) -> type[Any]:
             if self._training is None:
                 self._training = FrameworkTraining()
                 self._training.begin(self.step)
-                _hear_losses(self.metrics_processor, self._training)
+                _forward_losses(self.metrics_processor, self._training)
                 if self._writes_checkpoints():
                     self._interval = self.checkpointer.interval
             if self._writes_checkpoints():
@@ -57,25 +57,25 @@ def watched(trainer: type[Any]) -> type[Any]:
             if self._saves:
                 self._saves = False
                 self._finish_saving(self._training)
-            self._training.train()
+            self._training.resume_training()
             return bool(super().should_continue_training())
 
         def train_step(self, data_iterator: Any) -> None:
             super().train_step(data_iterator)
             assert self._training is not None, "torchtitan has asked whether to continue"
-            self._told = self._training.step_ended()
-            writes, config = self._writes_checkpoints(), _config_of(self)
+            self._told = self._training.end_step()
+            writes, config = self._writes_checkpoints(), _get_config(self)
             if self._told.save and writes:
                 self.checkpointer.interval = 1  # it is due at this step, then
             last = self.step == config.training.steps
             self._saves = writes and (last or self.step % self.checkpointer.interval == 0)
             if self._told.leave and not writes:
                 _log.warning("told to leave, and torchtitan's checkpoints are off (checkpoint.enable): nothing is kept")
-                sys.exit(LEFT_WHEN_TOLD)
+                sys.exit(RANK_LEFT_EXIT_CODE)
             if self._saves:
-                self._training.enter(Phase.CHECKPOINT)
-            elif _validates(config) and self.validator.should_validate(self.step):
-                self._training.enter(Phase.EVALUATE)
+                self._training.enter_phase(Phase.CHECKPOINT)
+            elif _has_validation(config) and self.validator.should_validate(self.step):
+                self._training.enter_phase(Phase.EVALUATE)
 
         def _writes_checkpoints(self) -> bool:
             """Where they are off, newer checkpointers have no settings."""
@@ -88,22 +88,22 @@ def watched(trainer: type[Any]) -> type[Any]:
                 return
             if writing is not None:
                 writing.result()
-            training.saved(lambda: None)  # torchtitan passes over what has no metadata yet, which come last
+            training.publish_checkpoint(lambda: None)  # torchtitan passes over what has no metadata yet, which come last
 
     Watched.__name__ = Watched.__qualname__ = trainer.__name__
     return Watched
 
 
-def _config_of(trainer: Any) -> Any:
+def _get_config(trainer: Any) -> Any:
     return trainer.config if hasattr(trainer, "config") else trainer.job_config  # the latter up to 0.2.2
 
 
-def _validates(config: Any) -> bool:
+def _has_validation(config: Any) -> bool:
     section = config.validator if hasattr(config, "validator") else config.validation  # the latter up to 0.2.2
     return bool(section.enable)
 
 
-def _hear_losses(metrics: Any, training: FrameworkTraining) -> None:
+def _forward_losses(metrics: Any, training: FrameworkTraining) -> None:
     """Each that torchtitan logs, a mean over all ranks."""
     log = metrics.log
 
@@ -114,7 +114,7 @@ def _hear_losses(metrics: Any, training: FrameworkTraining) -> None:
     metrics.log = log_and_tell
 
 
-def run() -> None:
+def run_training() -> None:
     """Does what `python -m torchtitan.train` does, and tells it.
 
     Raises InputError where torchtitan's `main` is neither of those that are known.
@@ -122,10 +122,10 @@ def run() -> None:
     from torchtitan import train
 
     if len(inspect.signature(train.main).parameters) == 1:
-        train.main(watched(train.Trainer))
+        train.main(wrap_trainer(train.Trainer))
         return
     try:
-        _watch_what_is_built(train.ConfigManager)
+        _wrap_built_trainers(train.ConfigManager)
     except AttributeError as error:
         raise InputError(
             f"this torchtitan starts in a way that is not known here ({error}): run -m torchtitan.train, with "
@@ -134,18 +134,18 @@ def run() -> None:
     train.main()
 
 
-def _watch_what_is_built(manager: Any) -> None:
+def _wrap_built_trainers(manager: Any) -> None:
     """Has each configuration that is read from now on build a trainer that tells what it does."""
     parse = manager.parse_args
 
     def parse_args(*arguments: Any, **options: Any) -> Any:
         config = parse(*arguments, **options)
         kind = type(config)
-        kind._owner = watched(kind._owner)
+        kind._owner = wrap_trainer(kind._owner)
         return config
 
     manager.parse_args = parse_args
 
 
 if __name__ == "__main__":
-    run()
+    run_training()

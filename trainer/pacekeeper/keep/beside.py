@@ -7,12 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def beside(call: Callable[[], Found], name: str) -> Future[Found]:
+def run_in_background(call: Callable[[], Result], name: str) -> Future[Result]:
     """Calls it in a thread of its own, which does not keep a rank from ending. name: of the thread."""
-    future: Future[Found] = Future()
+    future: Future[Result] = Future()
 
     def work() -> None:
         try:

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from pacekeeper import cgroup
 
-_LAST = 5
+_COUNTED_COPIES = 5
 """Copies that count."""
 
 
@@ -26,23 +26,23 @@ class DeliveryCost:
     def __init__(
         self,
         processor_seconds: Callable[[], float] = time.thread_time,
-        waited: Callable[[], float | None] = cgroup.waited_for_processor,
+        read_wait_seconds: Callable[[], float | None] = cgroup.read_cpu_wait_seconds,
     ) -> None:
         """
         processor_seconds: that the calling thread has computed. waited: seconds for which somebody has waited for a
         processor, or None. Both since some moment.
         """
         self._processor_seconds = processor_seconds
-        self._waited = waited
+        self._read_wait_seconds = read_wait_seconds
         self._lock = threading.Lock()
-        self._at_work = 0
-        self._waited_before: float | None = None
+        self._active_threads = 0
+        self._wait_seconds_at_start: float | None = None
         """When the first thread that is at work now began."""
-        self._computing = self._waiting = 0.0
+        self._compute_seconds = self._wait_seconds = 0.0
         """Of the copy that is under way."""
-        self._unknown = False
+        self._is_wait_unknown = False
         """Whether nobody knows how long was waited."""
-        self._costs: deque[float] = deque(maxlen=_LAST)
+        self._costs: deque[float] = deque(maxlen=_COUNTED_COPIES)
 
     @property
     def seconds(self) -> float:
@@ -50,32 +50,32 @@ class DeliveryCost:
         return fmean(self._costs) if self._costs else 0.0
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def count_work(self) -> Iterator[None]:
         """What the calling thread does inside is for a copy."""
         start = self._processor_seconds()
         with self._lock:
-            self._at_work += 1
-            if self._at_work == 1:
-                self._waited_before = self._waited()
+            self._active_threads += 1
+            if self._active_threads == 1:
+                self._wait_seconds_at_start = self._read_wait_seconds()
         try:
             yield
         finally:
             with self._lock:
-                self._computing += self._processor_seconds() - start
-                self._at_work -= 1
-                if not self._at_work:
-                    self._end_waiting()
+                self._compute_seconds += self._processor_seconds() - start
+                self._active_threads -= 1
+                if not self._active_threads:
+                    self._add_wait()
 
-    def next_copy(self) -> None:
+    def finish_copy(self) -> None:
         """The one before is delivered everywhere, or has been given up."""
         with self._lock:
-            self._costs.append(self._computing if self._unknown else min(self._computing, self._waiting))
-            self._computing = self._waiting = 0.0
-            self._unknown = False
+            self._costs.append(self._compute_seconds if self._is_wait_unknown else min(self._compute_seconds, self._wait_seconds))
+            self._compute_seconds = self._wait_seconds = 0.0
+            self._is_wait_unknown = False
 
-    def _end_waiting(self) -> None:
-        now = self._waited()
-        if now is None or self._waited_before is None:
-            self._unknown = True
+    def _add_wait(self) -> None:
+        now = self._read_wait_seconds()
+        if now is None or self._wait_seconds_at_start is None:
+            self._is_wait_unknown = True
         else:
-            self._waiting += now - self._waited_before
+            self._wait_seconds += now - self._wait_seconds_at_start

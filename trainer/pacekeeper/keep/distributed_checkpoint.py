@@ -41,51 +41,51 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from pacekeeper import exchange
-from pacekeeper.cgroup import memory_left
+from pacekeeper.cgroup import compute_memory_left
 from pacekeeper.observe.cpu_group import CpuGroup
-from pacekeeper.plain import aligned, allow, pack, unpack
+from pacekeeper.plain import align_bytes, allow_classes, pack_value, unpack_value
 from pacekeeper.torch_internals import StorageInfo, set_element
 from pacekeeper_analysis.errors import InputError
 
-from .checkpoints import described, in_short
-from .copies import touch
-from .manifests import FileSum, checksum
-from .worker import this_worker
+from .checkpoints import describe_error, summarize_reasons
+from .copies import map_pages
+from .manifests import FileChecksum, compute_checksum
+from .worker import identify_worker
 
-INDEX = "index.plain"
-TORCHS_INDEX = ".metadata"
+CHECKPOINT_INDEX_FILE = "index.plain"
+TORCH_INDEX_FILE = ".metadata"
 """For torch's own tools; nothing here reads it."""
-_RESERVE_BYTES = 64 << 20
+_CHECKPOINT_RESERVE_BYTES = 64 << 20
 """Of the memory that the control group has left, what the copy of the state leaves to the training."""
 
-READERS = 4
+MAX_READER_THREADS = 4
 """Threads that read items and check them: a core checks 1 GB a second."""
-AHEAD_BYTES = 1 << 30
+MAX_PREFETCHED_BYTES = 1 << 30
 """That they may be ahead of who takes the items up."""
 
 Item = TypeVar("Item")
-Pin = Callable[[torch.Tensor], Callable[[], None]]
+PinMemory = Callable[[torch.Tensor], Callable[[], None]]
 """As `SlotCopies.pin`."""
 
 
-class Failed(Exception):
+class CheckpointWriteError(Exception):
     """This rank could not write, or the ranks could not agree what to; the message says which and why."""
 
 
-class Torn(Exception):
+class TornCheckpointError(Exception):
     """What was read is not what was written, or cannot be read; the message says where."""
 
 
 @dataclass
-class Staged:
+class StagedCopy:
     """A copy of what one rank is to write."""
 
     items: list[tuple[WriteItem, torch.Tensor | io.BytesIO]]
-    whole: Metadata | None
+    metadata: Metadata | None
     """What all ranks write together; the first rank has it."""
 
 
-class Saver:
+class CheckpointSaver:
     """One rank's part in writing checkpoints: `stage` copies the state, `write` writes the copy in the background.
 
     Replicas share the work: of what several ranks have alike, each copies and writes a part. Which, they agree on once;
@@ -95,9 +95,9 @@ class Saver:
     def __init__(
         self,
         peers: CpuGroup,
-        pin: Pin,
-        left: Callable[[], float] = memory_left,
-        make_room: Callable[[], object] = lambda: None,
+        pin_memory: PinMemory,
+        read_memory_left: Callable[[], float] = compute_memory_left,
+        free_memory: Callable[[], object] = lambda: None,
     ) -> None:
         """
         pin: has copies from a device into memory begin without waiting; as `SlotCopies.pin`.
@@ -105,168 +105,168 @@ class Saver:
         make_room: has what is worth less than a checkpoint give its memory back, where there is not enough.
         """
         self._peers = peers
-        self._pin = pin
+        self._pin_memory = pin_memory
         self._rank = peers.group.rank()
-        self._left = left
-        self._make_room = make_room
+        self._read_memory_left = read_memory_left
+        self._free_memory = free_memory
         self._planner = DefaultSavePlanner()
-        self._planned: object = None
+        self._planned_outline: object = None
         """What this rank had by `_outline`, when `_part` was agreed on; None: it was not."""
-        self._part: SavePlan | None = None
+        self._own_plan: SavePlan | None = None
         """What it writes of that."""
-        self._whole: Metadata | None = None
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._metadata: Metadata | None = None
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         """Of the copy; kept as long as the plan, since new memory takes several times as long to fill."""
         self._unpin: Callable[[], None] = lambda: None
 
-    def stage(self, state: dict[str, Any]) -> Staged:
+    def stage(self, state: dict[str, Any]) -> StagedCopy:
         """Copies what this rank is to write of `state`, over the copy before. Collective.
 
         No rank leaves before the last collective, whatever fails on it. Raises Failed.
         """
         try:
-            outline = self._tried(lambda: self._take_up(state))
-            if not self._peers.all_agree(self._planned is not None and outline == self._planned):
-                self._planned = None
-                self._give_back_room()
-                self._plan(outline if isinstance(outline, _Failure) else self._tried(self._planner.create_local_plan))
-                self._look_for_room()
-                self._planned = outline
-            staged = self._tried(self._copied)
+            outline = self._catch_failure(lambda: self._set_up_planner(state))
+            if not self._peers.all_agree(self._planned_outline is not None and outline == self._planned_outline):
+                self._planned_outline = None
+                self._release_buffer()
+                self._agree_on_plan(outline if isinstance(outline, _RankFailure) else self._catch_failure(self._planner.create_local_plan))
+                self._ensure_memory()
+                self._planned_outline = outline
+            staged = self._catch_failure(self._copy_values)
         finally:
             self._planner.state_dict = {}  # the live state's: nothing of it is kept
-        if isinstance(staged, _Failure):
-            raise Failed(staged.why)
-        return Staged(staged, self._whole)
+        if isinstance(staged, _RankFailure):
+            raise CheckpointWriteError(staged.reason)
+        return StagedCopy(staged, self._metadata)
 
-    def write(self, staged: Staged | str, folder: Path, group: dist.ProcessGroup) -> dict[str, FileSum]:
+    def write(self, staged: StagedCopy | str, folder: Path, group: dist.ProcessGroup) -> dict[str, FileChecksum]:
         """Writes the copy into `folder`, and on the first rank the index, where no rank has failed; returns what the
         files are like that this rank has written. Collective. `staged`: or why there is no copy.
 
         No rank leaves before the last collective, whatever fails on it. Raises Failed, where this rank could not.
         """
-        file = folder / self._file
+        file = folder / self._file_name
         if isinstance(staged, str):
-            written: Any = _Failure(staged)
+            written: Any = _RankFailure(staged)
         else:
-            written = self._tried(lambda: _write(staged.items, file))
-        parts = exchange.collect(written, group)
-        if isinstance(written, _Failure):  # its own alone: the reasons of all, told by all, would be more than memory
-            raise Failed(written.why)
-        assert isinstance(staged, Staged), "it has not failed"
+            written = self._catch_failure(lambda: _write_items(staged.items, file))
+        parts = exchange.gather_objects(written, group)
+        if isinstance(written, _RankFailure):  # its own alone: the reasons of all, told by all, would be more than memory
+            raise CheckpointWriteError(written.reason)
+        assert isinstance(staged, StagedCopy), "it has not failed"
         files = {file.name: written.sum}
-        if parts is not None and _failure(parts) is None:
-            assert staged.whole is not None, "the first rank has it"
-            _write_index(staged.whole, parts, folder)
-            files |= {name: checksum(folder / name) for name in (INDEX, TORCHS_INDEX)}
+        if parts is not None and _combine_failures(parts) is None:
+            assert staged.metadata is not None, "the first rank has it"
+            _write_index(staged.metadata, parts, folder)
+            files |= {name: compute_checksum(folder / name) for name in (CHECKPOINT_INDEX_FILE, TORCH_INDEX_FILE)}
         return files
 
-    def wrote(self, name: str) -> bool:
+    def owns_file(self, name: str) -> bool:
         """Whether it is this rank that writes the file of this name into a checkpoint's folder."""
-        return name == self._file or (self._rank == 0 and not _FILE.fullmatch(name))
+        return name == self._file_name or (self._rank == 0 and not _RANK_FILE_PATTERN.fullmatch(name))
 
     @property
-    def has_room(self) -> bool:
+    def has_buffer(self) -> bool:
         """Whether it has taken the memory for its copies."""
-        return len(self._room) > 0
+        return len(self._buffer) > 0
 
     @property
-    def _file(self) -> str:
+    def _file_name(self) -> str:
         """As torch names it."""
         return f"__{self._rank}_0.distcp"
 
-    def _take_up(self, state: dict[str, Any]) -> object:
+    def _set_up_planner(self, state: dict[str, Any]) -> object:
         """Has the planner hold `state`; returns its `_outline`."""
         self._planner.set_up_planner(state, is_coordinator=self._rank == 0)
-        return [_outline(name, value) for name, value in self._planner.state_dict.items()]
+        return [_outline_item(name, value) for name, value in self._planner.state_dict.items()]
 
-    def _plan(self, mine: SavePlan | _Failure) -> None:
+    def _agree_on_plan(self, mine: SavePlan | _RankFailure) -> None:
         """Agrees with the peers on who writes what. Raises Failed, on all ranks alike."""
-        plans = exchange.collect(mine, self._peers.group)
-        part = exchange.scatter(None if plans is None else self._parts(plans), self._peers.group)
-        if isinstance(part, _Failure):
-            raise Failed(part.why)
-        self._part = self._planner.finish_plan(part)
+        plans = exchange.gather_objects(mine, self._peers.group)
+        part = exchange.scatter_objects(None if plans is None else self._build_plans(plans), self._peers.group)
+        if isinstance(part, _RankFailure):
+            raise CheckpointWriteError(part.reason)
+        self._own_plan = self._planner.finish_plan(part)
 
-    def _parts(self, plans: Sequence[Any]) -> Sequence[SavePlan | _Failure]:
+    def _build_plans(self, plans: Sequence[Any]) -> Sequence[SavePlan | _RankFailure]:
         """What each rank is to write, from what they have; where one could not say, its failure for all of them."""
 
         def combined() -> list[SavePlan]:
-            together, self._whole = self._planner.create_global_plan(list(plans))
+            together, self._metadata = self._planner.create_global_plan(list(plans))
             return together
 
-        failure = _failure(plans)
-        parts: list[SavePlan] | _Failure = self._tried(combined) if failure is None else failure
-        return [parts] * len(plans) if isinstance(parts, _Failure) else parts
+        failure = _combine_failures(plans)
+        parts: list[SavePlan] | _RankFailure = self._catch_failure(combined) if failure is None else failure
+        return [parts] * len(plans) if isinstance(parts, _RankFailure) else parts
 
-    def _look_for_room(self) -> None:
+    def _ensure_memory(self) -> None:
         """For the copies of all ranks of a worker together: each would find room for its own, before the others have
         taken theirs. Raises Failed, on all ranks alike."""
-        said = self._said_of_room()
-        if shortage(said):
-            if shortage([its for its in said if its[0] == this_worker()]):
-                self._make_room()
-            said = self._said_of_room()
-        if why := shortage(said):
-            raise Failed(why)
+        said = self._gather_memory_needs()
+        if describe_memory_shortage(said):
+            if describe_memory_shortage([its for its in said if its[0] == identify_worker()]):
+                self._free_memory()
+            said = self._gather_memory_needs()
+        if why := describe_memory_shortage(said):
+            raise CheckpointWriteError(why)
 
-    def _said_of_room(self) -> list[tuple[str, int, float]]:
+    def _gather_memory_needs(self) -> list[tuple[str, int, float]]:
         """As for `shortage`. Collective. Raises Failed, on all ranks alike."""
-        said = self._peers.gather(self._tried(lambda: (this_worker(), _size(self._values()), self._left())))
-        if failure := _failure(said):
-            raise Failed(failure.why)
+        said = self._peers.all_gather(self._catch_failure(lambda: (identify_worker(), _sum_tensor_bytes(self._resolve_values()), self._read_memory_left())))
+        if failure := _combine_failures(said):
+            raise CheckpointWriteError(failure.reason)
         return said
 
-    def _give_back_room(self) -> None:
+    def _release_buffer(self) -> None:
         self._unpin()
-        self._room, self._unpin = torch.empty(0, dtype=torch.uint8), lambda: None
+        self._buffer, self._unpin = torch.empty(0, dtype=torch.uint8), lambda: None
 
-    def _copied(self) -> list[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
+    def _copy_values(self) -> list[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
         """Raises OSError where there is no memory for it."""
-        found = self._values()
+        found = self._resolve_values()
         tensors = [value for _, value in found if isinstance(value, torch.Tensor)]
         on_gpu = any(tensor.is_cuda for tensor in tensors)
-        if (nbytes := _size(found)) > len(self._room):
-            self._give_back_room()
+        if (nbytes := _sum_tensor_bytes(found)) > len(self._buffer):
+            self._release_buffer()
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._room = torch.frombuffer(memory, dtype=torch.uint8)
+            self._buffer = torch.frombuffer(memory, dtype=torch.uint8)
             if on_gpu:
-                touch(self._room)
-                self._unpin = self._pin(self._room)
-        copies = iter(_copies(self._room, tensors))
+                map_pages(self._buffer)
+                self._unpin = self._pin_memory(self._buffer)
+        copies = iter(_copy_into_buffer(self._buffer, tensors))
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return [(item, next(copies) if isinstance(value, torch.Tensor) else value) for item, value in found]
 
-    def _values(self) -> list[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
+    def _resolve_values(self) -> list[tuple[WriteItem, torch.Tensor | io.BytesIO]]:
         """What this rank is to write, as it is in the live state."""
-        assert self._part is not None, "it is planned"
-        return [(item, self._value(item)) for item in self._part.items]
+        assert self._own_plan is not None, "it is planned"
+        return [(item, self._resolve_value(item)) for item in self._own_plan.items]
 
-    def _value(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
+    def _resolve_value(self, item: WriteItem) -> torch.Tensor | io.BytesIO:
         """What the planner resolves an item to, in a tenth of the time for tensors."""
         value = self._planner.state_dict[item.index.fqn]
         if isinstance(value, DTensor):
             value = value.to_local()
         return value.detach() if isinstance(value, torch.Tensor) else self._planner.resolve_data(item)
 
-    def _tried(self, attempt: Callable[[], Any]) -> Any:
+    def _catch_failure(self, attempt: Callable[[], Any]) -> Any:
         """What `attempt` gives, or its failure."""
         try:
             return attempt()
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            return _Failure(f"rank {self._rank}: {described(error)}")
+            return _RankFailure(f"rank {self._rank}: {describe_error(error)}")
 
 
-def shortage(said: Sequence[tuple[str, int, float]]) -> str:
+def describe_memory_shortage(memory_needs: Sequence[tuple[str, int, float]]) -> str:
     """Why the ranks of a worker cannot all have their copies; "": they can.
 
     said: by each rank: its worker, the bytes of its copy, and those that its control group has left before any is made.
     """
-    for worker in dict.fromkeys(where for where, _, _ in said):
-        ranks = [rank for rank, (where, _, _) in enumerate(said) if where == worker]
-        nbytes, left = sum(said[rank][1] for rank in ranks), min(said[rank][2] for rank in ranks)
-        if nbytes and nbytes + _RESERVE_BYTES > left:
+    for worker in dict.fromkeys(where for where, _, _ in memory_needs):
+        ranks = [rank for rank, (where, _, _) in enumerate(memory_needs) if where == worker]
+        nbytes, left = sum(memory_needs[rank][1] for rank in ranks), min(memory_needs[rank][2] for rank in ranks)
+        if nbytes and nbytes + _CHECKPOINT_RESERVE_BYTES > left:
             return (
                 f"rank {ranks[0]}: its worker's {len(ranks)} ranks copy {nbytes >> 20} MiB of the state, and their "
                 f"control group has {int(left) >> 20} MiB left; give the container more memory"
@@ -274,20 +274,20 @@ def shortage(said: Sequence[tuple[str, int, float]]) -> str:
     return ""
 
 
-def load(state: dict[str, Any], folder: Path, files: Mapping[str, FileSum]) -> None:
+def load_checkpoint(state: dict[str, Any], folder: Path, files: Mapping[str, FileChecksum]) -> None:
     """Fills in `state` with what it names. Not collective: each rank reads what it needs, and checks what it reads.
 
     files: of the manifest. Raises Torn, with `state` filled in in part; InputError where the folder was written by
     something else; and what torch raises.
     """
     found = _read_index(folder, files)
-    planner = _Planner()
+    planner = _WeightsOnlyPlanner()
     planner.set_up_planner(state, found.metadata, is_coordinator=True)
     plan = planner.finish_plan(planner.create_local_plan())
-    reader = _Reader(folder, found.sums, files)
+    reader = _ItemReader(folder, found.item_checksums, files)
     places = found.metadata.storage_data
     items = [(its, places[its.storage_index]) for its in plan.items]
-    for item, read in ahead(sorted(items, key=lambda its: _place(its[1])), reader.read):
+    for item, read in prefetch_items(sorted(items, key=lambda its: _get_location(its[1])), reader.read):
         content = io.BytesIO(read)
         if item.type == LoadItemType.BYTE_IO:
             planner.load_bytes(item, content)
@@ -300,18 +300,18 @@ def load(state: dict[str, Any], folder: Path, files: Mapping[str, FileSum]) -> N
         planner.commit_tensor(item, target)
 
 
-def ahead(
+def prefetch_items(
     items: Iterable[tuple[Item, StorageInfo]], read: Callable[[StorageInfo], bytes]
 ) -> Iterator[tuple[Item, bytes]]:
     """Each item with what is read of it, in their order: in threads, while those before are taken up.
 
     No more than AHEAD_BYTES lie there at a time, or one item. Raises what `read` raises, when it is the item's turn.
     """
-    with ThreadPoolExecutor(READERS, "pacekeeper-reader") as readers:
+    with ThreadPoolExecutor(MAX_READER_THREADS, "pacekeeper-reader") as readers:
         coming: deque[tuple[Item, int, Future[bytes]]] = deque()
         for item, place in items:
             while coming and (
-                len(coming) > READERS or place.length + sum(nbytes for _, nbytes, _ in coming) > AHEAD_BYTES
+                len(coming) > MAX_READER_THREADS or place.length + sum(nbytes for _, nbytes, _ in coming) > MAX_PREFETCHED_BYTES
             ):
                 first, _, content = coming.popleft()
                 yield first, content.result()
@@ -321,57 +321,57 @@ def ahead(
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _RankFailure:
     """Goes in the place of what a rank was to give."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenFile:
     """What a rank has written: where its items lie, and what its file is like."""
 
-    places: dict[index.MetadataIndex, StorageInfo]
-    sums: dict[int, int]
+    locations: dict[index.MetadataIndex, StorageInfo]
+    item_checksums: dict[int, int]
     """CRC-32 of the item that begins at this offset."""
-    sum: FileSum
+    file_checksum: FileChecksum
 
 
 @dataclass(frozen=True)
-class Index:
+class CheckpointIndex:
     """What a checkpoint holds, and where."""
 
     metadata: Metadata
-    sums: dict[str, dict[int, int]] = field(default_factory=dict)
+    item_checksums: dict[str, dict[int, int]] = field(default_factory=dict)
     """By file and offset: CRC-32 of the item that begins there."""
 
 
-allow(SavePlan, WriteItem, WriteItemType, TensorWriteData, BytesIOWriteData, StorageInfo, _Failure, _Written, Index)
-allow(index.Metadata, index.MetadataIndex, index.TensorStorageMetadata, index.BytesStorageMetadata)
-allow(index.ChunkStorageMetadata, index.TensorProperties)
+allow_classes(SavePlan, WriteItem, WriteItemType, TensorWriteData, BytesIOWriteData, StorageInfo, _RankFailure, _WrittenFile, CheckpointIndex)
+allow_classes(index.Metadata, index.MetadataIndex, index.TensorStorageMetadata, index.BytesStorageMetadata)
+allow_classes(index.ChunkStorageMetadata, index.TensorProperties)
 
 
-def _failure(of_ranks: Sequence[Any]) -> _Failure | None:
+def _combine_failures(of_ranks: Sequence[Any]) -> _RankFailure | None:
     """The ranks' failures in one; None: there is none."""
-    reasons = in_short(its.why for its in of_ranks if isinstance(its, _Failure))
-    return _Failure(reasons) if reasons else None
+    reasons = summarize_reasons(its.reason for its in of_ranks if isinstance(its, _RankFailure))
+    return _RankFailure(reasons) if reasons else None
 
 
-def _size(values: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]]) -> int:
+def _sum_tensor_bytes(values: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]]) -> int:
     """Bytes that the copies of the tensors take."""
-    return sum(aligned(value.nbytes) for _, value in values if isinstance(value, torch.Tensor))
+    return sum(align_bytes(value.nbytes) for _, value in values if isinstance(value, torch.Tensor))
 
 
-def _outline(name: str, value: Any) -> object:
+def _outline_item(name: str, value: Any) -> object:
     """What a plan depends on, of an item: who has the same has the same items to write."""
     if isinstance(value, DTensor):
         return name, value.dtype, value.shape, value.placements, value.device_mesh
     return (name, value.dtype, value.shape) if isinstance(value, torch.Tensor) else name
 
 
-def _copies(room: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _copy_into_buffer(buffer: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Copies that lie in `room` one behind the other, each with a storage of its own: torch.save writes storages."""
-    memory: Any = room.numpy()
+    memory: Any = buffer.numpy()
     offset, copies = 0, []
     for tensor in tensors:
         if tensor.numel():
@@ -380,134 +380,134 @@ def _copies(room: torch.Tensor, tensors: Iterable[torch.Tensor]) -> list[torch.T
         else:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
         copies.append(copy)
-        offset += aligned(tensor.nbytes)
+        offset += align_bytes(tensor.nbytes)
     return copies
 
 
 # Files
 
 
-class _Summing(io.RawIOBase):
+class _ChecksumWriter(io.RawIOBase):
     """A file that is written once from its beginning to its end, and the checksum of what was written."""
 
     def __init__(self, file: io.BufferedWriter) -> None:
         self._file = file
-        self.sum = FileSum(0, 0)
-        self._begin, self._crc = 0, 0
+        self.file_checksum = FileChecksum(0, 0)
+        self._item_offset, self._item_crc = 0, 0
 
-    def begin(self) -> None:
+    def begin_item(self) -> None:
         """An item begins here."""
-        self._begin, self._crc = self.sum.nbytes, 0
+        self._item_offset, self._item_crc = self.file_checksum.nbytes, 0
 
     @property
-    def item(self) -> tuple[int, int, int]:
+    def current_item(self) -> tuple[int, int, int]:
         """Offset, bytes and CRC-32 of what was written since `begin`."""
-        return self._begin, self.sum.nbytes - self._begin, self._crc
+        return self._item_offset, self.file_checksum.nbytes - self._item_offset, self._item_crc
 
     def write(self, content: Any) -> int:
         nbytes = memoryview(content).nbytes
         self._file.write(content)
-        self._crc = zlib.crc32(content, self._crc)
-        self.sum = FileSum(self.sum.nbytes + nbytes, zlib.crc32(content, self.sum.crc32))
+        self._item_crc = zlib.crc32(content, self._item_crc)
+        self.file_checksum = FileChecksum(self.file_checksum.nbytes + nbytes, zlib.crc32(content, self.file_checksum.crc32))
         return nbytes
 
 
-def _write(items: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]], path: Path) -> _Written:
+def _write_items(items: Sequence[tuple[WriteItem, torch.Tensor | io.BytesIO]], path: Path) -> _WrittenFile:
     """As torch writes a rank's file. Raises OSError."""
     places: dict[index.MetadataIndex, StorageInfo] = {}
     sums: dict[int, int] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
-        stream = _Summing(file)
+        stream = _ChecksumWriter(file)
         for item, value in items:
-            stream.begin()
+            stream.begin_item()
             if isinstance(value, torch.Tensor):
                 torch.save(value, cast(IO[bytes], stream))
             else:
                 stream.write(value.getbuffer())
-            offset, nbytes, sums[offset] = stream.item
+            offset, nbytes, sums[offset] = stream.current_item
             places[item.index] = StorageInfo(path.name, offset, nbytes)
         file.flush()
         os.fsync(file.fileno())
-    return _Written(places, sums, stream.sum)
+    return _WrittenFile(places, sums, stream.file_checksum)
 
 
-def _write_index(whole: Metadata, parts: Sequence[_Written], folder: Path) -> None:
+def _write_index(whole: Metadata, parts: Sequence[_WrittenFile], folder: Path) -> None:
     """The index, torch's and ours, from what each rank has written."""
-    results = [[WriteResult(its, place.length, place) for its, place in part.places.items()] for part in parts]
+    results = [[WriteResult(its, place.length, place) for its, place in part.locations.items()] for part in parts]
     FileSystemWriter(folder, sync_files=True).finish(replace(whole), results)
-    places = {its: place for part in parts for its, place in part.places.items()}
-    sums = {place.relative_path: part.sums for part in parts for place in part.places.values()}
-    with (folder / INDEX).open("wb") as file:
-        file.write(pack(Index(replace(whole, storage_data=places, storage_meta=None), sums)))
+    places = {its: place for part in parts for its, place in part.locations.items()}
+    sums = {place.relative_path: part.item_checksums for part in parts for place in part.locations.values()}
+    with (folder / CHECKPOINT_INDEX_FILE).open("wb") as file:
+        file.write(pack_value(CheckpointIndex(replace(whole, storage_data=places, storage_meta=None), sums)))
         file.flush()
         os.fsync(file.fileno())
 
 
-_FILE = re.compile(r"__\d+_\d+\.distcp")
+_RANK_FILE_PATTERN = re.compile(r"__\d+_\d+\.distcp")
 
 
-def _read_index(folder: Path, files: Mapping[str, FileSum]) -> Index:
-    path = folder / INDEX
+def _read_index(folder: Path, files: Mapping[str, FileChecksum]) -> CheckpointIndex:
+    path = folder / CHECKPOINT_INDEX_FILE
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise Torn(f"{path}: {error.strerror}") from error
-    if FileSum(len(content), zlib.crc32(content)) != files.get(INDEX):
-        raise Torn(f"{path}: its checksum is another than when it was written")
-    found = unpack(content)
+        raise TornCheckpointError(f"{path}: {error.strerror}") from error
+    if FileChecksum(len(content), zlib.crc32(content)) != files.get(CHECKPOINT_INDEX_FILE):
+        raise TornCheckpointError(f"{path}: its checksum is another than when it was written")
+    found = unpack_value(content)
     if isinstance(found, Metadata):  # of a build whose indices had no sums
-        found = Index(found)
-    if not isinstance(found, Index):
+        found = CheckpointIndex(found)
+    if not isinstance(found, CheckpointIndex):
         raise InputError(f"{path}: holds a {type(found).__name__} instead of a checkpoint's index")
     for where in found.metadata.storage_data.values():  # a peer has said it: it names no file elsewhere
-        if not _FILE.fullmatch(str(where.relative_path)):
+        if not _RANK_FILE_PATTERN.fullmatch(str(where.relative_path)):
             raise InputError(f"{path}: names file {where.relative_path!r}; give the job another path")
     return found
 
 
-def _place(storage: StorageInfo) -> tuple[str, int]:
+def _get_location(storage: StorageInfo) -> tuple[str, int]:
     return storage.relative_path, storage.offset
 
 
-class _Reader:
+class _ItemReader:
     """Reads items of a checkpoint's files, and checks them."""
 
-    def __init__(self, folder: Path, sums: Mapping[str, Mapping[int, int]], files: Mapping[str, FileSum]) -> None:
+    def __init__(self, folder: Path, sums: Mapping[str, Mapping[int, int]], files: Mapping[str, FileChecksum]) -> None:
         self._folder = folder
-        self._sums = sums
+        self._item_checksums = sums
         self._files = files
-        self._whole: set[str] = set()
+        self._checked_files: set[str] = set()
         """Files that were checked as a whole: the index has no sums of them."""
-        self._turn = threading.Lock()
+        self._check_lock = threading.Lock()
         """For who checks a whole file, which is done once."""
 
     def read(self, storage: StorageInfo) -> bytes:
         """Raises Torn."""
-        name, offset = _place(storage)
+        name, offset = _get_location(storage)
         path = self._folder / name
         try:
-            if name not in self._sums:
-                self._check_whole(name, path)
+            if name not in self._item_checksums:
+                self._check_whole_file(name, path)
             with path.open("rb") as file:
                 file.seek(offset)
                 content = file.read(storage.length)
         except OSError as error:
-            raise Torn(f"{path}: {error.strerror}") from error
-        if name in self._sums and zlib.crc32(content) != self._sums[name].get(offset):
-            raise Torn(f"{path}: what lies at {offset} has another checksum than when it was written")
+            raise TornCheckpointError(f"{path}: {error.strerror}") from error
+        if name in self._item_checksums and zlib.crc32(content) != self._item_checksums[name].get(offset):
+            raise TornCheckpointError(f"{path}: what lies at {offset} has another checksum than when it was written")
         return content
 
-    def _check_whole(self, name: str, path: Path) -> None:
-        with self._turn:
-            if name in self._whole:
+    def _check_whole_file(self, name: str, path: Path) -> None:
+        with self._check_lock:
+            if name in self._checked_files:
                 return
-            if checksum(path) != self._files.get(name):
-                raise Torn(f"{path}: its checksum is another than when it was written")
-            self._whole.add(name)
+            if compute_checksum(path) != self._files.get(name):
+                raise TornCheckpointError(f"{path}: its checksum is another than when it was written")
+            self._checked_files.add(name)
 
 
-class _Planner(DefaultLoadPlanner):
+class _WeightsOnlyPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """As in the base class, where `weights_only` is False."""
         content = torch.load(value, weights_only=True)

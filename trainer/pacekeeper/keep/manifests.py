@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pacekeeper.plain import allow
+from pacekeeper.plain import allow_classes
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import Longest, Within, read
+from pacekeeper_analysis.reading import MaxLength, Within, read_dataclass
 
-_CHUNK = 1 << 22
-_CHECKSUM = "checksum"
+_CHECKSUM_CHUNK_BYTES = 1 << 22
+_CHECKSUM_KEY = "checksum"
 
 
 @dataclass(frozen=True)
-class FileSum:
+class FileChecksum:
     """What a file must be like to be trusted."""
 
     nbytes: Annotated[int, Within(0)]
@@ -33,9 +33,9 @@ class Manifest:
     world_size: Annotated[int, Within(1)]
     model: dict[str, str]
     """Name → shape and type (`rank_state.describe`)."""
-    objects: Annotated[tuple[str, ...], Longest(1 << 16)]
+    objects: Annotated[tuple[str, ...], MaxLength(1 << 16)]
     """Names that were registered."""
-    files: dict[str, FileSum] = field(default_factory=dict)
+    files: dict[str, FileChecksum] = field(default_factory=dict)
     job: str = ""
     """Name of the job that wrote it (`JobIdentity`); "": unknown, as in those of older versions."""
     uid: str = ""
@@ -44,7 +44,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """With a checksum of all that it says."""
         content = asdict(self)
-        return {**content, _CHECKSUM: _crc32(content)}
+        return {**content, _CHECKSUM_KEY: _compute_crc32(content)}
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -52,25 +52,25 @@ class Manifest:
 
         One without a checksum is of an older version.
         """
-        if isinstance(data, dict) and _CHECKSUM in data:
-            content = {name: value for name, value in data.items() if name != _CHECKSUM}
-            if data[_CHECKSUM] != _crc32(content):
-                raise InputError(f"manifest.{_CHECKSUM}: what it says is not what was written")
-        return read(cls, data, "manifest")
+        if isinstance(data, dict) and _CHECKSUM_KEY in data:
+            content = {name: value for name, value in data.items() if name != _CHECKSUM_KEY}
+            if data[_CHECKSUM_KEY] != _compute_crc32(content):
+                raise InputError(f"manifest.{_CHECKSUM_KEY}: what it says is not what was written")
+        return read_dataclass(cls, data, "manifest")
 
 
-def _crc32(content: dict[str, Any]) -> int:
+def _compute_crc32(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-allow(FileSum, Manifest)
+allow_classes(FileChecksum, Manifest)
 
 
-def checksum(path: Path) -> FileSum:
+def compute_checksum(path: Path) -> FileChecksum:
     """Reads the whole file."""
     crc = nbytes = 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(_CHECKSUM_CHUNK_BYTES):
             crc = zlib.crc32(chunk, crc)
             nbytes += len(chunk)
-    return FileSum(nbytes, crc)
+    return FileChecksum(nbytes, crc)

@@ -16,56 +16,56 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Self
 
-from pacekeeper.seal import Forged, Seal, keys_of, nonce
+from pacekeeper.seal import AuthenticationError, MessageAuthenticator, derive_keys, create_nonce
 from pacekeeper_analysis.reading import parse_json
 
-PATIENCE_SECONDS = 10.0
+PEER_MESSAGE_TIMEOUT_SECONDS = 10.0
 """For a message, from its first wait to its last byte, either way."""
-LONGEST = 4 << 20
+MAX_PEER_MESSAGE_BYTES = 4 << 20
 """Bytes of a message."""
-_LONGEST_WORDS = 1 << 13
-_PURPOSE = b"neighbours"
-_MEMBERSHIP = struct.Struct("!Q")
-_LENGTH = struct.Struct("!L")
+_MAX_CONTROL_MESSAGE_BYTES = 1 << 13
+_PEER_LINK_PURPOSE = b"neighbours"
+_MEMBERSHIP_STRUCT = struct.Struct("!Q")
+_LENGTH_STRUCT = struct.Struct("!L")
 _PROOF_BYTES = 32
-_NONCE_BYTES = len(nonce())
+_PEER_NONCE_BYTES = len(create_nonce())
 
 
-class Link:
+class PeerLink:
     """One end. All of it raises OSError where the other one is slow, silent or gone, Forged where it proves nothing."""
 
     def __init__(self, connection: socket.socket, keys: tuple[bytes, bytes]) -> None:
         """`keys`: of what is read, and of what is written."""
         self._connection = connection
-        self._reading, self._writing = Seal(keys[0]), Seal(keys[1])
+        self._read_authenticator, self._write_authenticator = MessageAuthenticator(keys[0]), MessageAuthenticator(keys[1])
 
     @classmethod
-    def to_guest(cls, connection: socket.socket, membership: int, secret: str) -> Self:
+    def authenticate_client(cls, connection: socket.socket, membership: int, secret: str) -> Self:
         """The host's end. The guest has proved nothing before its first message is read."""
-        _be_patient(connection)
-        ours, deadline = nonce(), _Deadline(PATIENCE_SECONDS)
-        _pour(connection, ours, deadline)
-        theirs = _exactly(connection, _NONCE_BYTES, deadline)
-        if _MEMBERSHIP.unpack(_exactly(connection, _MEMBERSHIP.size, deadline)) != (membership,):
-            raise Forged("another membership")
-        to_host, to_guest = keys_of(_PURPOSE, secret, membership, ours, theirs)
+        _set_kernel_timeouts(connection)
+        ours, deadline = create_nonce(), _MessageDeadline(PEER_MESSAGE_TIMEOUT_SECONDS)
+        _send_all(connection, ours, deadline)
+        theirs = _receive_exactly(connection, _PEER_NONCE_BYTES, deadline)
+        if _MEMBERSHIP_STRUCT.unpack(_receive_exactly(connection, _MEMBERSHIP_STRUCT.size, deadline)) != (membership,):
+            raise AuthenticationError("another membership")
+        to_host, to_guest = derive_keys(_PEER_LINK_PURPOSE, secret, membership, ours, theirs)
         return cls(connection, (to_host, to_guest))
 
     @classmethod
-    def to_host(cls, connection: socket.socket, membership: int, secret: str) -> Self:
+    def authenticate_to_server(cls, connection: socket.socket, membership: int, secret: str) -> Self:
         """The guest's end. The host has proved nothing before its first message is read."""
-        _be_patient(connection)
-        deadline = _Deadline(PATIENCE_SECONDS)
-        theirs = _exactly(connection, _NONCE_BYTES, deadline)
-        ours = nonce()
-        _pour(connection, ours + _MEMBERSHIP.pack(membership), deadline)
-        to_host, to_guest = keys_of(_PURPOSE, secret, membership, theirs, ours)
+        _set_kernel_timeouts(connection)
+        deadline = _MessageDeadline(PEER_MESSAGE_TIMEOUT_SECONDS)
+        theirs = _receive_exactly(connection, _PEER_NONCE_BYTES, deadline)
+        ours = create_nonce()
+        _send_all(connection, ours + _MEMBERSHIP_STRUCT.pack(membership), deadline)
+        to_host, to_guest = derive_keys(_PEER_LINK_PURPOSE, secret, membership, theirs, ours)
         return cls(connection, (to_guest, to_host))
 
-    def say(self, words: Mapping[str, Any]) -> None:
+    def send_json(self, words: Mapping[str, Any]) -> None:
         self.send(memoryview(json.dumps(words).encode()))
 
-    def hear(self, work_seconds: float = 0.0) -> dict[str, Any]:
+    def receive_json(self, work_seconds: float = 0.0) -> dict[str, Any]:
         """What the other end says. Raises ValueError where it is no JSON object.
 
         work_seconds: that it may take before it says anything, beside the usual patience.
@@ -77,46 +77,46 @@ class Link:
 
     def send(self, content: memoryview) -> None:
         """At most `LONGEST` bytes."""
-        deadline = _Deadline(PATIENCE_SECONDS)
-        _pour(self._connection, _LENGTH.pack(len(content)) + self._writing.next(content), deadline)
-        _pour(self._connection, content, deadline)
+        deadline = _MessageDeadline(PEER_MESSAGE_TIMEOUT_SECONDS)
+        _send_all(self._connection, _LENGTH_STRUCT.pack(len(content)) + self._write_authenticator.sign(content), deadline)
+        _send_all(self._connection, content, deadline)
 
     def receive(self, work_seconds: float = 0.0) -> bytes:
         """A short message. `work_seconds`: as in `hear`."""
-        deadline = _Deadline(PATIENCE_SECONDS + work_seconds)
-        length, proof = self._head(deadline)
-        if length > _LONGEST_WORDS:
-            raise Forged(f"a message of {length} bytes")
-        content = _exactly(self._connection, length, deadline)
-        self._check(memoryview(content), proof)
+        deadline = _MessageDeadline(PEER_MESSAGE_TIMEOUT_SECONDS + work_seconds)
+        length, proof = self._receive_header(deadline)
+        if length > _MAX_CONTROL_MESSAGE_BYTES:
+            raise AuthenticationError(f"a message of {length} bytes")
+        content = _receive_exactly(self._connection, length, deadline)
+        self._check_proof(memoryview(content), proof)
         return content
 
-    def receive_into(self, room: memoryview) -> None:
+    def receive_into(self, buffer: memoryview) -> None:
         """A message that has as many bytes as `room`; they are not proved before this returns."""
-        deadline = _Deadline(PATIENCE_SECONDS)
-        length, proof = self._head(deadline)
-        if length != len(room):
-            raise Forged(f"a message of {length} bytes where {len(room)} were to come")
-        _fill(self._connection, room, deadline)
-        self._check(room, proof)
+        deadline = _MessageDeadline(PEER_MESSAGE_TIMEOUT_SECONDS)
+        length, proof = self._receive_header(deadline)
+        if length != len(buffer):
+            raise AuthenticationError(f"a message of {length} bytes where {len(buffer)} were to come")
+        _fill_buffer(self._connection, buffer, deadline)
+        self._check_proof(buffer, proof)
 
-    def _head(self, deadline: _Deadline) -> tuple[int, bytes]:
-        (length,) = _LENGTH.unpack(_exactly(self._connection, _LENGTH.size, deadline))
-        return length, _exactly(self._connection, _PROOF_BYTES, deadline)
+    def _receive_header(self, deadline: _MessageDeadline) -> tuple[int, bytes]:
+        (length,) = _LENGTH_STRUCT.unpack(_receive_exactly(self._connection, _LENGTH_STRUCT.size, deadline))
+        return length, _receive_exactly(self._connection, _PROOF_BYTES, deadline)
 
-    def _check(self, content: memoryview, proof: bytes) -> None:
-        if not hmac.compare_digest(self._reading.next(content), proof):
-            raise Forged("a message without proof of the membership's secret")
+    def _check_proof(self, content: memoryview, proof: bytes) -> None:
+        if not hmac.compare_digest(self._read_authenticator.sign(content), proof):
+            raise AuthenticationError("a message without proof of the membership's secret")
 
 
-def hang_up(connection: socket.socket) -> None:
+def close_connection(connection: socket.socket) -> None:
     """For whoever else has the socket, too: processes that a rank has forked hold its sockets."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
-class _Deadline:
+class _MessageDeadline:
     """Of one message."""
 
     def __init__(self, seconds: float) -> None:
@@ -129,32 +129,32 @@ class _Deadline:
             raise TimeoutError(f"the other end has not done its part of a message within {self._seconds:.0f} s")
 
 
-def _be_patient(connection: socket.socket) -> None:
+def _set_kernel_timeouts(connection: socket.socket) -> None:
     """The kernel counts the time: Python's own time-outs would wake the thread for each few packets."""
     connection.settimeout(None)
-    seconds = struct.pack("@ll", int(PATIENCE_SECONDS), 0)
+    seconds = struct.pack("@ll", int(PEER_MESSAGE_TIMEOUT_SECONDS), 0)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, seconds)
 
 
-def _exactly(connection: socket.socket, nbytes: int, deadline: _Deadline) -> bytes:
+def _receive_exactly(connection: socket.socket, nbytes: int, deadline: _MessageDeadline) -> bytes:
     content = bytearray(nbytes)
-    _fill(connection, memoryview(content), deadline)
+    _fill_buffer(connection, memoryview(content), deadline)
     return bytes(content)
 
 
-def _fill(connection: socket.socket, room: memoryview, deadline: _Deadline) -> None:
-    while room:
+def _fill_buffer(connection: socket.socket, buffer: memoryview, deadline: _MessageDeadline) -> None:
+    while buffer:
         with suppress(BlockingIOError):  # the kernel's "try again" is that its time is over
-            came = connection.recv_into(room, len(room), socket.MSG_WAITALL)
+            came = connection.recv_into(buffer, len(buffer), socket.MSG_WAITALL)
             if not came:
                 raise ConnectionError("the other end has hung up")
-            room = room[came:]
-        if room:
+            buffer = buffer[came:]
+        if buffer:
             deadline.check()
 
 
-def _pour(connection: socket.socket, content: bytes | memoryview, deadline: _Deadline) -> None:
+def _send_all(connection: socket.socket, content: bytes | memoryview, deadline: _MessageDeadline) -> None:
     rest = memoryview(content)
     while rest:
         with suppress(BlockingIOError):

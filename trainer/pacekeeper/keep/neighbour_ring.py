@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
-def neighbours(nodes: Mapping[str, str]) -> dict[str, str]:
+def assign_peer_workers(nodes: Mapping[str, str]) -> dict[str, str]:
     """The worker on another node that keeps each worker's copies; empty where all are on one node.
 
     nodes: of each worker, in rank order. Where no node has more than half of the workers, each keeps the copies of
@@ -27,7 +27,7 @@ def neighbours(nodes: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankLocation:
     """Where a rank is, and where it takes copies of others."""
 
     worker: str
@@ -37,17 +37,17 @@ class Whereabouts:
     """0: it can take none."""
 
 
-def keepers(places: Sequence[Whereabouts]) -> dict[int, int]:
+def assign_peer_ranks(locations: Sequence[RankLocation]) -> dict[int, int]:
     """The rank that keeps each rank's copies, on the neighbour of its worker; empty: nobody does.
 
     places: in rank order. Copies help only all together, so there are none where a rank can take none.
     """
-    if not all(place.port and place.node and place.worker for place in places):
+    if not all(place.port and place.node and place.worker for place in locations):
         return {}
     ranks: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
+    for rank, place in enumerate(locations):
         ranks.setdefault(place.worker, []).append(rank)
-    ring = neighbours({worker: places[its[0]].node for worker, its in ranks.items()})
+    ring = assign_peer_workers({worker: locations[its[0]].node for worker, its in ranks.items()})
     return {
         rank: ranks[neighbour][number % len(ranks[neighbour])]
         for worker, neighbour in ring.items()

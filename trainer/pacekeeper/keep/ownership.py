@@ -19,57 +19,57 @@ from pathlib import Path
 from typing import Annotated
 
 from pacekeeper.environment import JobIdentity
-from pacekeeper_analysis.reading import Longest, Within, parse_json, read
+from pacekeeper_analysis.reading import MaxLength, Within, parse_json, read_dataclass
 
 from .durable import sync_folder, write_durably
 
-_OWNER = "owner.json"
-_CLAIM = re.compile(r"\.owner-(\d{8,})")
-_TAKING = ".taking-"
-_CLAIMS_KEPT = 8
+_OWNER_FILE = "owner.json"
+_CLAIM_NAME_PATTERN = re.compile(r"\.owner-(\d{8,})")
+_PREPARED_CLAIM_PREFIX = ".taking-"
+_RETAINED_CLAIMS = 8
 """A job that still wants to make an older one has been late by so many rounds."""
-_MOST_SUPERSEDED = 64
-_LONGEST_NAME = 4096
+_MAX_SUPERSEDED_UIDS = 64
+_MAX_JOB_NAME_CHARACTERS = 4096
 
 
 @dataclass(frozen=True)
 class FolderOwner:
     """Who owns a folder: one round of one job."""
 
-    owner: Annotated[str, Longest(256)]
+    owner: Annotated[str, MaxLength(256)]
     """Of this claim alone."""
-    job: Annotated[str, Longest(_LONGEST_NAME)] = ""
+    job: Annotated[str, MaxLength(_MAX_JOB_NAME_CHARACTERS)] = ""
     """Name of the job; "": unknown, since an older version wrote it."""
-    uid: Annotated[str, Longest(_LONGEST_NAME)] = ""
+    uid: Annotated[str, MaxLength(_MAX_JOB_NAME_CHARACTERS)] = ""
     round: Annotated[int, Within(0)] = 0
-    adopted: Annotated[tuple[Annotated[str, Longest(_LONGEST_NAME)], ...], Longest(1024)] = ()
+    adopted: Annotated[tuple[Annotated[str, MaxLength(_MAX_JOB_NAME_CHARACTERS)], ...], MaxLength(1024)] = ()
     """Names of the jobs whose checkpoints `job` has taken over."""
-    superseded: Annotated[tuple[Annotated[str, Longest(_LONGEST_NAME)], ...], Longest(1024)] = ()
+    superseded: Annotated[tuple[Annotated[str, MaxLength(_MAX_JOB_NAME_CHARACTERS)], ...], MaxLength(1024)] = ()
     """UIDs of the jobs and runs that owned the folder before: none of them may come back."""
-    host: Annotated[str, Longest(256)] = ""
+    host: Annotated[str, MaxLength(256)] = ""
     pid: Annotated[int, Within(0)] = 0
     started: Annotated[int, Within(0)] = 0
     """Of rank 0: with its host and its start, in ticks since that was booted, `pid` names one process for good."""
 
-    def names(self) -> str:
+    def describe_job(self) -> str:
         """The job in words."""
         return f"{self.job} (UID {self.uid})" if self.uid else self.job
 
 
 @dataclass(frozen=True)
-class Claims:
+class OwnershipClaims:
     """What a folder says of its owners."""
 
     number: int = 0
     """Of the newest claim; 0: there is none."""
     owner: FolderOwner | None = None
     """None: no job has owned it."""
-    written: str = ""
+    written_claim: str = ""
     """The claim that `owner.json` names; "": there is none."""
 
 
 @dataclass(frozen=True)
-class Claimant:
+class FolderClaimant:
     """A job that wants a folder."""
 
     job: JobIdentity
@@ -77,24 +77,24 @@ class Claimant:
     adopt: str = ""
     """Name of the job whose checkpoints it takes over; "": of none."""
 
-    def accepts(self, owner: FolderOwner | None) -> frozenset[str] | None:
+    def list_accepted_jobs(self, owner: FolderOwner | None) -> frozenset[str] | None:
         """Names of the jobs whose checkpoints it may go on from; None: of all."""
         if not self.job.name:
             return None
         adopted = owner.adopted if owner is not None and owner.job in (self.job.name, self.adopt) else ()
         return frozenset({self.job.name, "", *adopted, *([self.adopt] if self.adopt else [])})
 
-    def refusal(self, owner: FolderOwner | None, newest: str | None) -> str:
+    def explain_refusal(self, owner: FolderOwner | None, newest: str | None) -> str:
         """Why it must not use the folder; "": it may.
 
         newest: name of the job that wrote the newest checkpoint there; None: there is none.
         """
-        names = self.accepts(owner)
+        names = self.list_accepted_jobs(owner)
         if names is None:
             return ""
         job = newest if owner is None or not owner.job else owner.job
         if job is not None and job not in names:
-            who = owner.names() if owner is not None and owner.job else job
+            who = owner.describe_job() if owner is not None and owner.job else job
             return (
                 f"holds checkpoints of another job, {who}; this one is {self.job.name}. Nothing was changed. Give this "
                 "job a folder of its own (spec.checkpoint.path, or spec.checkpoint.subPath of a claim), or take the "
@@ -117,7 +117,7 @@ class Claimant:
         if _is_another_run(owner, self.job):
             if self.job.uid and self.job.uid in owner.superseded:
                 return (
-                    f"belongs to a later run of this job by now, {owner.names()}; this one ({self.job.uid}) is over. "
+                    f"belongs to a later run of this job by now, {owner.describe_job()}; this one ({self.job.uid}) is over. "
                     "Give one of them a folder of its own"
                 )
             if _is_alive(owner):
@@ -128,7 +128,7 @@ class Claimant:
                 )
         return ""
 
-    def succeed(self, owner: FolderOwner | None, newest: str | None) -> FolderOwner:
+    def build_next_owner(self, owner: FolderOwner | None, newest: str | None) -> FolderOwner:
         """The next owner of the folder. `newest`: as in `refusal`."""
         before = owner or FolderOwner("")
         job = before.job or newest or ""
@@ -140,41 +140,41 @@ class Claimant:
             self.job.uid,
             self.round,
             tuple(name for name in dict.fromkeys(adopted) if name not in ("", self.job.name)),
-            tuple(dict.fromkeys(uids))[-_MOST_SUPERSEDED:],
+            tuple(dict.fromkeys(uids))[-_MAX_SUPERSEDED_UIDS:],
             socket.gethostname()[:256],
             os.getpid(),
-            _start_of(os.getpid()),
+            _read_process_start(os.getpid()),
         )
 
 
-def read_claims(path: Path) -> Claims:
+def read_claims(path: Path) -> OwnershipClaims:
     """Raises OSError where the volume cannot be read, which says nothing of owners."""
-    numbers = _numbers(path)
-    written = _read_owner(path / _OWNER)
-    found = (_read_owner(path / _claim_name(number) / _OWNER) for number in numbers)
+    numbers = _list_claim_numbers(path)
+    written = _read_owner(path / _OWNER_FILE)
+    found = (_read_owner(path / _format_claim_name(number) / _OWNER_FILE) for number in numbers)
     owner = next((owner for owner in found if owner is not None), written)
     if owner is not None and written is not None and not written.job:
         owner = replace(owner, owner=written.owner)  # an older version, which knows no names, has gone on since
-    return Claims(max(numbers, default=0), owner, "" if written is None else written.owner)
+    return OwnershipClaims(max(numbers, default=0), owner, "" if written is None else written.owner)
 
 
-def written_owner(path: Path) -> str:
+def read_written_claim(path: Path) -> str:
     """The claim that `owner.json` names; "": none. Raises OSError as `read_claims`."""
-    written = _read_owner(path / _OWNER)
+    written = _read_owner(path / _OWNER_FILE)
     return "" if written is None else written.owner
 
 
-def take(path: Path, number: int, owner: FolderOwner) -> bool:
+def take_folder(path: Path, number: int, owner: FolderOwner) -> bool:
     """Makes `owner` the owner by the claim of this number, and says whether it is.
 
     False, and nothing is changed: another one has been quicker. Raises OSError where the volume refuses. A crash at
     any line leaves the owner from before or the new one.
     """
     text = json.dumps(asdict(owner))
-    coming, claim = path / f"{taking(owner.job)}{secrets.token_hex(8)}", path / _claim_name(number)
+    coming, claim = path / f"{format_prepared_prefix(owner.job)}{secrets.token_hex(8)}", path / _format_claim_name(number)
     try:
         coming.mkdir()
-        write_durably(coming / _OWNER, text)
+        write_durably(coming / _OWNER_FILE, text)
         if not claim.exists():
             coming.rename(claim)
     except OSError as error:
@@ -183,44 +183,44 @@ def take(path: Path, number: int, owner: FolderOwner) -> bool:
             raise
     finally:
         shutil.rmtree(coming, ignore_errors=True)
-    numbers = _numbers(path)
+    numbers = _list_claim_numbers(path)
     if max(numbers, default=0) != number or not _is_owned_by(claim, owner):
         return False
     sync_folder(path)
-    write_durably(path / _OWNER, text)
+    write_durably(path / _OWNER_FILE, text)
     for old in numbers:
-        if old <= number - _CLAIMS_KEPT:
-            shutil.rmtree(path / _claim_name(old), ignore_errors=True)
+        if old <= number - _RETAINED_CLAIMS:
+            shutil.rmtree(path / _format_claim_name(old), ignore_errors=True)
     return True
 
 
-def taking(job: str) -> str:
+def format_prepared_prefix(job: str) -> str:
     """What the names of folders begin with in which a job of this name prepares a claim."""
-    return f"{_TAKING}{JobIdentity(job).name_mark}-"
+    return f"{_PREPARED_CLAIM_PREFIX}{JobIdentity(job).name_tag}-"
 
 
-def _numbers(path: Path) -> list[int]:
+def _list_claim_numbers(path: Path) -> list[int]:
     """Of all claims, newest first."""
     try:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((int(match[1]) for name in names if (match := _CLAIM.fullmatch(name))), reverse=True)
+    return sorted((int(match[1]) for name in names if (match := _CLAIM_NAME_PATTERN.fullmatch(name))), reverse=True)
 
 
-def _claim_name(number: int) -> str:
+def _format_claim_name(number: int) -> str:
     return f".owner-{number:08d}"
 
 
 def _is_owned_by(claim: Path, owner: FolderOwner) -> bool:
-    found = _read_owner(claim / _OWNER)
+    found = _read_owner(claim / _OWNER_FILE)
     return found is not None and found.owner == owner.owner
 
 
 def _read_owner(path: Path) -> FolderOwner | None:
     """None: there is none, or it makes no sense. Raises OSError where the volume cannot be read."""
     try:
-        return read(FolderOwner, parse_json(path.read_text()))
+        return read_dataclass(FolderOwner, parse_json(path.read_text()))
     except (FileNotFoundError, NotADirectoryError, ValueError):  # InputError among them
         return None
 
@@ -232,10 +232,10 @@ def _is_another_run(owner: FolderOwner, job: JobIdentity) -> bool:
 def _is_alive(owner: FolderOwner) -> bool:
     """Whether the process that claimed the folder runs on this host, and is not this one."""
     here = owner.host == socket.gethostname()[:256] and owner.pid != os.getpid()
-    return here and owner.started > 0 and _start_of(owner.pid) == owner.started
+    return here and owner.started > 0 and _read_process_start(owner.pid) == owner.started
 
 
-def _start_of(pid: int) -> int:
+def _read_process_start(pid: int) -> int:
     """When the process started, in ticks since its host was booted; 0: there is none that runs."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

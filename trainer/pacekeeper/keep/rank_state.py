@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from pacekeeper.plain import pack, unpack
+from pacekeeper.plain import pack_value, unpack_value
 from pacekeeper_analysis.errors import InputError
 
 RANK_STATE_BYTES = 16_384
 """Room for what each rank has of its own: random states (about 11 KiB) and its count of samples."""
 
 
-def describe(models: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def describe_models(models: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Name → shape and type of everything in the models' state_dicts: two models fit each other when this is equal."""
     return {
         f"{position}.{name}" if position else name: f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
@@ -27,7 +27,7 @@ def describe(models: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def differences(ours: dict[str, str], theirs: dict[str, str], most: int = 5) -> str:
+def describe_differences(ours: dict[str, str], theirs: dict[str, str], max_named: int = 5) -> str:
     """In which parameters two models differ, in words; "": in none."""
     found = [f"{name} is missing in the checkpoint" for name in sorted(ours.keys() - theirs.keys())]
     found += [f"{name} is in the checkpoint only" for name in sorted(theirs.keys() - ours.keys())]
@@ -36,11 +36,11 @@ def differences(ours: dict[str, str], theirs: dict[str, str], most: int = 5) -> 
         for name in sorted(ours.keys() & theirs.keys())
         if ours[name] != theirs[name]
     ]
-    more = f"; and {len(found) - most} more" if len(found) > most else ""
-    return "; ".join(found[:most]) + more
+    more = f"; and {len(found) - max_named} more" if len(found) > max_named else ""
+    return "; ".join(found[:max_named]) + more
 
 
-def fingerprint(description: dict[str, str]) -> int:
+def compute_fingerprint(description: dict[str, str]) -> int:
     return zlib.crc32(repr(sorted(description.items())).encode())
 
 
@@ -54,21 +54,21 @@ def capture_rank_state(samples: int) -> bytes:
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # asking would start a GPU
         "samples": samples,
     }
-    packed = pack(state)
+    packed = pack_value(state)
     assert len(packed) <= RANK_STATE_BYTES
     return packed.ljust(RANK_STATE_BYTES, b"\0")
 
 
 def restore_rank_state(packed: bytes) -> int:
     """Sets the random states; returns the rank's samples. Raises InputError where they are none: some may be set."""
-    state = unpack(packed)
+    state = unpack_value(packed)
     try:
-        return _set(state)
+        return _apply_rank_state(state)
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise InputError(f"not a rank's random states and samples: {error!r}") from error
 
 
-def _set(state: Any) -> int:
+def _apply_rank_state(state: Any) -> int:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-_MOST_LEFT_OUT = 64
+_MAX_SKIPPED_SNAPSHOTS = 64
 
 
-class Refusals:
+class SnapshotBackoff:
     """How many snapshots are left out after one that came to nothing: one, then twice as many each time."""
 
     def __init__(self) -> None:
-        self._left = 0
+        self._remaining = 0
         self._next = 1
 
-    def refused(self) -> int:
+    def record_failure(self) -> int:
         """Returns how many are left out now."""
-        self._left, self._next = self._next, min(2 * self._next, _MOST_LEFT_OUT)
-        return self._left
+        self._remaining, self._next = self._next, min(2 * self._next, _MAX_SKIPPED_SNAPSHOTS)
+        return self._remaining
 
-    def end(self) -> None:
+    def reset(self) -> None:
         """There is memory again, or somebody else counts."""
-        self._left, self._next = 0, 1
+        self._remaining, self._next = 0, 1
 
-    def leaves_out(self) -> bool:
+    def should_skip(self) -> bool:
         """Whether this one is left out, of those that are taken one after another."""
-        if self._left == 0:
+        if self._remaining == 0:
             return False
-        self._left -= 1
+        self._remaining -= 1
         return True

@@ -15,17 +15,17 @@ import torch.distributed as dist
 
 from pacekeeper.observe.cpu_group import CpuGroup
 
-from .beside import beside
+from .beside import run_in_background
 from .copies import CopyTime, TornCopyError
-from .rank_state import RANK_STATE_BYTES, capture_rank_state, fingerprint
-from .refusals import Refusals
-from .snapshots import Snapshots, Written
+from .rank_state import RANK_STATE_BYTES, capture_rank_state, compute_fingerprint
+from .refusals import SnapshotBackoff
+from .snapshots import Snapshots, CopyOutcome
 from .state import TrainingState
 
-_SAID = struct.Struct("<??d")
+_COPY_REPORT_STRUCT = struct.Struct("<??d")
 """What a rank says beside its rank state: whether it is to keep a copy, whether it has one of this snapshot, and what
 one costs it, in seconds."""
-BESIDE_SHARE = 0.1
+CONCURRENT_COST_SHARE = 0.1
 """Of the time that a snapshot takes beside the training (the device's copying, the host's checksum), what counts as its
 cost: so where it may cost 1 % of the time, a tenth of it may go on beside."""
 _log = logging.getLogger(__name__)
@@ -39,36 +39,36 @@ class SnapshotWriter:
         snapshots: Snapshots | None,
         state: TrainingState,
         peers: CpuGroup,
-        keeps: bool,
-        beside: Callable[[], float] = lambda: 0.0,
+        should_store_copy: bool,
+        get_delivery_cost: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """
         snapshots: None: this rank has no shared memory.
         keeps: whether this rank is one of those that keep a copy; the others give their rank states.
         beside: seconds that each snapshot takes from this rank's training later on.
         """
-        self._snapshots = snapshots if keeps else None
-        self._keeps = keeps
+        self._snapshots = snapshots if should_store_copy else None
+        self._should_store_copy = should_store_copy
         self._state = state
         self._peers = peers
-        self._beside = beside
+        self._get_delivery_cost = get_delivery_cost
         self._exchange: tuple[dist.Work, torch.Tensor, bool] | None = None
-        self._refusals = Refusals()
-        self._in_vain = Refusals()
+        self._memory_backoff = SnapshotBackoff()
+        self._fruitless_backoff = SnapshotBackoff()
         """Of snapshots that help nobody; alike on all ranks."""
         self._costs: deque[float] = deque(maxlen=5)
         self._cost_of_peers = 0.0
-        self._makes = False
+        self._has_allocated = False
         """Whether memory was taken for the snapshot that is under way."""
         self._host_seconds = 0.0
         """For which the training thread has been busy with it."""
-        self._sealing: Future[tuple[int, float]] | None = None
+        self._pending_publish: Future[tuple[int, float]] | None = None
         """Its step, and the seconds that the checksum took."""
         self._copy_time: CopyTime | None = None
         """None: the host made the copy."""
 
     @property
-    def keeps(self) -> bool:
+    def stores_copy(self) -> bool:
         """Whether this rank keeps a copy, as far as there is memory for one."""
         return self._snapshots is not None
 
@@ -85,13 +85,13 @@ class SnapshotWriter:
 
         samples: of this rank. wait: for memory that is being taken beside the training.
         """
-        if self._in_vain.leaves_out():
+        if self._fruitless_backoff.should_skip():
             return
         start = time.perf_counter()
         if self._state.sharded:
             self._peers.all_agree(True)  # all have the one before, which the job needs while this one is written
-        kept = self._copy(step, wait)
-        said = _SAID.pack(self._keeps, kept, self._own_cost)
+        kept = self._copy_state(step, wait)
+        said = _COPY_REPORT_STRUCT.pack(self._should_store_copy, kept, self._own_cost)
         mine = torch.frombuffer(bytearray(capture_rank_state(samples) + said), dtype=torch.uint8)
         everybody = torch.empty(self._peers.group.size() * len(mine), dtype=torch.uint8)
         work = dist.all_gather_into_tensor(everybody, mine, group=self._peers.group, async_op=True)
@@ -107,36 +107,36 @@ class SnapshotWriter:
         """
         if self._exchange is not None:
             exchange, self._exchange = self._exchange, None
-            self._conclude(*exchange)
-        sealing = self._sealing
+            self._finish_exchange(*exchange)
+        sealing = self._pending_publish
         if sealing is None or not (wait or sealing.done()):
             return -1
         start = time.perf_counter()
         step, seal_seconds = sealing.result()
-        self._sealing = None
-        if not self._makes:  # taking memory is dear, and rare
-            self._costs.append(self._host_seconds + time.perf_counter() - start + self._beside_training(seal_seconds))
+        self._pending_publish = None
+        if not self._has_allocated:  # taking memory is dear, and rare
+            self._costs.append(self._host_seconds + time.perf_counter() - start + self._compute_concurrent_cost(seal_seconds))
         return step
 
-    def _beside_training(self, seal_seconds: float) -> float:
+    def _compute_concurrent_cost(self, seal_seconds: float) -> float:
         """What the copy and the checksum cost it, beside the time of its thread."""
         copy = self._copy_time
-        return 0.0 if copy is None else copy.held + BESIDE_SHARE * (copy.beside + seal_seconds)
+        return 0.0 if copy is None else copy.blocked_seconds + CONCURRENT_COST_SHARE * (copy.concurrent_seconds + seal_seconds)
 
-    def _conclude(self, work: dist.Work, rows: torch.Tensor, kept: bool) -> None:
+    def _finish_exchange(self, work: dist.Work, rows: torch.Tensor, kept: bool) -> None:
         self._peers.wait(work)
-        if not self._helps(rows[:, RANK_STATE_BYTES:]):
-            self._in_vain.refused()
-            self._refusals.end()  # all ranks try again together
+        if not self._is_restorable(rows[:, RANK_STATE_BYTES:]):
+            self._fruitless_backoff.record_failure()
+            self._memory_backoff.reset()  # all ranks try again together
             if self._snapshots is not None and kept:
-                self._snapshots.give_up()
+                self._snapshots.release_slot()
                 self._costs.append(self._host_seconds)
             return
-        self._in_vain.end()
+        self._fruitless_backoff.reset()
         if self._snapshots is not None and kept:
-            self._seal(self._snapshots, rows[:, :RANK_STATE_BYTES].reshape(-1))
+            self._complete_snapshot(self._snapshots, rows[:, :RANK_STATE_BYTES].reshape(-1))
 
-    def _seal(self, snapshots: Snapshots, rank_states: torch.Tensor) -> None:
+    def _complete_snapshot(self, snapshots: Snapshots, rank_states: torch.Tensor) -> None:
         whole, self._copy_time = True, None
         try:
             self._copy_time = snapshots.finish_copy()
@@ -155,23 +155,23 @@ class SnapshotWriter:
 
         if self._copy_time is not None:
             self._host_seconds = 0.0  # its launching may wait for all that the device has to do before
-            self._sealing = beside(publish, "pacekeeper-seal")
+            self._pending_publish = run_in_background(publish, "pacekeeper-seal")
             return
-        self._sealing = Future()
+        self._pending_publish = Future()
         step, seconds = publish()
         self._host_seconds += seconds
-        self._sealing.set_result((step, seconds))
+        self._pending_publish.set_result((step, seconds))
 
-    def _copy(self, step: int, wait: bool) -> bool:
+    def _copy_state(self, step: int, wait: bool) -> bool:
         """Whether this rank has a copy."""
-        if self._snapshots is None or self._refusals.leaves_out():
+        if self._snapshots is None or self._memory_backoff.should_skip():
             return False
         start = time.perf_counter()
         try:
-            state = self._state.own()
-            written = self._snapshots.write(step, state, fingerprint(self._state.own_description(state)), wait)
+            state = self._state.capture_local()
+            written = self._snapshots.write(step, state, compute_fingerprint(self._state.describe_local(state)), wait)
         except OSError as error:
-            self._refusals.refused()
+            self._memory_backoff.record_failure()
             self._costs.append(time.perf_counter() - start)  # so that trying again costs no more than a snapshot may
             _log.warning(
                 "no snapshot of step %d on rank %d: %s; give the container and its runtime volume more memory",
@@ -180,17 +180,17 @@ class SnapshotWriter:
                 error,
             )
             return False
-        self._refusals.end()
-        self._makes = written is Written.MADE_AND_COPIED
-        return written is not Written.LATER
+        self._memory_backoff.reset()
+        self._has_allocated = written is CopyOutcome.ALLOCATED_AND_COPIED
+        return written is not CopyOutcome.DEFERRED
 
-    def _helps(self, said: torch.Tensor) -> bool:
+    def _is_restorable(self, reports: torch.Tensor) -> bool:
         """Whether a job could come back from what the ranks have: shards from all together, a replica from any."""
-        rows = [_SAID.unpack(row) for row in said.numpy()]
+        rows = [_COPY_REPORT_STRUCT.unpack(row) for row in reports.numpy()]
         self._cost_of_peers = max(cost for *_, cost in rows)
         have = [has for keeps, has, _ in rows if keeps]
         return all(have) if self._state.sharded else any(have)
 
     @property
     def _own_cost(self) -> float:
-        return (fmean(self._costs) if self._costs else 0.0) + self._beside()
+        return (fmean(self._costs) if self._costs else 0.0) + self._get_delivery_cost()

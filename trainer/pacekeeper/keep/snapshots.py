@@ -31,53 +31,53 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from pacekeeper.cgroup import memory_left
+from pacekeeper.cgroup import compute_memory_left
 from pacekeeper.plain import (
-    Layout,
-    aligned,
+    TensorLayout,
+    align_bytes,
     describe_layout,
-    layout_of,
-    put_together,
+    get_layout,
+    decode_tree,
     read_layout,
-    size,
-    take_apart,
-    views,
+    compute_layout_bytes,
+    encode_tree,
+    view_tensors,
 )
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
 
-from .beside import beside
-from .copies import CopyTime, HostCopies, SlotCopies, TornCopyError, touch
+from .beside import run_in_background
+from .copies import CopyTime, HostCopies, SlotCopies, TornCopyError, map_pages
 from .rank_state import RANK_STATE_BYTES
-from .versions import NOTHING, Version
+from .versions import NO_STATE_VERSION, StateVersion
 
-_HEADER = struct.Struct("<QqqQqqqqQ")
+_SLOT_HEADER = struct.Struct("<QqqQqqqqQ")
 """Magic, step (-1: void), round, fingerprint of the model, world size, bytes of the skeleton, offset of the tensors,
 bytes of the slot, checksum."""
-_MAGIC = 0x504B_534E_4150_0003
-HEADER_BYTES = 4096
-WORD_BYTES = 8
-_CHECKED_WORDS = 1 << 17
+_SLOT_MAGIC = 0x504B_534E_4150_0003
+SLOT_HEADER_BYTES = 4096
+CHECKSUM_WORD_BYTES = 8
+_WORDS_PER_SUM = 1 << 17
 """Words that are added up before the checksum takes their sum: 1 MiB."""
-_RESERVE_BYTES = 64 << 20
+_SNAPSHOT_RESERVE_BYTES = 64 << 20
 """Of the memory that the control group has left, what a new slot leaves to the training."""
-_SHARE_OF_GUESTS = 0.9
+_PEER_MEMORY_SHARE = 0.9
 """Of that memory, what other workers' shards may have: the training may come to need more."""
-_LOCK = ".turn"
+_LOCK_FILE = ".turn"
 """A file that a rank holds locked while it looks whether there is memory for its slot."""
-_PATIENCE_SECONDS = 10.0
-_LOOK_AGAIN_SECONDS = 0.01
-SLOTS = 2
+_LOCK_TIMEOUT_SECONDS = 10.0
+_LOCK_POLL_INTERVAL_SECONDS = 0.01
+SLOTS_PER_RANK = 2
 """One is valid while the other is being written."""
 _log = logging.getLogger(__name__)
 
 
-class Written(Enum):
+class CopyOutcome(Enum):
     """What has become of a state that was to be copied into a slot."""
 
     COPIED = "Copied"
-    MADE_AND_COPIED = "MadeAndCopied"  # the slot had to be made for it, which takes much longer
-    LATER = "Later"  # not copied: the slot is being made for it, beside the training
+    ALLOCATED_AND_COPIED = "MadeAndCopied"  # the slot had to be made for it, which takes much longer
+    DEFERRED = "Later"  # not copied: the slot is being made for it, beside the training
 
 
 class Snapshots:
@@ -91,9 +91,9 @@ class Snapshots:
         round_: int,
         world_size: int,
         fingerprint: int,
-        left: Callable[[], float] = memory_left,
+        read_memory_left: Callable[[], float] = compute_memory_left,
         copies: SlotCopies | None = None,
-        make_room: Callable[[], bool] = lambda: False,
+        free_memory: Callable[[], bool] = lambda: False,
     ) -> None:
         """
         name: of the copy; "replica", or the shard's.
@@ -105,25 +105,25 @@ class Snapshots:
         """
         self._folder = folder
         self._name = name
-        self._paths = [folder / f"{name}.{slot}" for slot in range(SLOTS)]
+        self._paths = [folder / f"{name}.{slot}" for slot in range(SLOTS_PER_RANK)]
         self._round = round_
         self._world_size = world_size
         self._fingerprint = fingerprint
-        self._left = left
+        self._read_memory_left = read_memory_left
         self._copies = copies or HostCopies()
-        self._make_room = make_room
-        self._doubted: set[Version] = set()
-        self._slots: list[Slot | None] = [None] * SLOTS
-        self._next = 0
+        self._free_memory = free_memory
+        self._excluded_versions: set[StateVersion] = set()
+        self._slots: list[SnapshotSlot | None] = [None] * SLOTS_PER_RANK
+        self._next_slot = 0
         """The slot that is written next, or that is being written."""
-        self._making: Future[Slot] | None = None
+        self._pending_slot: Future[SnapshotSlot] | None = None
         """It, beside the training."""
 
-    def held(self) -> list[tuple[Version, int]]:
+    def list_versions(self) -> list[tuple[StateVersion, int]]:
         """What the two slots hold of this model: two versions and their bytes; NOTHING for a slot without."""
-        return [self._version(path) for path in self._paths]
+        return [self._read_version(path) for path in self._paths]
 
-    def write(self, step: int, state: Any, fingerprint: int, wait: bool = False) -> Written:
+    def write(self, step: int, state: Any, fingerprint: int, wait: bool = False) -> CopyOutcome:
         """Copies `state` into the older slot. It becomes valid with `publish`, when the rank states have come.
 
         fingerprint: of the model as it is in `state`; it may have grown since the round began.
@@ -132,38 +132,38 @@ class Snapshots:
         Raises OSError where memory does not suffice, InputError where `state` has what cannot be kept.
         """
         tensors: list[torch.Tensor] = []
-        skeleton = _described(take_apart(state, tensors), tensors)
-        written = Written.COPIED
-        if not self._fits(tensors, skeleton):
-            written = Written.MADE_AND_COPIED
-            self._make(tensors, skeleton, wait)
-        slot = self._slots[self._next]
+        skeleton = _encode_skeleton(encode_tree(state, tensors), tensors)
+        written = CopyOutcome.COPIED
+        if not self._has_fitting_slot(tensors, skeleton):
+            written = CopyOutcome.ALLOCATED_AND_COPIED
+            self._make_slot(tensors, skeleton, wait)
+        slot = self._slots[self._next_slot]
         if slot is None:
-            return Written.LATER
+            return CopyOutcome.DEFERRED
         slot.fill(step, self._round, fingerprint, tensors, skeleton, self._copies)
         return written
 
     def publish(self, rank_states: torch.Tensor) -> int:
         """Makes what was written last valid; returns its step. rank_states: uint8, world size · RANK_STATE_BYTES."""
-        slot = self._slots[self._next]
+        slot = self._slots[self._next_slot]
         assert slot is not None, "write() comes first"
-        self._next = (self._next + 1) % SLOTS
+        self._next_slot = (self._next_slot + 1) % SLOTS_PER_RANK
         return slot.publish(rank_states)
 
     def finish_copy(self) -> CopyTime | None:
         """Until what was written last is there; as `SlotCopies.finish`."""
         return self._copies.finish()
 
-    def give_up(self) -> None:
+    def release_slot(self) -> None:
         """The slot that was written last, or would be next, gives its memory back. The other one stays."""
         with suppress(TornCopyError):
             self._copies.finish()
-        slot, self._slots[self._next] = self._slots[self._next], None
+        slot, self._slots[self._next_slot] = self._slots[self._next_slot], None
         if slot is not None:
             slot.unpin()
-        self._paths[self._next].unlink(missing_ok=True)
+        self._paths[self._next_slot].unlink(missing_ok=True)
 
-    def read(self, version: Version, proved: bool = False) -> torch.Tensor | None:
+    def read(self, version: StateVersion, is_verified: bool = False) -> torch.Tensor | None:
         """The whole slot that holds `version`, uint8, mapped; `unpack` makes a state of it.
 
         proved: it has been held against its checksum as it came.
@@ -172,139 +172,139 @@ class Snapshots:
         bytes are not those that were written. The slot is void then, for whoever looks: a copy of it from elsewhere
         counts as if this one had never been.
         """
-        number = self._number_of(version)
+        number = self._find_slot(version)
         if number is None:
             return None
         path = self._paths[number]
         try:
-            slot = _mapped(path)
-            if not proved:
-                check(slot)
+            slot = _map_slot(path)
+            if not is_verified:
+                check_slot(slot)
         except (OSError, ValueError, InputError) as error:
             _log.warning("the snapshot of step %d in %s is not used: %s", version.step, path, error)
-            if not isinstance(error, InputError) or not _voided_for_all(path):
-                self.doubt(version)
+            if not isinstance(error, InputError) or not _void_slot(path):
+                self.exclude_version(version)
             return None
-        self._next = (number + 1) % SLOTS  # this one stays until there is another
+        self._next_slot = (number + 1) % SLOTS_PER_RANK  # this one stays until there is another
         return slot
 
-    def unchecked(self, version: Version) -> torch.Tensor | None:
+    def read_unchecked(self, version: StateVersion) -> torch.Tensor | None:
         """As `read`, for who sends it to somebody who holds it against its checksum: one reading of it suffices."""
-        number = self._number_of(version)
+        number = self._find_slot(version)
         try:
-            return None if number is None else _mapped(self._paths[number])
+            return None if number is None else _map_slot(self._paths[number])
         except (OSError, ValueError):  # the slot has gone meanwhile, or is being made
             return None
 
-    def _number_of(self, version: Version) -> int | None:
+    def _find_slot(self, version: StateVersion) -> int | None:
         """Of the slot that holds it."""
-        return next((number for number, (held, _) in enumerate(self.held()) if held == version), None)
+        return next((number for number, (held, _) in enumerate(self.list_versions()) if held == version), None)
 
-    def why_missing(self, version: Version) -> str:
+    def explain_missing(self, version: StateVersion) -> str:
         """Why `read` and `unchecked` have nothing of it."""
-        if any(_headed(path)[0] == version and self._version(path)[0] != version for path in self._paths):
+        if any(_read_slot_header(path)[0] == version and self._read_version(path)[0] != version for path in self._paths):
             return (
                 "register(): the model has grown since it was registered, and is another one to a round that begins as "
                 "this one did; register it with all the parameters that it will have"
             )
         return "it is not there any more"
 
-    def room(self, nbytes: int, may_replace: bool = False) -> GuestSlot:
+    def allocate_slot(self, nbytes: int, may_replace: bool = False) -> PeerSlot:
         """A slot for a peer's snapshot of so many bytes: where what is held is the oldest.
 
         may_replace: whether it may be in the place of the other one, where there is memory for one slot only.
         Raises OSError where memory does not suffice.
         """
-        oldest, other = (self._paths[number] for number in self._by_age())
+        oldest, other = (self._paths[number] for number in self._sort_by_age())
         replaced = oldest
         try:
             self._allocate(oldest, nbytes).close()
         except OSError:
-            if not may_replace or self._version(other)[1] < nbytes:  # nor would there be room without it
+            if not may_replace or self._read_version(other)[1] < nbytes:  # nor would there be room without it
                 raise
             self._allocate(other, nbytes).close()
             replaced = other
-        return GuestSlot(replaced)
+        return PeerSlot(replaced)
 
-    def guest_room(self, nbytes: int, spared: int = 0) -> GuestSlot:
+    def allocate_peer_slot(self, nbytes: int, reserved: int = 0) -> PeerSlot:
         """A slot for the shard of another worker's rank: where what is held is the oldest.
 
         What has as many bytes is used again: new memory takes as long to have as it takes to fill. spared: bytes that
         this worker is yet to take, beside a tenth of what is left. Raises OSError where memory does not suffice.
         """
-        path = self._paths[self._by_age()[0]]
-        if not _voided(path, nbytes):
-            self._allocate(path, nbytes, spared, share=_SHARE_OF_GUESTS).close()
-        return GuestSlot(path)
+        path = self._paths[self._sort_by_age()[0]]
+        if not _void_if_size_matches(path, nbytes):
+            self._allocate(path, nbytes, reserved, share=_PEER_MEMORY_SHARE).close()
+        return PeerSlot(path)
 
     @property
-    def slots_to_come(self) -> int:
+    def unallocated_slots(self) -> int:
         """That have neither memory yet nor a file whose memory they will have."""
         return sum(slot is None and not path.exists() for slot, path in zip(self._slots, self._paths, strict=True))
 
-    def doubt(self, version: Version) -> None:
+    def exclude_version(self, version: StateVersion) -> None:
         """It is not `held` any longer."""
-        self._doubted.add(version)
+        self._excluded_versions.add(version)
 
-    def _fits(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> bool:
+    def _has_fitting_slot(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> bool:
         """Whether the next slot is there, and has room for these."""
-        slot = self._slots[self._next]
+        slot = self._slots[self._next_slot]
         return slot is not None and slot.fits(tensors, skeleton)
 
-    def _make(self, tensors: Sequence[torch.Tensor], skeleton: bytes, wait: bool) -> None:
+    def _make_slot(self, tensors: Sequence[torch.Tensor], skeleton: bytes, wait: bool) -> None:
         """The next slot, for these; where the training goes on meanwhile, beside it: then there is none at first."""
-        layout, path = layout_of(tensors), self._paths[self._next]
-        while not self._fits(tensors, skeleton):  # what they were when it was begun, they may not be when it is made
-            if self._making is None:
-                self.give_up()  # its memory goes first: there is room for two slots, not for three
+        layout, path = get_layout(tensors), self._paths[self._next_slot]
+        while not self._has_fitting_slot(tensors, skeleton):  # what they were when it was begun, they may not be when it is made
+            if self._pending_slot is None:
+                self.release_slot()  # its memory goes first: there is room for two slots, not for three
                 if not self._copies.asynchronous:
-                    self._take(self._new_slot(path, layout, len(skeleton)))
+                    self._adopt_slot(self._create_slot(path, layout, len(skeleton)))
                     return
-                self._making = beside(lambda: self._new_slot(path, layout, len(skeleton)), "pacekeeper-slot")
-            if not wait and not self._making.done():
+                self._pending_slot = run_in_background(lambda: self._create_slot(path, layout, len(skeleton)), "pacekeeper-slot")
+            if not wait and not self._pending_slot.done():
                 return
-            making, self._making = self._making, None
-            self._take(making.result())
+            making, self._pending_slot = self._pending_slot, None
+            self._adopt_slot(making.result())
             del making  # it holds the slot, too
 
-    def _take(self, slot: Slot) -> None:
+    def _adopt_slot(self, slot: SnapshotSlot) -> None:
         """As the next one. In the training's own thread: it captures no graph now, which pinning would break."""
         slot.unpin = self._copies.pin(slot.content)
-        self._slots[self._next] = slot
+        self._slots[self._next_slot] = slot
 
-    def _new_slot(self, path: Path, layout: Layout, skeleton_bytes: int) -> Slot:
-        self._clean()
-        slot = Slot(lambda total: self._allocate_first(path, total), self._world_size, layout, skeleton_bytes)
+    def _create_slot(self, path: Path, layout: TensorLayout, skeleton_bytes: int) -> SnapshotSlot:
+        self._remove_unused_files()
+        slot = SnapshotSlot(lambda total: self._allocate_with_priority(path, total), self._world_size, layout, skeleton_bytes)
         if self._copies.asynchronous:
-            touch(slot.content)
+            map_pages(slot.content)
         return slot
 
-    def _by_age(self) -> list[int]:
+    def _sort_by_age(self) -> list[int]:
         """The slots, the one that was completed first at the front: a later round may have gone back to an earlier
         step, and what is ahead of it is of no more use."""
-        held = self.held()
-        return sorted(range(SLOTS), key=lambda number: (held[number][0].round, held[number][0].step))
+        held = self.list_versions()
+        return sorted(range(SLOTS_PER_RANK), key=lambda number: (held[number][0].round, held[number][0].step))
 
-    def _allocate_first(self, path: Path, total: int) -> mmap.mmap:
+    def _allocate_with_priority(self, path: Path, total: int) -> mmap.mmap:
         """Before what gives way."""
         try:
             return self._allocate(path, total)
         except OSError as error:
-            if error.errno not in {errno.ENOMEM, errno.ENOSPC} or not self._make_room():
+            if error.errno not in {errno.ENOMEM, errno.ENOSPC} or not self._free_memory():
                 raise
         return self._allocate(path, total)
 
-    def _allocate(self, path: Path, total: int, spared: int = 0, share: float = 1.0) -> mmap.mmap:
+    def _allocate(self, path: Path, total: int, reserved: int = 0, share: float = 1.0) -> mmap.mmap:
         """Shared memory in the place of the file that is there. Raises OSError where there is not enough of it.
 
         spared: bytes that stay, of the `share` of what is left.
         """
-        with taking_turns(self._folder / _LOCK):  # each rank sees what the others are about to take
+        with hold_file_lock(self._folder / _LOCK_FILE):  # each rank sees what the others are about to take
             path.unlink(missing_ok=True)
-            owed = _owed(self._folder)
-            bytes_left = self._left() - owed
-            if total + _RESERVE_BYTES + spared > share * bytes_left:
-                less = f", of which {spared >> 20} MiB and a tenth are spared" if spared else ""
+            owed = _sum_unallocated_bytes(self._folder)
+            bytes_left = self._read_memory_left() - owed
+            if total + _SNAPSHOT_RESERVE_BYTES + reserved > share * bytes_left:
+                less = f", of which {reserved >> 20} MiB and a tenth are spared" if reserved else ""
                 raise OSError(
                     errno.ENOMEM,
                     f"a slot takes {total >> 20} MiB, and the control group has {int(bytes_left) >> 20} MiB left{less}",
@@ -319,7 +319,7 @@ class Snapshots:
                 raise
             return mmap.mmap(file.fileno(), total)
 
-    def _clean(self) -> None:
+    def _remove_unused_files(self) -> None:
         """Removes what no rank of this round reads: other sizes' shards, and what was never finished.
 
         When a round takes its first snapshot, all its ranks have their state, and the rounds before are gone.
@@ -327,61 +327,61 @@ class Snapshots:
         _, of, size = self._name.rpartition("-of-")
         fellows = f"{of}{size}."
         for path in self._folder.iterdir():
-            if path.name != _LOCK and (fellows not in path.name or path.name.startswith(".")):
+            if path.name != _LOCK_FILE and (fellows not in path.name or path.name.startswith(".")):
                 path.unlink(missing_ok=True)
 
-    def _version(self, path: Path) -> tuple[Version, int]:
-        version, fingerprint, nbytes = _headed(path)
-        return (NOTHING, 0) if fingerprint != self._fingerprint or version in self._doubted else (version, nbytes)
+    def _read_version(self, path: Path) -> tuple[StateVersion, int]:
+        version, fingerprint, nbytes = _read_slot_header(path)
+        return (NO_STATE_VERSION, 0) if fingerprint != self._fingerprint or version in self._excluded_versions else (version, nbytes)
 
 
-def _headed(path: Path) -> tuple[Version, int, int]:
+def _read_slot_header(path: Path) -> tuple[StateVersion, int, int]:
     """By its header, what a slot holds: version, fingerprint of the model, bytes; NOTHING: it is none."""
-    nothing = (NOTHING, 0, 0)
+    nothing = (NO_STATE_VERSION, 0, 0)
     try:
         with path.open("rb") as file:
-            header = file.read(_HEADER.size)
+            header = file.read(_SLOT_HEADER.size)
             nbytes = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return nothing
-    if len(header) < _HEADER.size:
+    if len(header) < _SLOT_HEADER.size:
         return nothing
-    magic, step, round_, fingerprint, _, _, _, total, _ = _HEADER.unpack(header)
-    if magic != _MAGIC or step < 0 or total != nbytes or nbytes < HEADER_BYTES or nbytes % WORD_BYTES:
+    magic, step, round_, fingerprint, _, _, _, total, _ = _SLOT_HEADER.unpack(header)
+    if magic != _SLOT_MAGIC or step < 0 or total != nbytes or nbytes < SLOT_HEADER_BYTES or nbytes % CHECKSUM_WORD_BYTES:
         return nothing
-    return Version(step, round_), fingerprint, nbytes
+    return StateVersion(step, round_), fingerprint, nbytes
 
 
-def _voided_for_all(path: Path) -> bool:
+def _void_slot(path: Path) -> bool:
     """What lies there is no slot from now on, for whoever looks; False: that could not be written."""
     try:
         with path.open("r+b") as file:
-            file.write(bytes(HEADER_BYTES))
+            file.write(bytes(SLOT_HEADER_BYTES))
     except OSError:
         return False
     return True
 
 
-def _mapped(path: Path) -> torch.Tensor:
+def _map_slot(path: Path) -> torch.Tensor:
     """All of it, uint8. What is written to the tensor does not reach the file."""
     with path.open("rb") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
-def _voided(path: Path, nbytes: int) -> bool:
+def _void_if_size_matches(path: Path, nbytes: int) -> bool:
     """The slot that is there is none from now on; False: it has not so many bytes."""
     try:
         with path.open("r+b") as file:
             status = os.fstat(file.fileno())
             if status.st_size != nbytes or 512 * status.st_blocks < nbytes:
                 return False
-            file.write(bytes(HEADER_BYTES))
+            file.write(bytes(SLOT_HEADER_BYTES))
     except FileNotFoundError:
         return False
     return True
 
 
-def _owed(folder: Path) -> int:
+def _sum_unallocated_bytes(folder: Path) -> int:
     """Bytes that files there are to have, and have not been given yet."""
     owed = 0
     for path in folder.iterdir():
@@ -392,12 +392,12 @@ def _owed(folder: Path) -> int:
 
 
 @contextmanager
-def taking_turns(path: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[None]:
+def hold_file_lock(path: Path, timeout: float = _LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
     """One process at a time is inside, of those that name this file. Raises TimeoutError.
 
     Who is killed inside lets the next one in.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     with path.open("w") as file:
         while True:
             try:
@@ -405,61 +405,61 @@ def taking_turns(path: Path, patience: float = _PATIENCE_SECONDS) -> Iterator[No
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(errno.ETIMEDOUT, f"{path} was taken for {patience:.0f} s") from None
-                time.sleep(_LOOK_AGAIN_SECONDS)
+                    raise TimeoutError(errno.ETIMEDOUT, f"{path} was taken for {timeout:.0f} s") from None
+                time.sleep(_LOCK_POLL_INTERVAL_SECONDS)
         try:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # to close it is not enough where a process was forked meanwhile
 
 
-def check(slot: torch.Tensor) -> None:
+def check_slot(slot: torch.Tensor) -> None:
     """Raises InputError where the bytes of a slot are not those that were written."""
     content = memoryview(slot.numpy().data)
-    if len(content) < HEADER_BYTES or len(content) % WORD_BYTES:
+    if len(content) < SLOT_HEADER_BYTES or len(content) % CHECKSUM_WORD_BYTES:
         raise InputError(f"not a snapshot: {len(content)} bytes")
-    sums = _Sums()
-    sums.add(content[HEADER_BYTES:])
-    _check(content[:HEADER_BYTES], len(content), sums)
+    sums = _SlotChecksum()
+    sums.add(content[SLOT_HEADER_BYTES:])
+    _check_header(content[:SLOT_HEADER_BYTES], len(content), sums)
 
 
-def _check(header: bytearray | memoryview, nbytes: int, sums: _Sums) -> None:
-    *fields, total, checksum = _HEADER.unpack_from(header)
-    if fields[0] != _MAGIC or total != nbytes:
+def _check_header(header: bytearray | memoryview, nbytes: int, sums: _SlotChecksum) -> None:
+    *fields, total, checksum = _SLOT_HEADER.unpack_from(header)
+    if fields[0] != _SLOT_MAGIC or total != nbytes:
         raise InputError(f"not a snapshot: {nbytes} bytes, of which its header says {total}")
     if checksum != sums.checksum([*fields, total]):
         raise InputError("its checksum is another than when it was written")
 
 
-class _Sums:
+class _SlotChecksum:
     """Of what follows the header, as it comes: at the speed at which memory is read.
 
     Each bit that flips changes its MiB's sum; the sums are hashed, so that their order counts.
     """
 
     def __init__(self) -> None:
-        self._whole: list[int] = []
-        self._last, self._room = np.int64(0), _CHECKED_WORDS
+        self._full_sums: list[int] = []
+        self._partial_sum, self._missing_words = np.int64(0), _WORDS_PER_SUM
         """The sum of the MiB that is not whole yet, and how many words it lacks."""
 
     def add(self, content: memoryview) -> None:
         """`content`: whole words."""
         words = np.frombuffer(content, dtype=np.int64)
         while len(words):
-            part, words = words[: self._room], words[self._room :]
-            self._last = np.add(self._last, part.sum())
-            self._room -= len(part)
-            if not self._room:
-                self._whole.append(int(self._last))
-                self._last, self._room = np.int64(0), _CHECKED_WORDS
+            part, words = words[: self._missing_words], words[self._missing_words :]
+            self._partial_sum = np.add(self._partial_sum, part.sum())
+            self._missing_words -= len(part)
+            if not self._missing_words:
+                self._full_sums.append(int(self._partial_sum))
+                self._partial_sum, self._missing_words = np.int64(0), _WORDS_PER_SUM
 
     def checksum(self, fields: Sequence[int]) -> int:
         """`fields`: the header's other ones."""
-        digest = hashlib.blake2b(repr((list(fields), [*self._whole, int(self._last)])).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(repr((list(fields), [*self._full_sums, int(self._partial_sum)])).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little")
 
 
-class GuestSlot:
+class PeerSlot:
     """A slot that is filled with what comes from elsewhere.
 
     It is written to, not mapped: to have a page mapped takes longer than to copy it there. And it is not held open: a
@@ -470,8 +470,8 @@ class GuestSlot:
         """`path`: of as many bytes as are to come, and without a header."""
         self._path = path
         self._inode = path.stat().st_ino
-        self._sums = _Sums()
-        self._end = HEADER_BYTES
+        self._sums = _SlotChecksum()
+        self._end = SLOT_HEADER_BYTES
         """How far it is filled."""
 
     def add(self, content: memoryview) -> None:
@@ -482,13 +482,13 @@ class GuestSlot:
 
     def finish(self, header: bytearray) -> None:
         """The header makes it a slot. Raises InputError where it does not fit what has been added, OSError as `add`."""
-        _check(header, self._end, self._sums)
+        _check_header(header, self._end, self._sums)
         self._write(memoryview(header)[16:], 16)
         self._write(memoryview(header)[:16], 0)  # the magic number and the step make it valid
 
-    def content(self) -> torch.Tensor:
+    def map_content(self) -> torch.Tensor:
         """What lies there by now, mapped, uint8."""
-        return _mapped(self._path)
+        return _map_slot(self._path)
 
     def _write(self, content: memoryview, start: int) -> None:
         with self._path.open("r+b", buffering=0) as file:
@@ -499,7 +499,7 @@ class GuestSlot:
                 content, start = content[written:], start + written
 
 
-def unpack(slot: torch.Tensor, mesh: DeviceMesh | None, copying: Container[str] = ()) -> tuple[Any, list[bytes]]:
+def unpack_slot(slot: torch.Tensor, mesh: DeviceMesh | None, copying_objects: Container[str] = ()) -> tuple[Any, list[bytes]]:
     """The state and the rank states (one each rank of the job that wrote it) in the bytes of a slot.
 
     copying: names in the state whose owners copy what they load: their tensors lie in `slot`. All others have memory of
@@ -507,23 +507,23 @@ def unpack(slot: torch.Tensor, mesh: DeviceMesh | None, copying: Container[str] 
     """
     content = slot.numpy().data
     try:
-        _, _, _, _, world_size, skeleton_bytes, offset, _, _ = _HEADER.unpack_from(content)
-        ranks_end = HEADER_BYTES + world_size * RANK_STATE_BYTES
+        _, _, _, _, world_size, skeleton_bytes, offset, _, _ = _SLOT_HEADER.unpack_from(content)
+        ranks_end = SLOT_HEADER_BYTES + world_size * RANK_STATE_BYTES
         skeleton, layout = parse_json(bytes(content[ranks_end : ranks_end + skeleton_bytes]))
         if world_size < 1 or offset < 0 or ranks_end + skeleton_bytes > len(content):
             raise ValueError("parts that lie outside of it")
-        tensors = views(slot, offset, read_layout(layout))
-        own = _Owned(tensors)
-        state = {name: put_together(part, tensors if name in copying else own, mesh) for name, part in skeleton["dict"]}
+        tensors = view_tensors(slot, offset, read_layout(layout))
+        own = _ClonedTensors(tensors)
+        state = {name: decode_tree(part, tensors if name in copying_objects else own, mesh) for name, part in skeleton["dict"]}
     except (LookupError, TypeError, ValueError, RuntimeError, RecursionError, struct.error) as error:
         raise InputError(f"not a snapshot: {error!r}") from error
     rank_states = [
-        bytes(content[start : start + RANK_STATE_BYTES]) for start in range(HEADER_BYTES, ranks_end, RANK_STATE_BYTES)
+        bytes(content[start : start + RANK_STATE_BYTES]) for start in range(SLOT_HEADER_BYTES, ranks_end, RANK_STATE_BYTES)
     ]
     return state, rank_states
 
 
-class _Owned(Sequence[torch.Tensor]):
+class _ClonedTensors(Sequence[torch.Tensor]):
     """The same tensors, each a copy that is made when it is asked for, once."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -536,36 +536,36 @@ class _Owned(Sequence[torch.Tensor]):
         return self._tensors[index].clone()
 
 
-def _described(skeleton: Any, tensors: Sequence[torch.Tensor]) -> bytes:
+def _encode_skeleton(skeleton: Any, tensors: Sequence[torch.Tensor]) -> bytes:
     """How a state is put together from its tensors, and how these lie in a slot."""
-    return json.dumps([skeleton, describe_layout(layout_of(tensors))], separators=(",", ":")).encode()
+    return json.dumps([skeleton, describe_layout(get_layout(tensors))], separators=(",", ":")).encode()
 
 
-class Slot:
+class SnapshotSlot:
     """A file in shared memory, laid out for tensors of given types and shapes."""
 
     def __init__(
         self,
         allocate: Callable[[int], mmap.mmap],
         world_size: int,
-        layout: Layout,
+        layout: TensorLayout,
         skeleton_bytes: int,
     ) -> None:
         """`allocate`: gives so many bytes of shared memory, or raises OSError."""
         self._layout = layout
-        self._ranks_end = HEADER_BYTES + world_size * RANK_STATE_BYTES
+        self._ranks_end = SLOT_HEADER_BYTES + world_size * RANK_STATE_BYTES
         self._world_size = world_size
-        self._skeleton_room = 2 * skeleton_bytes + 4096  # numbers in it may grow
-        self._offset = aligned(self._ranks_end + self._skeleton_room)
-        self._map = allocate(self._offset + size(self._layout))
+        self._skeleton_capacity = 2 * skeleton_bytes + 4096  # numbers in it may grow
+        self._offset = align_bytes(self._ranks_end + self._skeleton_capacity)
+        self._map = allocate(self._offset + compute_layout_bytes(self._layout))
         self._words = memoryview(self._map).cast("q")
         self.content = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._tensors = views(self.content, self._offset, self._layout)
+        self._tensors = view_tensors(self.content, self._offset, self._layout)
         self.unpin: Callable[[], None] = lambda: None
         self._void()
 
     def fits(self, tensors: Sequence[torch.Tensor], skeleton: bytes) -> bool:
-        return len(skeleton) <= self._skeleton_room and layout_of(tensors) == self._layout
+        return len(skeleton) <= self._skeleton_capacity and get_layout(tensors) == self._layout
 
     def fill(
         self,
@@ -584,13 +584,13 @@ class Slot:
 
     def publish(self, rank_states: torch.Tensor) -> int:
         """Adds the rank states (uint8, world size · RANK_STATE_BYTES) and makes the slot valid; returns its step."""
-        self.content[HEADER_BYTES : self._ranks_end].copy_(rank_states)
+        self.content[SLOT_HEADER_BYTES : self._ranks_end].copy_(rank_states)
         step, *rest = self._pending
-        sums = _Sums()
-        sums.add(memoryview(self._map)[HEADER_BYTES:])
-        _HEADER.pack_into(self._map, 0, _MAGIC, -1, *rest, sums.checksum([_MAGIC, step, *rest]))
+        sums = _SlotChecksum()
+        sums.add(memoryview(self._map)[SLOT_HEADER_BYTES:])
+        _SLOT_HEADER.pack_into(self._map, 0, _SLOT_MAGIC, -1, *rest, sums.checksum([_SLOT_MAGIC, step, *rest]))
         self._words[1] = step  # one store: a rank that is killed leaves a valid slot or a void one
         return step
 
     def _void(self) -> None:
-        _HEADER.pack_into(self._map, 0, _MAGIC, -1, -1, 0, 0, 0, 0, 0, 0)
+        _SLOT_HEADER.pack_into(self._map, 0, _SLOT_MAGIC, -1, -1, 0, 0, 0, 0, 0, 0)

@@ -6,7 +6,7 @@ import os
 import socket
 
 
-def this_worker() -> str:
+def identify_worker() -> str:
     """Who has the same mounts is on the same worker: a container has its own.
 
     Some sandboxes do not say which mounts these are; there it is the device of the root folder, a container's own, too.

@@ -22,22 +22,22 @@ from typing import NoReturn
 
 from . import processes
 
-FLUSH_FAILED = 120
+FLUSH_FAILED_EXIT_CODE = 120
 """Python's exit code where standard output cannot be flushed."""
 
 
-def end(code: int, failed: bool) -> NoReturn:
+def end_process(code: int, failed: bool) -> NoReturn:
     """End the process as Python would, with this exit code; a negative one is the signal to end by.
 
     failed: the script has ended by an exception. Its frames still refer to its objects, so these are not finalized.
     """
-    _report_errors(threading._shutdown)  # type: ignore[attr-defined]  # threads, and thread pools
-    _report_errors(atexit._run_exitfuncs)
-    code = FLUSH_FAILED if not _flush_standard_streams() else code
-    threading.excepthook = _ignore  # in Python, daemon threads do not outlive this point
+    _run_and_print_errors(threading._shutdown)  # type: ignore[attr-defined]  # threads, and thread pools
+    _run_and_print_errors(atexit._run_exitfuncs)
+    code = FLUSH_FAILED_EXIT_CODE if not _flush_standard_streams() else code
+    threading.excepthook = _ignore_exception  # in Python, daemon threads do not outlive this point
     flush_files()  # of objects that refer to each other, the collector finalizes the file before its buffer
     if not failed:
-        _report_errors(_finalize_main)
+        _run_and_print_errors(_finalize_main)
         flush_files()
     _flush_standard_streams()
     processes.flush_c_streams()
@@ -49,27 +49,27 @@ def end(code: int, failed: bool) -> NoReturn:
 
 def flush_files() -> None:
     """Flush each file object that this process has made, and complete those that have an end (gzip's trailer)."""
-    files = [each for each in gc.get_objects() if io.IOBase in type(each).__mro__ or _IO_BASE in type(each).__mro__]
+    files = [each for each in gc.get_objects() if io.IOBase in type(each).__mro__ or _RAW_IO_BASE in type(each).__mro__]
     text = [file for file in files if isinstance(file, io.TextIOWrapper)]
-    buffers = [file for file in files if type(file) in _BUFFERS]
+    buffers = [file for file in files if type(file) in _BUFFER_TYPES]
     others = [file for file in files if file not in text and type(file).__module__ not in {"_io", "io", __name__}]
-    for group, complete in ((text, _flush), (others, _close), (text, _flush), (buffers, _flush)):
+    for group, complete in ((text, _flush_file), (others, _close_file), (text, _flush_file), (buffers, _flush_file)):
         for file in group:
             with suppress(Exception):
                 complete(file)
 
 
-_IO_BASE = io.IOBase.__mro__[1]
+_RAW_IO_BASE = io.IOBase.__mro__[1]
 """The base of file objects that are written in C."""
-_BUFFERS = (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
+_BUFFER_TYPES = (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
 
 
-def _flush(file: io.IOBase) -> None:
+def _flush_file(file: io.IOBase) -> None:
     if not file.closed:
         file.flush()
 
 
-def _close(file: io.IOBase) -> None:
+def _close_file(file: io.IOBase) -> None:
     """What the finalizer of an `io.IOBase` does."""
     if not file.closed and file.writable():
         file.close()
@@ -83,27 +83,27 @@ def _finalize_main() -> None:
     """
     main = sys.modules.pop("__main__")
     names = vars(main)
-    names["__pacekeeper__"] = there = _There()
+    names["__pacekeeper__"] = there = _ModuleSentinel()
     is_there = weakref.ref(there)
     del main, names, there
     gc.collect()
     if (left := is_there()) is None:
         return
-    names = left.names_of(gc.get_referrers(left))
+    names = left.find_module_names(gc.get_referrers(left))
     del left
     for name in [*names]:
-        if not isinstance(names[name], _DEFINITIONS):
+        if not isinstance(names[name], _DEFINITION_TYPES):
             del names[name]
     gc.collect()
 
 
-_DEFINITIONS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+_DEFINITION_TYPES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
-class _There:
+class _ModuleSentinel:
     """A name of the script's module: it is gone when the module's dictionary is."""
 
-    def names_of(self, referrers: list[object]) -> dict[str, object]:
+    def find_module_names(self, referrers: list[object]) -> dict[str, object]:
         return next((each for each in referrers if isinstance(each, dict) and "__name__" in each), {})
 
 
@@ -119,7 +119,7 @@ def _flush_standard_streams() -> bool:
     return done
 
 
-def _report_errors(function: Callable[[], object]) -> None:
+def _run_and_print_errors(function: Callable[[], object]) -> None:
     """As Python: an error at the interpreter's end is printed, and does not change the exit code."""
     try:
         function()
@@ -128,5 +128,5 @@ def _report_errors(function: Callable[[], object]) -> None:
             traceback.print_exc()
 
 
-def _ignore(*_: object) -> None:
+def _ignore_exception(*_: object) -> None:
     """In place of a traceback."""

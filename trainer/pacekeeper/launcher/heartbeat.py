@@ -11,60 +11,60 @@ from pathlib import Path
 
 import numpy as np
 
-from pacekeeper.keep.news import NO_NEWS, CheckpointNews
+from pacekeeper.keep.news import NO_CHECKPOINT_STATUS, CheckpointStatus
 from pacekeeper.runtime import write_json
-from pacekeeper_analysis.plan import MODES, WorkerPlan
+from pacekeeper_analysis.plan import SYNC_MODES, WorkerPlan
 from pacekeeper_analysis.records import StateOrigin
-from pacekeeper_analysis.reports import Heartbeat, LauncherState, StageReached, StartStage
+from pacekeeper_analysis.reports import Heartbeat, LauncherState, ReachedStage, StartStage
 
 from .rounds import RoundState
 
-PERIOD = 0.5
+HEARTBEAT_WRITE_INTERVAL_SECONDS = 0.5
 """Seconds between two writes while only steps and ages have changed; all else is written at once."""
 
-SIGN_PERIOD = 0.5
+LIVENESS_INTERVAL_SECONDS = 0.5
 """Seconds between two signs of life."""
 
-SAY_AGAIN = 60.0
+WRITE_FAILURE_LOG_SECONDS = 60.0
 """Seconds until the log says again that something cannot be written."""
 
 log = logging.getLogger(__name__)
 
 
-class MissedWrites:
+class WriteFailures:
     """What a full volume keeps the launcher from writing: said from time to time, and no reason to end the training."""
 
     def __init__(self) -> None:
-        self._said_at: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     @contextmanager
-    def tolerated(self, what: str) -> Iterator[None]:
+    def suppress_errors(self, what: str) -> Iterator[None]:
         """`what` is written inside of it, or else another time, soon."""
         try:
             yield
         except OSError as error:
             now = time.monotonic()
-            if now - self._said_at.get(what, float("-inf")) >= SAY_AGAIN:
-                self._said_at[what] = now
+            if now - self._logged_at.get(what, float("-inf")) >= WRITE_FAILURE_LOG_SECONDS:
+                self._logged_at[what] = now
                 log.warning("cannot be written for the operator: %s: %s; training goes on", what, error)
 
 
-class SignOfLife:
+class LivenessFile:
     """The file that is touched as long as the launcher follows the plan. It is gone before that, while torch is being
     imported, and after an orderly end: nobody is to miss a sign then."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._given_at = float("-inf")
-        self.end()
+        self._touched_at = float("-inf")
+        self.remove()
 
-    def give(self, now: float) -> None:
+    def touch(self, now: float) -> None:
         """`now`: seconds of the monotonic clock."""
-        if now - self._given_at >= SIGN_PERIOD:
+        if now - self._touched_at >= LIVENESS_INTERVAL_SECONDS:
             self._path.touch()
-            self._given_at = now
+            self._touched_at = now
 
-    def end(self) -> None:
+    def remove(self) -> None:
         self._path.unlink(missing_ok=True)
 
 
@@ -73,31 +73,31 @@ class HeartbeatFile:
 
     def __init__(self, path: Path, worker: str) -> None:
         self._path = path
-        self._beat = self._written = Heartbeat(worker=worker)
+        self._heartbeat = self._written = Heartbeat(worker=worker)
         self._written_at = float("-inf")
-        with MissedWrites().tolerated("the first heartbeat"):
-            write_json(path, self._beat.to_json())
+        with WriteFailures().suppress_errors("the first heartbeat"):
+            write_json(path, self._heartbeat.to_json())
 
-    def write(self, beat: Heartbeat, now: float) -> None:
+    def write(self, heartbeat: Heartbeat, now: float) -> None:
         """`now`: seconds of the monotonic clock. Raises OSError where the volume is full; call it again, then."""
-        if beat == self._written:
+        if heartbeat == self._written:
             return
-        if _what_is_rare(beat) == _what_is_rare(self._written) and now - self._written_at < PERIOD:
+        if _select_rare_fields(heartbeat) == _select_rare_fields(self._written) and now - self._written_at < HEARTBEAT_WRITE_INTERVAL_SECONDS:
             return
-        self._beat = beat
-        write_json(self._path, beat.to_json())
-        self._written, self._written_at = beat, now
+        self._heartbeat = heartbeat
+        write_json(self._path, heartbeat.to_json())
+        self._written, self._written_at = heartbeat, now
 
     @property
     def last(self) -> Heartbeat:
-        return self._beat
+        return self._heartbeat
 
 
-def _what_is_rare(beat: Heartbeat) -> tuple[Heartbeat, object]:
+def _select_rare_fields(beat: Heartbeat) -> tuple[Heartbeat, object]:
     return replace(beat, step=0, steps_in_round=0, checkpoint_age_seconds=0.0, gpus=()), beat.gpu_signs
 
 
-def next_beat(
+def build_next_heartbeat(
     before: Heartbeat,
     state: RoundState,
     plan: WorkerPlan | None,
@@ -105,7 +105,7 @@ def next_beat(
     wall: float,
     monotonic: float,
     refused: str = "",
-    checkpoints: CheckpointNews = NO_NEWS,
+    checkpoints: CheckpointStatus = NO_CHECKPOINT_STATUS,
 ) -> Heartbeat:
     """The heartbeat after `before`. `ranks`: their `records.STATE`; `wall`, `monotonic`: now, in seconds.
 
@@ -139,12 +139,12 @@ def next_beat(
             beat,
             first_step_at=wall - (monotonic - first_step),
             teardown_seconds=state.teardown_seconds,
-            start=stages(ranks, state.started, first_step, int(slowest["rank"])),
-            origin=_origin(ranks),
+            start=measure_start_stages(ranks, state.started, first_step, int(slowest["rank"])),
+            origin=_read_state_origin(ranks),
         )
     step = int(slowest["step"])
     rank_0_is_here = any(rank["rank"] == 0 for rank in ranks)
-    told = checkpoints if rank_0_is_here else NO_NEWS
+    told = checkpoints if rank_0_is_here else NO_CHECKPOINT_STATUS
     bad = [rank for rank in ranks if rank["bad_loss_step"] >= 0]
     first_bad = min(bad, key=lambda rank: int(rank["bad_loss_step"]), default=None)
     return replace(
@@ -163,14 +163,14 @@ def next_beat(
         refused=refused if rank_0_is_here else "",
         checkpoint_failed_rank=told.failed_rank,
         checkpoint_error=told.error,
-        checkpoint_age_seconds=told.age(monotonic),
-        sync_mode=_mode(int(slowest["sync_mode"])),
+        checkpoint_age_seconds=told.compute_age(monotonic),
+        sync_mode=_read_sync_mode(int(slowest["sync_mode"])),
         bad_loss_rank=-1 if first_bad is None else int(first_bad["rank"]),
         bad_loss_step=-1 if first_bad is None else int(first_bad["bad_loss_step"]),
     )
 
 
-_STAMPS = {
+_STAGE_TIMESTAMPS = {
     StartStage.DEVICE: "device_ns",
     StartStage.COMMUNICATORS: "joined_ns",
     StartStage.SCRIPT: "restoring_ns",
@@ -178,28 +178,28 @@ _STAMPS = {
 }
 
 
-def stages(ranks: Collection[np.void], began: float, first_step: float, last: int) -> tuple[StageReached, ...]:
+def measure_start_stages(ranks: Collection[np.void], began: float, first_step: float, last: int) -> tuple[ReachedStage, ...]:
     """How the round started here. `ranks`: their `records.STATE`.
 
     began, first_step: of the round, and the end of its first step on rank `last`; seconds, monotonic.
     A stage is left out where a rank does not tell it, or tells what cannot be: ranks write what they like.
     """
     found = []
-    for stage, stamp in _STAMPS.items():
+    for stage, stamp in _STAGE_TIMESTAMPS.items():
         moments = [(int(rank[stamp]) * 1e-9, int(rank["rank"])) for rank in ranks]
         if all(began <= moment <= first_step for moment, _ in moments):
             moment, rank = max(moments)
-            found.append(StageReached(stage, moment - began, rank))
-    return (*found, StageReached(StartStage.FIRST_STEP, max(0.0, first_step - began), last))
+            found.append(ReachedStage(stage, moment - began, rank))
+    return (*found, ReachedStage(StartStage.FIRST_STEP, max(0.0, first_step - began), last))
 
 
-def _origin(ranks: Collection[np.void]) -> str:
+def _read_state_origin(ranks: Collection[np.void]) -> str:
     """The farthest; a rank that does not tell, or tells nonsense, leaves it unknown."""
     told = [int(rank["origin"]) for rank in ranks]
     known = all(StateOrigin.UNKNOWN < origin <= max(StateOrigin) for origin in told)
     return StateOrigin(max(told)).name if known else StateOrigin.UNKNOWN.name
 
 
-def _mode(position: int) -> str:
+def _read_sync_mode(position: int) -> str:
     """Of the ranks; "": they are not steered, or have not begun."""
-    return "" if position < 0 else MODES[position]
+    return "" if position < 0 else SYNC_MODES[position]

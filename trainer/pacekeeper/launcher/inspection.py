@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from pacekeeper_analysis.communicators import Communicator
 from pacekeeper_analysis.records import Device
-from pacekeeper_analysis.reports import GONE, Fault
+from pacekeeper_analysis.reports import EXITED_PROCESS_STATES, FaultReport
 
 from . import ras
 from .rounds import RoundState
 from .settings import LauncherSettings
-from .stacks import StackFile, look_at, process_state
-from .watch import BETWEEN_LOOKS, Look, Watch, step_seconds_of
+from .stacks import StackFile, sample_process, read_process_state
+from .watch import PROCESS_SAMPLE_INTERVAL_SECONDS, ProcessSample, StallDetector, estimate_step_seconds
 
-STOPPED = "T"
+STOPPED_PROCESS_STATE = "T"
 """State letter of a process that a signal has stopped."""
-_PROBE_TIMEOUT = 1.0
+_PEER_PROBE_TIMEOUT_SECONDS = 1.0
 
 
 class LocalRanks(Protocol):
@@ -35,7 +35,7 @@ class LocalRanks(Protocol):
 
     def communicators(self, local_rank: int) -> Iterable[Communicator]: ...
 
-    def transfers(self) -> str: ...
+    def describe_transfers(self) -> str: ...
 
 
 class Inspector:
@@ -45,66 +45,66 @@ class Inspector:
         self,
         settings: LauncherSettings,
         ranks: LocalRanks,
-        notify: Callable[[Fault], None],
+        notify: Callable[[FaultReport], None],
         earlier_step_seconds: float = 0.0,
     ) -> None:
         """`earlier_step_seconds`: the watch's."""
         self._settings = settings
         self._notify = notify
         self._pids: Mapping[int, int] = {}
-        self._watch = Watch(
-            settings, lambda local: step_seconds_of(ranks.records(local)), self._is_stopped, earlier_step_seconds
+        self._stall_detector = StallDetector(
+            settings, lambda local: estimate_step_seconds(ranks.records(local)), self._is_stopped, earlier_step_seconds
         )
         self._ranks = ranks
         self._inspection: asyncio.Task[None] | None = None
-        self._question: asyncio.Task[str] | None = None
-        self._answer = ""
-        self._gone: frozenset[int] = frozenset()  # local ranks whose process was found gone
+        self._ras_query: asyncio.Task[str] | None = None
+        self._ras_report = ""
+        self._exited_ranks: frozenset[int] = frozenset()  # local ranks whose process was found gone
 
-    def look(
+    def check(
         self,
         state: RoundState,
         ranks: Mapping[int, np.void],
         pids: Mapping[int, int],
         stacks: Mapping[int, StackFile],
-        neighbours: Iterable[str],
+        peers: Iterable[str],
         now: float,
         ended: Collection[int] = (),
     ) -> None:
         """Call it often. `ranks`: `records.STATE` by local rank; `ended`: local ranks that have exited with code 0;
         `now`: seconds, monotonic."""
         self._pids = pids
-        if self._watch.look(ranks, now, ended) and (self._inspection is None or self._inspection.done()):
-            self._watch.begin_report(now)
-            self._ask_ras(ranks)
-            inspection = self._inspect(state, dict(ranks), dict(pids), dict(stacks), list(neighbours), tuple(ended))
+        if self._stall_detector.check(ranks, now, ended) and (self._inspection is None or self._inspection.done()):
+            self._stall_detector.begin_report(now)
+            self._query_ras(ranks)
+            inspection = self._inspect(state, dict(ranks), dict(pids), dict(stacks), list(peers), tuple(ended))
             self._inspection = asyncio.create_task(inspection)
 
     def stop(self) -> None:
         """The round is over."""
-        for task in (self._inspection, self._question):
+        for task in (self._inspection, self._ras_query):
             if task is not None:
                 task.cancel()
 
     def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
         """For the next round, as the watch's."""
-        return self._watch.step_seconds(ranks)
+        return self._stall_detector.step_seconds(ranks)
 
-    def _ask_ras(self, ranks: Mapping[int, np.void]) -> None:
+    def _query_ras(self, ranks: Mapping[int, np.void]) -> None:
         """NCCL may take seconds to answer: the report does not wait, the next one of the stall has it."""
         uses_gpus = any(rank["device"] != Device.NONE for rank in ranks.values())
-        if uses_gpus and ras.is_asked_by([int(rank["rank"]) for rank in ranks.values()]) and self._question is None:
-            self._question = asyncio.create_task(ras.ask(os.environ))
+        if uses_gpus and ras.is_querying_worker([int(rank["rank"]) for rank in ranks.values()]) and self._ras_query is None:
+            self._ras_query = asyncio.create_task(ras.query_ras(os.environ))
 
-    def _ras_words(self) -> str:
+    def _read_ras_report(self) -> str:
         """The newest answer so far."""
-        if self._question is not None and self._question.done():
-            self._answer, self._question = self._question.result(), None
-        return self._answer
+        if self._ras_query is not None and self._ras_query.done():
+            self._ras_report, self._ras_query = self._ras_query.result(), None
+        return self._ras_report
 
     def _is_stopped(self, local_rank: int) -> bool:
         pid = self._pids.get(local_rank)
-        return pid is not None and process_state(pid)[0] == STOPPED
+        return pid is not None and read_process_state(pid)[0] == STOPPED_PROCESS_STATE
 
     async def _inspect(
         self,
@@ -119,31 +119,31 @@ class Inspector:
 
         A process found gone for the first time has only just ended. Its exit, which is about to be reported, says more.
         """
-        probes = asyncio.gather(*(is_reachable(address, self._settings.neighbour_port) for address in neighbours))
-        first = await _look_at_all(pids, stacks)
-        await asyncio.sleep(BETWEEN_LOOKS)
-        second = await _look_at_all(pids, stacks)
+        probes = asyncio.gather(*(is_reachable(address, self._settings.peer_port) for address in neighbours))
+        first = await _sample_processes(pids, stacks)
+        await asyncio.sleep(PROCESS_SAMPLE_INTERVAL_SECONDS)
+        second = await _sample_processes(pids, stacks)
         reachable = await probes
-        gone = frozenset(local for local in second if second[local].process_state in GONE and local not in ended)
-        fresh, self._gone = gone - self._gone, gone
+        gone = frozenset(local for local in second if second[local].process_state in EXITED_PROCESS_STATES and local not in ended)
+        fresh, self._exited_ranks = gone - self._exited_ranks, gone
         if fresh:
             return
         unreachable = [address for address, there in zip(neighbours, reachable, strict=True) if not there]
         known = [each for local in ranks for each in self._ranks.communicators(local)]
         now, wall = time.monotonic(), time.time()
-        fault = self._watch.report(state, ranks, (first, second), unreachable, known, now, wall, ended)
-        self._notify(replace(fault, ras=self._ras_words(), transfers=self._ranks.transfers()))
+        fault = self._stall_detector.build_fault(state, ranks, (first, second), unreachable, known, now, wall, ended)
+        self._notify(replace(fault, ras=self._read_ras_report(), transfers=self._ranks.describe_transfers()))
 
 
-async def _look_at_all(pids: Mapping[int, int], stacks: Mapping[int, StackFile]) -> dict[int, Look]:
-    looks = await asyncio.gather(*(look_at(pid, stacks[local]) for local, pid in pids.items()))
+async def _sample_processes(pids: Mapping[int, int], stacks: Mapping[int, StackFile]) -> dict[int, ProcessSample]:
+    looks = await asyncio.gather(*(sample_process(pid, stacks[local]) for local, pid in pids.items()))
     return dict(zip(pids, looks, strict=True))
 
 
 async def is_reachable(address: str, port: int) -> bool:
     """Whether the host answers at all: a refused connection is an answer, silence is none."""
     try:
-        async with asyncio.timeout(_PROBE_TIMEOUT):
+        async with asyncio.timeout(_PEER_PROBE_TIMEOUT_SECONDS):
             _, writer = await asyncio.open_connection(address, port)
     except ConnectionRefusedError:
         return True

@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 
 from pacekeeper_analysis.plan import WorkerPath
 
-from .hops import answers
-from .network import bind
+from .hops import poll_answers
+from .network import bind_socket
 
 
-def knock(own: str, port: int, address: str, doors: Collection[int], seconds: float, *, found: bool = True) -> None:
+def knock_ports(own: str, port: int, address: str, ports: Collection[int], seconds: float, *, found: bool = True) -> None:
     """From one port of ours at several of a peer, says how many have let us in, and hangs up first. Blocks until all
     have, or so long. `found`: False: there is nothing to connect from; it says 0."""
     poll, inside = select.poll(), list[socket.socket]()
     with contextlib.ExitStack() as opened:
         knocking: dict[int, socket.socket] = {}
-        for door in doors:
+        for door in ports:
             with contextlib.suppress(OSError):
-                each = opened.enter_context(bind(own, port))
+                each = opened.enter_context(bind_socket(own, port))
                 each.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
                     each.connect((address, door))
                 poll.register(each, select.POLLOUT)
                 knocking[each.fileno()] = each
-        for descriptor in answers(poll, lambda: bool(knocking), seconds):
+        for descriptor in poll_answers(poll, lambda: bool(knocking), seconds):
             poll.unregister(descriptor)
             each = knocking.pop(descriptor)
             if each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
@@ -42,41 +42,41 @@ def knock(own: str, port: int, address: str, doors: Collection[int], seconds: fl
 
 
 @dataclass
-class _Expected:
+class _ExpectedKnocks:
     """Who may knock for a path, and what has come of it."""
 
     path: WorkerPath
-    knocker: int  # port
+    source_port: int  # port
     count: int | None = None  # of knocks; None: nobody has said
     ports: list[int] = field(default_factory=list)
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self.count is not None and len(self.ports) >= self.count
 
 
-class Doors:
+class KnockListeners:
     """Ports at which peers may knock. Who knocks before anybody listens to it waits in the kernel."""
 
     def __init__(self, own: str) -> None:
         """`own`: this worker's address."""
         self._own = own
-        self._expected: list[_Expected] = []
-        self._sockets: dict[int, tuple[socket.socket, int, _Expected, bool]] = {}
+        self._expected: list[_ExpectedKnocks] = []
+        self._sockets: dict[int, tuple[socket.socket, int, _ExpectedKnocks, bool]] = {}
         """By descriptor: whose port, for what, and whether it is a door rather than a guest."""
 
-    def open(self, path: WorkerPath, knocker: int, ports: Iterable[int]) -> None:
+    def open(self, path: WorkerPath, source_port: int, ports: Iterable[int]) -> None:
         """For the peer of a path to here, who knocks from its port `knocker`. Leaves out those that are taken."""
-        expected = _Expected(path, knocker)
+        expected = _ExpectedKnocks(path, source_port)
         self._expected.append(expected)
         for port in ports:
             with contextlib.suppress(OSError):
-                door = bind(self._own, port)
+                door = bind_socket(self._own, port)
                 self._sockets[door.fileno()] = door, port, expected, True
                 door.setblocking(False)
                 door.listen(1)
 
-    def hear(self, seconds: float) -> dict[tuple[int, int], list[int]]:
+    def wait_for_knocks(self, seconds: float) -> dict[tuple[int, int], list[int]]:
         """Ports at which was knocked, by source and destination of their paths. Closes all, so that they are free.
 
         Blocks until all have knocked who may, or so long.
@@ -84,8 +84,8 @@ class Doors:
         poll = select.poll()
         for descriptor in self._sockets:
             poll.register(descriptor, select.POLLIN)
-        for descriptor in answers(poll, lambda: not all(each.done for each in self._expected), seconds):
-            self._answer(descriptor, poll)
+        for descriptor in poll_answers(poll, lambda: not all(each.is_done for each in self._expected), seconds):
+            self._handle_readable(descriptor, poll)
         heard = {(each.path.source, each.path.destination): each.ports for each in self._expected if each.ports}
         self.close()
         return heard
@@ -95,12 +95,12 @@ class Doors:
             each.close()
         self._expected, self._sockets = [], {}
 
-    def _answer(self, descriptor: int, poll: select.poll) -> None:
+    def _handle_readable(self, descriptor: int, poll: select.poll) -> None:
         each, port, expected, is_door = self._sockets[descriptor]
         try:
             if is_door:
                 guest, (address, source, *_) = each.accept()
-                if (address, source) != (expected.path.address, expected.knocker):
+                if (address, source) != (expected.path.address, expected.source_port):
                     guest.close()
                     return
                 self._sockets[guest.fileno()] = guest, port, expected, False

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 from .threads import limit_libraries
 
-READ_AT_IMPORT = frozenset(
+VARIABLES_READ_AT_IMPORT = frozenset(
     {
         "ATEN_CPU_CAPABILITY",
         "GOMP_CPU_AFFINITY",
@@ -34,19 +34,19 @@ READ_AT_IMPORT = frozenset(
     }
 )
 """By torch, OpenMP, and linear algebra. Others are read at first use."""
-THREADS = frozenset({"MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"})
-READ_BY_COMPILER = ("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_")
+THREAD_COUNT_VARIABLES = frozenset({"MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"})
+COMPILER_VARIABLE_PREFIXES = ("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_")
 """Prefixes of those that torch._dynamo and torch._inductor read when they are imported."""
 
 
 def is_read_at_import(name: str, modules: Collection[str] | None = None) -> bool:
     """Whether it is too late to set this variable. `modules`: those that are imported; None: any may be later."""
-    if name.startswith(READ_BY_COMPILER):
+    if name.startswith(COMPILER_VARIABLE_PREFIXES):
         return modules is None or "torch._dynamo" in modules
-    return name in READ_AT_IMPORT and (modules is None or "torch" in modules)
+    return name in VARIABLES_READ_AT_IMPORT and (modules is None or "torch" in modules)
 
 
-def heed_late_variables(seen: Mapping[str, str], warn: bool) -> None:
+def handle_late_variables(seen: Mapping[str, str], warn: bool) -> None:
     """From here on, see to variables that this process sets too late. The number of threads for linear algebra can
     still be set; of others, warn once where `warn`.
 
@@ -58,16 +58,16 @@ def heed_late_variables(seen: Mapping[str, str], warn: bool) -> None:
     def putenv(name: str | bytes, value: str | bytes) -> None:
         put(name, value)
         key, text = os.fsdecode(name), os.fsdecode(value)
-        if key in THREADS and text.isdecimal():
+        if key in THREAD_COUNT_VARIABLES and text.isdecimal():
             limit_libraries(int(text))
         if warn and key not in named and seen.get(key) != text and is_read_at_import(key, modules):
             named.add(key)
-            print(late(key, text), file=sys.stderr)
+            print(format_late_warning(key, text), file=sys.stderr)
 
     os.putenv = putenv  # type: ignore[assignment]  # os.environ comes by here, too
 
 
-def late(name: str, value: str) -> str:
+def format_late_warning(name: str, value: str) -> str:
     """The warning."""
     return (
         f"pacekeeper: the script sets {name}={value}, which comes too late: torch is imported before the script "

@@ -23,17 +23,17 @@ from typing import BinaryIO, Protocol
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
 
-from .outlet import Outlet
+from .outlet import OutputWriter
 from .output import TAIL_BYTES, TAIL_LINES, OutputPipe
 from .rank import RankStart
-from .rank_options import OutputOptions, RankOptions, RankPlace, Std, StreamPlan
+from .rank_options import OutputOptions, RankOptions, RankPlace, StandardStream, StreamPlan
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Variable that tells torch's @record where to write the exception that ended a rank."""
-_ERROR_BYTES = 1 << 20
-_PENDING_BYTES = 64 << 20
+_MAX_ERROR_FILE_BYTES = 1 << 20
+_MAX_PENDING_LOG_BYTES = 64 << 20
 """What may wait for the file system. What comes on top of it is lost to the file, and counted."""
-_DRAIN_SECONDS = 10.0
+_LOG_DRAIN_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class FileWriter:
         self._lost = 0
 
     def write(self, file: BinaryIO, data: bytes) -> None:
-        if self._given - self._done > _PENDING_BYTES:
+        if self._given - self._done > _MAX_PENDING_LOG_BYTES:
             self._lost += len(data)
             return
         self._given += len(data)
@@ -110,7 +110,7 @@ class FileWriter:
         """Wait until all is written, but not for long, and report what is not."""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(_DRAIN_SECONDS)
+            self._thread.join(_LOG_DRAIN_SECONDS)
         if lost := self._lost + self._given - self._done:
             log.warning("log files lack %d bytes of the ranks' output: their file system did not take them", lost)
 
@@ -155,15 +155,15 @@ class LogCopy:
         self._writer.write(self._file, chunk)
         if self._filtered is not None:
             *lines, self._rest = (self._rest + chunk).split(b"\n")
-            self._filter(lines)
+            self._write_filtered(lines)
 
     def close(self) -> None:
         if self._filtered is not None:
-            self._filter([self._rest] if self._rest else [])
+            self._write_filtered([self._rest] if self._rest else [])
             self._writer.close_file(self._filtered)
         self._writer.close_file(self._file)
 
-    def _filter(self, lines: list[bytes]) -> None:
+    def _write_filtered(self, lines: list[bytes]) -> None:
         assert self._filtered is not None
         for line in lines:
             if any(text in line for text in self._filters):
@@ -171,7 +171,7 @@ class LogCopy:
 
 
 @cache
-def _nowhere() -> BinaryIO:
+def _open_null_console() -> BinaryIO:
     """Return the console of ranks that --local-ranks-filter leaves out. It stays open as long as the process runs."""
     return open(os.open(os.devnull, os.O_WRONLY), "wb", buffering=0, closefd=False)
 
@@ -181,12 +181,12 @@ class RankOutput:
     """Opens the outputs of ranks as the options say."""
 
     options: RankOptions = field(default_factory=RankOptions)
-    consoles: tuple[BinaryIO | Outlet, BinaryIO | Outlet] = field(
+    consoles: tuple[BinaryIO | OutputWriter, BinaryIO | OutputWriter] = field(
         default_factory=lambda: (sys.stdout.buffer, sys.stderr.buffer)
     )
     _writer: FileWriter = field(default_factory=FileWriter)
 
-    def open(self, start: RankStart, local_rank: int, several: bool) -> tuple[RankStream, RankStream]:
+    def open(self, start: RankStart, local_rank: int, shares_console: bool) -> tuple[RankStream, RankStream]:
         """Return the rank's stdout and stderr, and remove what an earlier rank left as its error file."""
         output = self.options.output
         attempt = int(start.environment["TORCHELASTIC_RESTART_COUNT"])
@@ -195,17 +195,17 @@ class RankOutput:
             with suppress(OSError):  # the files then say it, and the output goes to the console alone
                 folder.mkdir(parents=True, exist_ok=True)
         with suppress(OSError):
-            Path(start.environment[ERROR_FILE]).unlink(missing_ok=True)
-        place = RankPlace(start.rank, local_rank, attempt, several)
-        return self._stream(output, Std.OUT, place), self._stream(output, Std.ERR, place)
+            Path(start.environment[ERROR_FILE_VARIABLE]).unlink(missing_ok=True)
+        place = RankPlace(start.rank, local_rank, attempt, shares_console)
+        return self._open_stream(output, StandardStream.OUT, place), self._open_stream(output, StandardStream.ERR, place)
 
     def close(self) -> None:
         """Wait for the files. The streams are closed."""
         self._writer.close()
 
-    def _stream(self, output: OutputOptions, stream: Std, place: RankPlace) -> RankStream:
+    def _open_stream(self, output: OutputOptions, stream: StandardStream, place: RankPlace) -> RankStream:
         plan = output.plan_stream(stream, place, self.options.role, socket.gethostname())
-        console = self.consoles[0 if stream is Std.OUT else 1]
+        console = self.consoles[0 if stream is StandardStream.OUT else 1]
         try:
             if plan.file is not None and not plan.console:
                 return RankFile(plan.file)
@@ -213,21 +213,21 @@ class RankOutput:
         except OSError as error:
             log.warning("no log file for rank %d: %s", place.rank, error)
             copy = None
-        target = console if plan.console else _nowhere()
+        target = console if plan.console else _open_null_console()
         return OutputPipe(target, plan.prefix.encode(), copy)
 
 
-def error_file(options: RankOptions, attempt: int, local_rank: int, errors: Path) -> Path:
+def choose_error_file(options: RankOptions, attempt: int, local_rank: int, errors: Path) -> Path:
     """Return where @record is to write. errors: the folder for it where there are no log files."""
     folder = options.output.rank_folder(attempt, local_rank)
     return folder / "error.json" if folder is not None else errors / f"{local_rank}.json"
 
 
-def recorded_error(path: Path) -> str:
+def read_recorded_error(path: Path) -> str:
     """Return what @record has written: the traceback, or the message; "" where there is nothing of that kind."""
     try:
         with path.open("rb") as file:
-            content = parse_json(file.read(_ERROR_BYTES), path.name)
+            content = parse_json(file.read(_MAX_ERROR_FILE_BYTES), path.name)
     except (OSError, InputError):
         return ""
     message = content.get("message") if isinstance(content, Mapping) else None
@@ -238,7 +238,7 @@ def recorded_error(path: Path) -> str:
     return message.strip()[-TAIL_BYTES:] if isinstance(message, str) else ""
 
 
-def explain(tail: str, recorded: str) -> str:
+def merge_error_texts(tail: str, recorded: str) -> str:
     """Return the last words of a rank: of its standard error, and what @record has written unless it is there."""
     last = recorded.rpartition("\n")[2]
     if not recorded or tail.rstrip().endswith(last):
@@ -246,11 +246,11 @@ def explain(tail: str, recorded: str) -> str:
     return f"{tail.rstrip()}\n{recorded}\n".lstrip("\n")
 
 
-def pass_error_on(path: Path, environment: Mapping[str, str]) -> None:
+def copy_error_file(path: Path, environment: Mapping[str, str]) -> None:
     """Copy a rank's error file to the launcher's own, if its parent has named one, as torchrun does."""
-    own = environment.get(ERROR_FILE)
+    own = environment.get(ERROR_FILE_VARIABLE)
     if own and path.is_file():
         try:
             shutil.copyfile(path, own)
         except OSError as error:
-            log.warning("%s=%s: %s", ERROR_FILE, own, error.strerror)
+            log.warning("%s=%s: %s", ERROR_FILE_VARIABLE, own, error.strerror)

@@ -10,19 +10,19 @@ import struct
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
-_NAME_BYTES = 16
+_INTERFACE_NAME_BYTES = 16
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """The network interface that holds `address`; None where it cannot be told."""
     wanted = ipaddress.ip_address(address)
     if wanted.is_loopback:
         return "lo"
-    held = _interfaces_v4() if wanted.version == 4 else _interfaces_v6()
+    held = _list_interfaces_v4() if wanted.version == 4 else _list_interfaces_v6()
     return held.get(str(wanted))
 
 
-def bind(address: str, port: int = 0) -> socket.socket:
+def bind_socket(address: str, port: int = 0) -> socket.socket:
     """A socket that holds the port and does not listen yet; `port` 0: any free one. Raises OSError where it is taken.
 
     A port that was asked for may linger from a launcher that ran here before; one that is free must be nobody else's.
@@ -37,11 +37,11 @@ def bind(address: str, port: int = 0) -> socket.socket:
     return bound
 
 
-def _interfaces_v4() -> dict[str, str]:
+def _list_interfaces_v4() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         for _, name in socket.if_nameindex():
-            request = array.array("B", struct.pack(f"{_NAME_BYTES}s240x", name.encode()))
+            request = array.array("B", struct.pack(f"{_INTERFACE_NAME_BYTES}s240x", name.encode()))
             try:
                 fcntl.ioctl(query, _SIOCGIFADDR, request)
             except OSError:
@@ -50,6 +50,6 @@ def _interfaces_v4() -> dict[str, str]:
     return found
 
 
-def _interfaces_v6(table: Path = Path("/proc/net/if_inet6")) -> dict[str, str]:
+def _list_interfaces_v6(table: Path = Path("/proc/net/if_inet6")) -> dict[str, str]:
     rows = (line.split() for line in table.read_text().splitlines())
     return {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))): row[5] for row in rows}

@@ -14,21 +14,21 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-FULL_BYTES = 1 << 20
-ROOM_BYTES = FULL_BYTES // 4
-_CHUNK = 1 << 16
-_AGAIN_SECONDS = 1.0
-_Waiting = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
+OUTPUT_FULL_BYTES = 1 << 20
+OUTPUT_RESUME_BYTES = OUTPUT_FULL_BYTES // 4
+_WRITE_CHUNK_BYTES = 1 << 16
+_WRITE_RETRY_SECONDS = 1.0
+_ResumeCallback = tuple[asyncio.AbstractEventLoop, Callable[[], None]]
 
 
-class Outlet:
+class OutputWriter:
     """One file descriptor to which bytes are written in order, by a thread that starts with the first ones."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         """`name`: of the descriptor, for people."""
-        self.closed_by_reader = ""
+        self.closed_reason = ""
         """Why nothing is written any more; "": it is."""
-        self.line_of: object = None
+        self.partial_line_owner: object = None
         """Who has begun a line that has not ended."""
         self._descriptor = descriptor
         self._name = name
@@ -36,12 +36,12 @@ class Outlet:
         self._bytes = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_ResumeCallback] = []
 
     def write(self, data: bytes) -> int:
         """Take the bytes at once, however many wait already."""
         with self._changed:
-            if not data or self.closed_by_reader:
+            if not data or self.closed_reason:
                 return len(data)
             self._queue.append(data)
             self._bytes += len(data)
@@ -55,14 +55,14 @@ class Outlet:
         """Nothing is held back."""
 
     @property
-    def full(self) -> bool:
-        return self._bytes > FULL_BYTES
+    def is_full(self) -> bool:
+        return self._bytes > OUTPUT_FULL_BYTES
 
-    def when_room(self, callback: Callable[[], None]) -> None:
+    def call_when_writable(self, callback: Callable[[], None]) -> None:
         """Calls back once, in the loop, when it is no longer full."""
         loop = asyncio.get_running_loop()
         with self._changed:
-            if self._bytes <= ROOM_BYTES:
+            if self._bytes <= OUTPUT_RESUME_BYTES:
                 loop.call_soon(callback)
             else:
                 self._waiting.append((loop, callback))
@@ -78,26 +78,26 @@ class Outlet:
                 self._changed.wait_for(lambda: bool(self._queue))
                 data = b"".join(self._queue)
                 self._queue.clear()
-            for start in range(0, len(data), _CHUNK):
-                chunk = data[start : start + _CHUNK]
+            for start in range(0, len(data), _WRITE_CHUNK_BYTES):
+                chunk = data[start : start + _WRITE_CHUNK_BYTES]
                 self._write(chunk)
                 with self._changed:
                     self._bytes -= len(chunk)
                     self._changed.notify_all()
-                    waiting, self._waiting = (self._waiting, []) if self._bytes <= ROOM_BYTES else ([], self._waiting)
+                    waiting, self._waiting = (self._waiting, []) if self._bytes <= OUTPUT_RESUME_BYTES else ([], self._waiting)
                 for loop, callback in waiting:
                     with contextlib.suppress(RuntimeError):  # the loop has ended
                         loop.call_soon_threadsafe(callback)
 
     def _write(self, data: bytes) -> None:
         """Write all of it, unless the reader is gone."""
-        while data and not self.closed_by_reader:
+        while data and not self.closed_reason:
             try:
                 data = data[os.write(self._descriptor, data) :]
             except BlockingIOError:  # the parent, or a process that shares it, has made it non-blocking
-                select.select([], [self._descriptor], [], _AGAIN_SECONDS)
+                select.select([], [self._descriptor], [], _WRITE_RETRY_SECONDS)
             except OSError as error:
-                self.closed_by_reader = (
+                self.closed_reason = (
                     f"{self._name} cannot be written to any more ({error.strerror}): what ranks print is dropped"
                 )
 
@@ -105,13 +105,13 @@ class Outlet:
 class LogStream:
     """A stream for log lines: each begins a new line, also where a rank's line has not ended."""
 
-    def __init__(self, outlet: Outlet) -> None:
-        self._outlet = outlet
+    def __init__(self, output: OutputWriter) -> None:
+        self._output = output
 
     def write(self, text: str) -> int:
-        begun = b"\n" if self._outlet.line_of is not None else b""
-        self._outlet.line_of = None
-        self._outlet.write(begun + text.encode(errors="backslashreplace"))
+        begun = b"\n" if self._output.partial_line_owner is not None else b""
+        self._output.partial_line_owner = None
+        self._output.write(begun + text.encode(errors="backslashreplace"))
         return len(text)
 
     def flush(self) -> None:

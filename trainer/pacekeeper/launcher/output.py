@@ -8,20 +8,20 @@ import re
 from collections import deque
 from typing import BinaryIO, Protocol
 
-from .outlet import Outlet
+from .outlet import OutputWriter
 
 TAIL_LINES = 50
 TAIL_BYTES = 64 * 2**10
-PARTIAL_SECONDS = 1.0
+PARTIAL_LINE_SECONDS = 1.0
 """A line that has not ended is passed on after this time: it may be a question, or a progress bar."""
-_CHUNK = 1 << 16
-_AT_ONCE = 16
+_READ_CHUNK_BYTES = 1 << 16
+_CHUNKS_PER_PUMP = 16
 """Chunks that are read before others have their turn. A pipe holds less."""
-_LONGEST_LINE = 1 << 20  # a line beyond this is passed on in pieces
+_MAX_OUTPUT_LINE_BYTES = 1 << 20  # a line beyond this is passed on in pieces
 _LINE_ENDS = re.compile(rb"(\r\n|\r|\n)")
 
 
-class Copy(Protocol):
+class OutputCopy(Protocol):
     """Takes what comes out of a pipe as it is, next to the pipe's target."""
 
     def write(self, chunk: bytes) -> None: ...
@@ -32,7 +32,7 @@ class Copy(Protocol):
 class OutputPipe:
     """One pipe from a rank. Its writing end is for the rank; what comes out goes to `target`."""
 
-    def __init__(self, target: BinaryIO | Outlet, prefix: bytes = b"", copy: Copy | None = None) -> None:
+    def __init__(self, target: BinaryIO | OutputWriter, prefix: bytes = b"", copy: OutputCopy | None = None) -> None:
         self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_end, False)
         self._open = True
@@ -45,15 +45,15 @@ class OutputPipe:
         self._in_line = False  # whether a part of the last line has been passed on
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
-        self._listen()
+        self._resume_reading()
 
     def pump(self) -> None:
         """Passes on what is there; at its end, closes."""
-        for _ in range(_AT_ONCE):
+        for _ in range(_CHUNKS_PER_PUMP):
             if not self._open:
                 return
             try:
-                chunk = os.read(self._read_end, _CHUNK)
+                chunk = os.read(self._read_end, _READ_CHUNK_BYTES)
             except BlockingIOError:
                 return
             if not chunk:
@@ -61,9 +61,9 @@ class OutputPipe:
                 return
             if self._copy is not None:
                 self._copy.write(chunk)
-            self._remember(chunk)
+            self._append_tail(chunk)
             if self._prefix:
-                self._pass_on(chunk)
+                self._forward(chunk)
             else:
                 self._write(chunk)
 
@@ -76,44 +76,44 @@ class OutputPipe:
             self._open = False
             self._loop.remove_reader(self._read_end)
             os.close(self._read_end)
-            self._pass_on_rest()
+            self._forward_rest()
             if self._rest:
                 self._tail.append(self._rest)
                 self._rest = b""
             if self._copy is not None:
                 self._copy.close()
 
-    def _listen(self) -> None:
+    def _resume_reading(self) -> None:
         if self._open:
-            self._loop.add_reader(self._read_end, self._readable)
+            self._loop.add_reader(self._read_end, self._handle_readable)
 
-    def _readable(self) -> None:
+    def _handle_readable(self) -> None:
         """Leaves it in the pipe while there is no room for it: the rank that writes more has to wait."""
-        if isinstance(self._target, Outlet) and self._target.full:
+        if isinstance(self._target, OutputWriter) and self._target.is_full:
             self._loop.remove_reader(self._read_end)
-            self._target.when_room(self._listen)
+            self._target.call_when_writable(self._resume_reading)
         else:
             self.pump()
 
-    def _remember(self, chunk: bytes) -> None:
+    def _append_tail(self, chunk: bytes) -> None:
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         self._tail.extend(line + b"\n" for line in lines)
-        if len(self._rest) > _LONGEST_LINE:
+        if len(self._rest) > _MAX_OUTPUT_LINE_BYTES:
             self._tail.append(self._rest + b"\n")
             self._rest = b""
 
-    def _pass_on(self, chunk: bytes) -> None:
+    def _forward(self, chunk: bytes) -> None:
         """Whole lines at once, the rest a moment later. `\\r` ends a line, too, which the next one overwrites."""
         text = self._pending + chunk
         end = max(text.rfind(b"\n"), text.rfind(b"\r", 0, -1)) + 1  # a last \r may be the first half of \r\n
         self._pending = text[end:]
         self._write_lines(text[:end])
-        if len(self._pending) > _LONGEST_LINE:
-            self._pass_on_rest()
+        if len(self._pending) > _MAX_OUTPUT_LINE_BYTES:
+            self._forward_rest()
         elif self._pending and self._timer is None:
-            self._timer = self._loop.call_later(PARTIAL_SECONDS, self._pass_on_rest)
+            self._timer = self._loop.call_later(PARTIAL_LINE_SECONDS, self._forward_rest)
 
-    def _pass_on_rest(self) -> None:
+    def _forward_rest(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -124,8 +124,8 @@ class OutputPipe:
         if not text:
             return
         parts = []
-        if isinstance(self._target, Outlet) and self._target.line_of is not self:
-            if self._target.line_of is not None and not text.startswith(b"\r"):
+        if isinstance(self._target, OutputWriter) and self._target.partial_line_owner is not self:
+            if self._target.partial_line_owner is not None and not text.startswith(b"\r"):
                 parts.append(b"\n")  # somebody else's line ends here
             self._in_line = False
         for part in _LINE_ENDS.split(text):
@@ -136,8 +136,8 @@ class OutputPipe:
                 parts.append(self._prefix)
             parts.append(part)
             self._in_line = not is_end
-        if isinstance(self._target, Outlet):
-            self._target.line_of = self if self._in_line else None
+        if isinstance(self._target, OutputWriter):
+            self._target.partial_line_owner = self if self._in_line else None
         self._write(b"".join(parts))
 
     def _write(self, output: bytes) -> None:

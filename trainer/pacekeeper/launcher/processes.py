@@ -13,24 +13,24 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_COMMAND_CHARACTERS = 80
+_MAX_COMMAND_CHARACTERS = 80
 _libc = ctypes.CDLL(None, use_errno=True)
 
-TERMINATING = frozenset(
+TERMINATING_SIGNALS = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU}
 )
 """Signals by which others ask a process to end: a terminal, a batch system, an administrator."""
 
 
 @functools.cache
-def ignored_at_start() -> frozenset[int]:
+def read_initially_ignored_signals() -> frozenset[int]:
     """Those of `TERMINATING` that were ignored when this process, or the one that it was forked from, asked first."""
-    return frozenset(signum for signum in TERMINATING if signal.getsignal(signum) is signal.SIG_IGN)
+    return frozenset(signum for signum in TERMINATING_SIGNALS if signal.getsignal(signum) is signal.SIG_IGN)
 
 
 def die_with_parent(parent: int) -> None:
     """The kernel kills this process when its parent dies. Does not return where `parent` is dead already."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -48,10 +48,10 @@ def open_standard_files() -> None:
 
 def adopt_orphans() -> None:
     """What the ranks leave behind becomes this process's child, as it would if this were process 1."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def reap(except_for: int) -> None:
+def reap_children(except_for: int) -> None:
     """Takes leave of adopted children that have ended; `except_for` is a child that somebody else waits for."""
     while True:
         try:
@@ -63,18 +63,18 @@ def reap(except_for: int) -> None:
         os.waitpid(ended.si_pid, 0)
 
 
-def adopted(except_for: int) -> dict[int, str]:
+def list_adopted_processes(except_for: int) -> dict[int, str]:
     """Processes that ranks have left behind, with their command lines. `except_for` is a child that is no such."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     found = {}
     for pid in map(int, children):
         with suppress(FileNotFoundError, ProcessLookupError):
-            if pid != except_for and (command := _command(pid)):
+            if pid != except_for and (command := _read_command_line(pid)):
                 found[pid] = command
     return found
 
 
-def catches(pid: int, signum: int) -> bool:
+def has_signal_handler(pid: int, signum: int) -> bool:
     """Whether the process has a handler for the signal. One that has not would die of it."""
     caught = _read_status(pid, "SigCgt") or "0"
     return bool(int(caught, 16) >> (signum - 1) & 1)
@@ -113,22 +113,22 @@ def group_exists(group: int) -> bool:
     return True
 
 
-def group_members(group: int) -> dict[int, str]:
+def list_group_members(group: int) -> dict[int, str]:
     """Processes of the group that run, with their command lines."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         fields = read_fields(folder / "stat")
         with suppress(FileNotFoundError, ProcessLookupError):
-            if fields and int(fields[2]) == group and (command := _command(int(folder.name))):
+            if fields and int(fields[2]) == group and (command := _read_command_line(int(folder.name))):
                 found[int(folder.name)] = command
     return found
 
 
-def in_words(found: Mapping[int, str]) -> str:
-    return ", ".join(f"{pid} ({command[:_COMMAND_CHARACTERS]})" for pid, command in found.items())
+def format_processes(found: Mapping[int, str]) -> str:
+    return ", ".join(f"{pid} ({command[:_MAX_COMMAND_CHARACTERS]})" for pid, command in found.items())
 
 
-def _command(pid: int) -> str:
+def _read_command_line(pid: int) -> str:
     """Its command line; "": it has ended."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
 
@@ -140,7 +140,7 @@ def kill_group(group: int, signum: signal.Signals) -> None:
         return
 
 
-def _prctl(option: int, argument: int) -> None:
+def _call_prctl(option: int, argument: int) -> None:
     if _libc.prctl(option, argument, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

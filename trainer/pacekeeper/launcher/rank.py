@@ -21,11 +21,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from pacekeeper.observe.ring import create_ring
-from pacekeeper.runtime import FIRST_TO_TAKE
+from pacekeeper.runtime import FIRST_PROCESS_OWNER
 
 from . import end_signals, processes
-from .ending import end
-from .late import heed_late_variables
+from .ending import end_process
+from .late import handle_late_variables
 from .program import become_program
 from .threads import limit_threads
 
@@ -44,13 +44,13 @@ class RankStart:
     is_module: bool
     arguments: list[str]
     environment: dict[str, str]  # what is set on top of the launcher's own
-    ring: str  # path of its ring of records
-    stack: str  # path of its stack file
+    ring_path: str  # path of its ring of records
+    stack_path: str  # path of its stack file
     threads: int  # of torch's operations; 0: torch's default
     is_program: bool = False  # the script is any program, and the rank becomes it
 
     @property
-    def is_first_here(self) -> bool:
+    def is_first_local(self) -> bool:
         """Whether it is the first rank of its worker."""
         return self.environment.get("PACEKEEPER_LOCAL_RANK", self.environment.get("LOCAL_RANK")) == "0"
 
@@ -63,7 +63,7 @@ def run_rank(start: RankStart, parent: int, stdout: int, stderr: int, stdin: int
     processes.die_with_parent(parent)
     os.setpgid(0, 0)
     _reset_signals()
-    _connect(stdin, stdout, stderr)
+    _connect_standard_files(stdin, stdout, stderr)
     imported = dict(os.environ)  # that torch has seen
     os.environ.update(start.environment)
     _make_files(start)
@@ -72,21 +72,21 @@ def run_rank(start: RankStart, parent: int, stdout: int, stderr: int, stdin: int
     np.random.seed()  # a forked generator would be the same in every rank; Python's own reseeds itself
     if start.threads:
         limit_threads(start.threads)
-    heed_late_variables({**imported, **start.environment}, warn=start.is_first_here)  # once a worker is enough
+    handle_late_variables({**imported, **start.environment}, warn=start.is_first_local)  # once a worker is enough
     code, failed = _run_script(start)
-    _note_end()
-    end(code, failed)
+    _notify_end()
+    end_process(code, failed)
 
 
 def _make_files(start: RankStart) -> None:
     """Without room for them the rank trains unwatched, as it would without a launcher."""
     try:
-        owner = FIRST_TO_TAKE if start.is_program else os.getpid()  # a shell may start what is to be watched
-        create_ring(Path(start.ring), start.rank, start.round, owner=owner)
-        _write_stacks_on_signal(start.stack)
+        owner = FIRST_PROCESS_OWNER if start.is_program else os.getpid()  # a shell may start what is to be watched
+        create_ring(Path(start.ring_path), start.rank, start.round, owner=owner)
+        _write_stacks_on_signal(start.stack_path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            Path(start.ring).unlink(missing_ok=True)  # of the round before
+            Path(start.ring_path).unlink(missing_ok=True)  # of the round before
         signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         print(f"pacekeeper: rank {start.rank} is not watched in this round: {error}", file=sys.stderr)
 
@@ -97,9 +97,9 @@ def _run_script(start: RankStart) -> tuple[int, bool]:
     try:
         _run_as_main(start)
     except SystemExit as exit_:
-        return _exit_code(exit_.code), False
+        return _convert_exit_code(exit_.code), False
     except BaseException as error:
-        error.__traceback__ = _script_part(error.__traceback__)  # torch's own hook takes it from here
+        error.__traceback__ = _trim_traceback(error.__traceback__)  # torch's own hook takes it from here
         sys.excepthook(type(error), error, error.__traceback__)
         # As Python itself does: an uncaught KeyboardInterrupt ends by its signal.
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1, True
@@ -137,14 +137,14 @@ def _add_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _note_end() -> None:
+def _notify_end() -> None:
     """Where the script is watched: what follows is no training."""
     watching = sys.modules.get("pacekeeper.observe.watching")
     if watching is not None:
         watching.note_end()
 
 
-def _exit_code(code: object) -> int:
+def _convert_exit_code(code: object) -> int:
     """As sys.exit() defines it: None is success, a number itself, anything else is printed and a failure."""
     if code is None:
         return 0
@@ -154,7 +154,7 @@ def _exit_code(code: object) -> int:
     return 1
 
 
-def _script_part(trace: TracebackType | None) -> TracebackType | None:
+def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's own first frame on."""
     launcher = {__file__, runpy.__file__, "<frozen runpy>"}
     part = trace
@@ -165,14 +165,14 @@ def _script_part(trace: TracebackType | None) -> TracebackType | None:
 
 def _reset_signals() -> None:
     """To Python's own; a signal that was ignored when the launcher started (`nohup`) stays ignored."""
-    for signum in {*end_signals.handled_signals(), signal.SIGCHLD}:
-        if signum not in processes.ignored_at_start():
+    for signum in {*end_signals.read_handled_signals(), signal.SIGCHLD}:
+        if signum not in processes.read_initially_ignored_signals():
             signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-class _Unbuffered(io.FileIO):
+class _UnbufferedFile(io.FileIO):
     """A file of which each write is whole, however many signals arrive: a text file does not look at what is left."""
 
     def write(self, data: Any) -> int:
@@ -186,7 +186,7 @@ class _Unbuffered(io.FileIO):
         return len(view)
 
 
-def _connect(stdin: int | None, stdout: int, stderr: int) -> None:
+def _connect_standard_files(stdin: int | None, stdout: int, stderr: int) -> None:
     """Output and error are the launcher's pipes, unbuffered as under torchrun, so that nothing is lost in a kill."""
     source = os.open(os.devnull, os.O_RDONLY) if stdin is None else stdin
     for descriptor, target in ((source, 0), (stdout, 1), (stderr, 2)):
@@ -194,12 +194,12 @@ def _connect(stdin: int | None, stdout: int, stderr: int) -> None:
         os.close(descriptor)
     text = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     sys.stdin = sys.__stdin__ = text  # type: ignore[misc]  # both are the rank's from here on
-    sys.stdout = sys.__stdout__ = _text(1)  # type: ignore[misc]  # the same
-    sys.stderr = sys.__stderr__ = _text(2)  # type: ignore[misc]  # the same
+    sys.stdout = sys.__stdout__ = _open_text_stream(1)  # type: ignore[misc]  # the same
+    sys.stderr = sys.__stderr__ = _open_text_stream(2)  # type: ignore[misc]  # the same
 
 
-def _text(descriptor: int) -> io.TextIOWrapper:
-    raw: Any = _Unbuffered(descriptor, "w", closefd=False)
+def _open_text_stream(descriptor: int) -> io.TextIOWrapper:
+    raw: Any = _UnbufferedFile(descriptor, "w", closefd=False)
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", newline="\n", write_through=True)
 
 

@@ -11,7 +11,7 @@ from string import Template
 from pacekeeper_analysis.errors import InputError
 
 
-class Std(IntFlag):
+class StandardStream(IntFlag):
     """Streams of a rank, with torchrun's numbers."""
 
     NONE = 0
@@ -23,12 +23,12 @@ class Std(IntFlag):
 class StreamSelection:
     """The streams that torchrun's -r or -t names: the same of all ranks, or rank by rank."""
 
-    of_all: Std = Std.NONE
-    by_rank: Mapping[int, Std] = field(default_factory=dict)
+    default_streams: StandardStream = StandardStream.NONE
+    streams_by_rank: Mapping[int, StandardStream] = field(default_factory=dict)
     """By local rank. Where it holds any, `of_all` is NONE."""
 
-    def includes(self, stream: Std, local_rank: int) -> bool:
-        return stream in self.by_rank.get(local_rank, self.of_all)
+    def includes(self, stream: StandardStream, local_rank: int) -> bool:
+        return stream in self.streams_by_rank.get(local_rank, self.default_streams)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RankPlace:
     local_rank: int
     attempt: int
     """Rounds before this one, as TORCHELASTIC_RESTART_COUNT counts."""
-    several: bool
+    shares_console: bool
     """Whether other ranks write to the same console."""
 
 
@@ -64,7 +64,7 @@ class OutputOptions:
     """Of this run's log files; None: there are none."""
     redirects: StreamSelection = StreamSelection()
     tee: StreamSelection = StreamSelection()
-    shown: frozenset[int] | None = None
+    shown_ranks: frozenset[int] | None = None
     """Local ranks whose output the console shows; None: of all."""
     prefix_template: str = ""
     """With torchrun's macros ${role_name}, ${local_rank}, ${rank}, ${hostname}; "": the default prefix."""
@@ -78,32 +78,32 @@ class OutputOptions:
         folder = self.attempt_folder(attempt)
         return folder / str(local_rank) if folder is not None else None
 
-    def plan_stream(self, stream: Std, place: RankPlace, role: str, hostname: str) -> StreamPlan:
+    def plan_stream(self, stream: StandardStream, place: RankPlace, role: str, hostname: str) -> StreamPlan:
         """Decide where a stream goes, with the file names of torchrun's default layout."""
-        shown = self.shown is None or place.local_rank in self.shown
+        shown = self.shown_ranks is None or place.local_rank in self.shown_ranks
         attempt, folder = self.attempt_folder(place.attempt), self.rank_folder(place.attempt, place.local_rank)
         teed = self.tee.includes(stream, place.local_rank) and folder is not None
-        prefix = self._prefix(place, role, hostname, teed)
+        prefix = self._format_prefix(place, role, hostname, teed)
         if folder is None or attempt is None:
             return StreamPlan(shown, prefix)
-        name = "stdout" if stream is Std.OUT else "stderr"
+        name = "stdout" if stream is StandardStream.OUT else "stderr"
         file = folder / f"{name}.log"
         if not teed:
             redirected = self.redirects.includes(stream, place.local_rank)
             return StreamPlan(False, prefix, file) if redirected else StreamPlan(shown, prefix)
-        filters = self.stdout_filters if stream is Std.OUT else self.stderr_filters
+        filters = self.stdout_filters if stream is StandardStream.OUT else self.stderr_filters
         if not (filters and shown):  # torchrun filters what it shows
             return StreamPlan(shown, prefix, file)
         return StreamPlan(shown, prefix, file, attempt / f"filtered_{name}.log", filters)
 
-    def _prefix(self, place: RankPlace, role: str, hostname: str, teed: bool) -> str:
+    def _format_prefix(self, place: RankPlace, role: str, hostname: str, teed: bool) -> str:
         if self.prefix_template:
             return Template(self.prefix_template).safe_substitute(
                 role_name=role, rank=place.rank, local_rank=place.local_rank, hostname=hostname
             )
         if teed:
             return f"[{role}{place.local_rank}]:"
-        return f"[{place.rank}] " if place.several else ""
+        return f"[{place.rank}] " if place.shares_console else ""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class RankOptions:
     output: OutputOptions = OutputOptions()
 
 
-def rank_environment(options: RankOptions, local_rank: int, environment: Mapping[str, str]) -> dict[str, str]:
+def build_rank_environment(options: RankOptions, local_rank: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Return LOCAL_RANK, and which GPUs the rank sees where that differs from the launcher's `environment`.
 
     Raises InputError where fewer GPUs are visible than ranks run here.

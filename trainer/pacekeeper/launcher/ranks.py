@@ -19,43 +19,43 @@ from pacekeeper import cgroup
 from pacekeeper.observe.communicators import read_communicators
 from pacekeeper.observe.ring import RingReader
 from pacekeeper.observe.transport import TransportReader, open_transport
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 from pacekeeper_analysis.communicators import Communicator
-from pacekeeper_analysis.diagnose.crash import lost_a_peer
+from pacekeeper_analysis.diagnose.crash import is_peer_loss
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.transport import running_in_words
+from pacekeeper_analysis.transport import describe_running_transfers
 
 from . import processes
-from .end_signals import signal_for_rank
-from .log_files import ERROR_FILE, RankOutput, RankStream, explain, pass_error_on, recorded_error
+from .end_signals import choose_rank_signal
+from .log_files import ERROR_FILE_VARIABLE, RankOutput, RankStream, merge_error_texts, copy_error_file, read_recorded_error
 from .rank import RankStart
-from .rounds import RankSeen
+from .rounds import RankObservation
 from .stacks import StackFile
-from .warm import Exited, Forked, Warm
+from .warm import RankExited, RankForked, WarmProcess
 
-_SIGKILL = -signal.SIGKILL
+_SIGKILL_EXIT_CODE = -signal.SIGKILL
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Rank:
+class _RankProcess:
     start: RankStart
     stdout: RankStream
     stderr: RankStream
     pid: int | None = None  # None: not forked yet
     exit_code: int | None = None
-    epitaph: str = ""  # what else is known of its end
-    recorded: str = ""  # what torch's @record has written of it
+    end_details: str = ""  # what else is known of its end
+    recorded_error: str = ""  # what torch's @record has written of it
     ring: RingReader | None = None
     transport: TransportReader | None = None
 
     @property
     def error_file(self) -> Path:
-        return Path(self.start.environment[ERROR_FILE])
+        return Path(self.start.environment[ERROR_FILE_VARIABLE])
 
     @property
-    def gone(self) -> bool:
+    def is_gone(self) -> bool:
         return self.exit_code is not None and (self.pid is None or not processes.group_exists(self.pid))
 
 
@@ -63,30 +63,30 @@ class _Rank:
 class RankProcesses:
     """The ranks of one round on this worker, in local order. At most one round is here at a time."""
 
-    warm: Warm
-    runtime: Runtime
+    warm: WarmProcess
+    runtime: RuntimeFolder
     output: RankOutput = field(default_factory=RankOutput)
-    stdin: Callable[[], int | None] = lambda: None
+    open_stdin: Callable[[], int | None] = lambda: None
     """Gives a descriptor that the first rank reads, which is ours to close."""
-    _ranks: list[_Rank] = field(default_factory=list)
+    _ranks: list[_RankProcess] = field(default_factory=list)
     _oom_kills: int = 0  # at the round's start
 
     def start(self, starts: Sequence[RankStart]) -> None:
         """Forks the ranks of a round. Those of the round before are gone."""
-        assert all(rank.gone for rank in self._ranks)
+        assert all(rank.is_gone for rank in self._ranks)
         self._close_output()
-        self._oom_kills = cgroup.oom_kills()
+        self._oom_kills = cgroup.count_oom_kills()
         self._ranks = []
         for local, start in enumerate(starts):
             self.runtime.transport(local).unlink(missing_ok=True)
-            stdout, stderr = self.output.open(start, local, several=len(starts) > 1)
+            stdout, stderr = self.output.open(start, local, shares_console=len(starts) > 1)
             files = [stdout.write_end, stderr.write_end]
-            if local == 0 and (stdin := self.stdin()) is not None:
+            if local == 0 and (stdin := self.open_stdin()) is not None:
                 files.append(stdin)
             self.warm.fork(start, *files)
             for file in files:
                 os.close(file)
-            self._ranks.append(_Rank(start, stdout, stderr))
+            self._ranks.append(_RankProcess(start, stdout, stderr))
 
     def signal(self, signum: signal.Signals) -> None:
         """Send SIGKILL to all that a rank has started, others to the rank itself, in the form that it handles.
@@ -100,12 +100,12 @@ class RankProcesses:
                 processes.kill_group(rank.pid, signum)
             elif rank.exit_code is None:
                 with suppress(ProcessLookupError):  # it has ended, and the warm process has not said so yet
-                    os.kill(rank.pid, signal_for_rank(signum, partial(processes.catches, rank.pid)))
+                    os.kill(rank.pid, choose_rank_signal(signum, partial(processes.has_signal_handler, rank.pid)))
 
-    def left_behind(self) -> dict[int, str]:
+    def list_left_processes(self) -> dict[int, str]:
         """Processes in the groups of ranks that have ended, with their command lines."""
         ended = [rank.pid for rank in self._ranks if rank.exit_code is not None and rank.pid is not None]
-        return {pid: command for group in ended for pid, command in processes.group_members(group).items()}
+        return {pid: command for group in ended for pid, command in processes.list_group_members(group).items()}
 
     def close(self) -> None:
         """Ends all that is left."""
@@ -119,38 +119,38 @@ class RankProcesses:
                 stream.pump()
                 stream.close()
 
-    def take_news(self) -> None:
+    def receive_events(self) -> None:
         """What the warm process has to say. Raises EOFError when it is gone."""
         by_key = {rank.start.key: rank for rank in self._ranks}
-        for news in self.warm.news():
+        for news in self.warm.read_events():
             rank = by_key[news.key]
             match news:
-                case Forked():
+                case RankForked():
                     rank.pid = news.pid
-                case Exited():
+                case RankExited():
                     rank.exit_code = news.code
                     rank.stderr.pump()  # its last words
                     if news.code:
-                        rank.recorded = recorded_error(rank.error_file)
+                        rank.recorded_error = read_recorded_error(rank.error_file)
 
-    def pass_error_on(self, environment: Mapping[str, str]) -> None:
+    def export_error(self, environment: Mapping[str, str]) -> None:
         """Copy what @record has written of the rank that explains the end best to the launcher's own error file."""
-        told = [rank for rank in self._ranks if rank.recorded and rank.exit_code]
-        told.sort(key=lambda rank: lost_a_peer(rank.exit_code or 0, rank.recorded))
+        told = [rank for rank in self._ranks if rank.recorded_error and rank.exit_code]
+        told.sort(key=lambda rank: is_peer_loss(rank.exit_code or 0, rank.recorded_error))
         for rank in told[:1]:
-            pass_error_on(rank.error_file, environment)
+            copy_error_file(rank.error_file, environment)
 
-    def change_warm(self, warm: Warm, why: str) -> None:
+    def replace_warm_process(self, warm: WarmProcess, why: str) -> None:
         """The warm process has ended, and by the kernel's hand what it has forked. `why`: in words."""
         self.warm = warm
         for rank in self._ranks:
             if rank.exit_code is None:
-                rank.exit_code, rank.epitaph = _SIGKILL, why
+                rank.exit_code, rank.end_details = _SIGKILL_EXIT_CODE, why
                 rank.stderr.pump()
 
     def states(self) -> dict[int, np.void]:
         """The present state (`records.STATE`) of each rank whose script is watched, by local rank."""
-        states = {local: _state(rank, self.runtime, local) for local, rank in enumerate(self._ranks)}
+        states = {local: _read_rank_state(rank, self.runtime, local) for local, rank in enumerate(self._ranks)}
         return {local: state for local, state in states.items() if state is not None}
 
     def pids(self) -> dict[int, int]:
@@ -174,17 +174,17 @@ class RankProcesses:
 
     def communicators(self, local_rank: int) -> tuple[Communicator, ...]:
         """Those that a rank has used in this round."""
-        return read_communicators(self.runtime.communicators_of(local_rank))
+        return read_communicators(self.runtime.communicators_file(local_rank))
 
     def exit_codes(self) -> list[int | None]:
         """In local order; None: it runs."""
         return [rank.exit_code for rank in self._ranks]
 
-    def ended(self) -> frozenset[int]:
+    def list_finished(self) -> frozenset[int]:
         """Local ranks that have exited with code 0."""
         return frozenset(local for local, rank in enumerate(self._ranks) if rank.exit_code == 0)
 
-    def transfers(self) -> str:
+    def describe_transfers(self) -> str:
         """What the ranks' transfers over NCCL wait for that have not ended; "": nothing, or that is unknown."""
         words = []
         for local, rank in enumerate(self._ranks):
@@ -195,39 +195,39 @@ class RankProcesses:
                     log.warning("%s", error)
             if rank.transport is not None:
                 running, communicators = rank.transport.operations(), rank.transport.communicators()
-                words.append(running_in_words(rank.start.rank, running, communicators, time.monotonic_ns()))
+                words.append(describe_running_transfers(rank.start.rank, running, communicators, time.monotonic_ns()))
         return "\n".join(filter(None, words))
 
-    def seen(self) -> list[RankSeen]:
+    def observe(self) -> list[RankObservation]:
         """The ranks as the state machine wants them."""
         states = self.states()
         some_failed = any(rank.exit_code for rank in self._ranks)
-        memory_ran_out = some_failed and cgroup.oom_kills() > self._oom_kills
+        memory_ran_out = some_failed and cgroup.count_oom_kills() > self._oom_kills
         ended = min((rank.start.rank for rank in self._ranks if rank.exit_code == 0), default=None)
-        return [_see(rank, states.get(local), memory_ran_out, ended) for local, rank in enumerate(self._ranks)]
+        return [_observe_rank(rank, states.get(local), memory_ran_out, ended) for local, rank in enumerate(self._ranks)]
 
 
-def _see(rank: _Rank, state: np.void | None, memory_ran_out: bool, ended: int | None) -> RankSeen:
+def _observe_rank(rank: _RankProcess, state: np.void | None, memory_ran_out: bool, ended: int | None) -> RankObservation:
     """state: of a rank that is watched. memory_ran_out: the kernel has killed a process of this worker in this round.
     ended: a global rank that has exited with code 0."""
     step = -1 if state is None else int(state["step"])
     completed_step = state is not None and int(state["steps_in_round"]) > 0
-    seen = RankSeen(rank.start.rank, rank.gone, rank.exit_code, completed_step=completed_step, step=step,
-                    watched=state is not None, steered=state is not None and int(state["sync_mode"]) >= 0)  # fmt: skip
+    seen = RankObservation(rank.start.rank, rank.is_gone, rank.exit_code, completed_step=completed_step, step=step,
+                    monitored=state is not None, managed=state is not None and int(state["sync_mode"]) >= 0)  # fmt: skip
     if not rank.exit_code:
         return seen
-    tail = explain(rank.stderr.tail(), rank.recorded)
-    lost_peer = rank.start.environment.get("WORLD_SIZE") != "1" and lost_a_peer(rank.exit_code, tail)
+    tail = merge_error_texts(rank.stderr.tail(), rank.recorded_error)
+    lost_peer = rank.start.environment.get("WORLD_SIZE") != "1" and is_peer_loss(rank.exit_code, tail)
     return replace(
         seen,
-        error="\n".join(filter(None, (tail, rank.epitaph))),
+        error="\n".join(filter(None, (tail, rank.end_details))),
         out_of_memory=memory_ran_out and not lost_peer,  # the rank itself, or a child that it needed
         lost_peer=lost_peer and ended is None,
         ended_peer=ended if lost_peer and ended is not None else -1,
     )
 
 
-def _state(rank: _Rank, runtime: Runtime, local_rank: int) -> np.void | None:
+def _read_rank_state(rank: _RankProcess, runtime: RuntimeFolder, local_rank: int) -> np.void | None:
     """None until the library has taken the ring of this very round into use."""
     if rank.ring is None:
         try:

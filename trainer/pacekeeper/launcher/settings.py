@@ -29,19 +29,19 @@ class LauncherSettings:
     """How long a process that takes the place of a warm one that has died may take to import torch."""
     gather_timeout: float = 60.0
     """How long the other launchers may take to come before a fault says that they have not."""
-    settle: float = 2.0
+    settle_timeout: float = 2.0
     """How long a failed rank's launcher waits for its peers' word on which of them failed first."""
     linger: float = 60.0
     """How long processes that ranks have started may go on when all ranks have ended with code 0: an upload, say."""
     contact_timeout: float = 8.0
     """Without contact to operator and peers for so long, the ranks end: their worker may have been replaced."""
-    unwatched_step: float = 30.0
+    unmonitored_step: float = 30.0
     """A script that records nothing has done something useful when its ranks ran for so long."""
-    hang: float | None = None
+    hang_deadline: float | None = None
     """Deadline of the training phase; None: from the ranks' own step times."""
     phase_deadline: float = 1800.0
     """Deadline of every other phase."""
-    neighbour_port: int = 9464
+    peer_port: int = 9464
     """Port at which a neighbour's address is probed when ranks stall: its metrics. In the node's network they are
     elsewhere, and the refusal is an answer all the same."""
 
@@ -59,18 +59,18 @@ class LauncherSettings:
             worker=worker,
             address=address,
             incarnation=f"{time.time_ns() // 1_000_000:x}",
-            grace=_seconds(environment, "PACEKEEPER_GRACE_SECONDS") or cls.grace,
-            kill_timeout=_seconds(environment, _KILL) or cls.kill_timeout,
-            import_timeout=_seconds(environment, _IMPORT) or cls.import_timeout,
-            gather_timeout=_seconds(environment, "PACEKEEPER_GATHER_SECONDS") or cls.gather_timeout,
-            linger=_seconds(environment, "PACEKEEPER_LINGER_SECONDS") or cls.linger,
-            contact_timeout=_seconds(environment, "PACEKEEPER_CONTACT_SECONDS") or cls.contact_timeout,
-            hang=_seconds(environment, "PACEKEEPER_HANG_SECONDS"),
-            phase_deadline=_seconds(environment, "PACEKEEPER_PHASE_SECONDS") or cls.phase_deadline,
-            neighbour_port=int(_seconds(environment, "PACEKEEPER_METRICS_PORT") or cls.neighbour_port),
+            grace=_parse_seconds(environment, "PACEKEEPER_GRACE_SECONDS") or cls.grace,
+            kill_timeout=_parse_seconds(environment, _KILL) or cls.kill_timeout,
+            import_timeout=_parse_seconds(environment, _IMPORT) or cls.import_timeout,
+            gather_timeout=_parse_seconds(environment, "PACEKEEPER_GATHER_SECONDS") or cls.gather_timeout,
+            linger=_parse_seconds(environment, "PACEKEEPER_LINGER_SECONDS") or cls.linger,
+            contact_timeout=_parse_seconds(environment, "PACEKEEPER_CONTACT_SECONDS") or cls.contact_timeout,
+            hang_deadline=_parse_seconds(environment, "PACEKEEPER_HANG_SECONDS"),
+            phase_deadline=_parse_seconds(environment, "PACEKEEPER_PHASE_SECONDS") or cls.phase_deadline,
+            peer_port=int(_parse_seconds(environment, "PACEKEEPER_METRICS_PORT") or cls.peer_port),
         )
         for name in (_KILL, _IMPORT):
-            seconds = _seconds(environment, name) or 0.0
+            seconds = _parse_seconds(environment, name) or 0.0
             if seconds >= settings.gather_timeout:
                 raise InputError(
                     f"{name}: {seconds:g} s must be below PACEKEEPER_GATHER_SECONDS, {settings.gather_timeout:g} s, "
@@ -79,14 +79,14 @@ class LauncherSettings:
         return settings
 
 
-_SERVICE_LINKS = ("tcp://", "udp://", "sctp://")
+_SERVICE_LINK_PREFIXES = ("tcp://", "udp://", "sctp://")
 """What Kubernetes sets for a Service: PACEKEEPER_METRICS_PORT for one by the name of pacekeeper-metrics."""
 
 
-def _seconds(environment: Mapping[str, str], name: str) -> float | None:
+def _parse_seconds(environment: Mapping[str, str], name: str) -> float | None:
     """A positive number; None where the variable is unset, empty, `auto` or Kubernetes' own."""
     text = environment.get(name, "")
-    if text in {"", "auto"} or text.startswith(_SERVICE_LINKS):
+    if text in {"", "auto"} or text.startswith(_SERVICE_LINK_PREFIXES):
         return None
     try:
         value = float(text)

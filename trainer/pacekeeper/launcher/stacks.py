@@ -6,16 +6,16 @@ import asyncio
 import os
 from pathlib import Path
 
-from pacekeeper_analysis.reports import GONE
+from pacekeeper_analysis.reports import EXITED_PROCESS_STATES
 
-from .processes import catches, read_fields
+from .processes import has_signal_handler, read_fields
 from .rank import STACK_SIGNAL
-from .waits import describe_wait, helper_ticks
-from .watch import Look
+from .waits import describe_wait, count_helper_ticks
+from .watch import ProcessSample
 
-_PATIENCE = 0.2
+_STACK_TIMEOUT_SECONDS = 0.2
 """Seconds that a stack may take to be written. A stopped process writes none."""
-_PAUSE = 0.01
+_STACK_POLL_INTERVAL_SECONDS = 0.01
 
 
 class StackFile:
@@ -24,7 +24,7 @@ class StackFile:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def forget(self) -> int:
+    def drop_dumps(self) -> int:
         """Drops the dumps so far: of a stall that lasts there are many, and the file may lie in memory. Returns the
         offset at which the next one begins."""
         try:
@@ -39,13 +39,13 @@ class StackFile:
         except FileNotFoundError:
             return 0
 
-    def dumps(self) -> tuple[str, str]:
+    def read_dumps(self) -> tuple[str, str]:
         """The main thread's name in dumps, and the newest dump of all threads; "" where it is not there (yet)."""
         head, _, dumps = self._path.read_text(errors="replace").partition("\n")
         return head.removeprefix("main thread "), dumps
 
 
-def main_stack(dump: str, main_thread: str) -> str:
+def extract_main_stack(dump: str, main_thread: str) -> str:
     """The frames of one thread of a faulthandler dump, turned round: innermost call last."""
     frames: list[str] = []
     inside = False
@@ -57,31 +57,31 @@ def main_stack(dump: str, main_thread: str) -> str:
     return "\n".join(reversed(frames))
 
 
-async def look_at(pid: int, file: StackFile) -> Look:
+async def sample_process(pid: int, file: StackFile) -> ProcessSample:
     """One look at the process; never longer than `_PATIENCE`."""
-    state, ticks = process_state(pid)
-    if state in ("T", *GONE):
-        return Look(state, ticks)
+    state, ticks = read_process_state(pid)
+    if state in ("T", *EXITED_PROCESS_STATES):
+        return ProcessSample(state, ticks)
     # It has become another program, the script has taken the handler away, or a debugger holds it.
-    if state == "t" or not catches(pid, STACK_SIGNAL):
-        return Look(state, ticks, "", helper_ticks(pid), describe_wait(pid, "", "") if state != "R" else "")
-    offset, helpers = file.forget(), helper_ticks(pid)
+    if state == "t" or not has_signal_handler(pid, STACK_SIGNAL):
+        return ProcessSample(state, ticks, "", count_helper_ticks(pid), describe_wait(pid, "", "") if state != "R" else "")
+    offset, helpers = file.drop_dumps(), count_helper_ticks(pid)
     try:
         os.kill(pid, STACK_SIGNAL)
     except ProcessLookupError:
-        return Look()
+        return ProcessSample()
     main_thread, dump, size = "", "", -1
-    for _ in range(int(_PATIENCE / _PAUSE)):
-        await asyncio.sleep(_PAUSE)
+    for _ in range(int(_STACK_TIMEOUT_SECONDS / _STACK_POLL_INTERVAL_SECONDS)):
+        await asyncio.sleep(_STACK_POLL_INTERVAL_SECONDS)
         before, size = size, file.size()
         if size > offset and size == before:  # a dump is many small writes: it is whole when it has stopped to grow
-            main_thread, dump = file.dumps()
+            main_thread, dump = file.read_dumps()
             break
     waits_for = describe_wait(pid, main_thread, dump) if state != "R" else ""
-    return Look(state, ticks, main_stack(dump, main_thread), helpers, waits_for)
+    return ProcessSample(state, ticks, extract_main_stack(dump, main_thread), helpers, waits_for)
 
 
-def process_state(pid: int) -> tuple[str, int]:
+def read_process_state(pid: int) -> tuple[str, int]:
     """State letter, and processor time of the main thread in clock ticks; ("", 0) where there is no such process."""
     fields = read_fields(Path(f"/proc/{pid}/task/{pid}/stat"))
     return (fields[0], int(fields[11]) + int(fields[12])) if fields else ("", 0)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 
-_CHUNK = 1 << 12
+_STDIN_CHUNK_BYTES = 1 << 12
 
 
 class StandardInput:
@@ -32,7 +32,7 @@ class StandardInput:
         read_end, self._pipe = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._pipe, False)
         signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # in the background, reading fails instead of stopping us
-        asyncio.get_running_loop().add_reader(self._descriptor, self._pass_on)
+        asyncio.get_running_loop().add_reader(self._descriptor, self._forward_line)
         return read_end
 
     def close(self) -> None:
@@ -42,10 +42,10 @@ class StandardInput:
             os.close(self._pipe)
             self._pipe = None
 
-    def _pass_on(self) -> None:
+    def _forward_line(self) -> None:
         assert self._pipe is not None
         try:
-            line = os.read(self._descriptor, _CHUNK)
+            line = os.read(self._descriptor, _STDIN_CHUNK_BYTES)
         except OSError:
             line = b""
         if not line:

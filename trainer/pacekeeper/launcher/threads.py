@@ -6,7 +6,7 @@ import ctypes
 import sys
 from pathlib import Path
 
-_SETTERS = (
+_THREAD_COUNT_SETTERS = (
     "openblas_set_num_threads",
     "openblas_set_num_threads64_",
     "scipy_openblas_set_num_threads",
@@ -14,7 +14,7 @@ _SETTERS = (
     "MKL_Set_Num_Threads",
 )
 """Each takes an int. numpy's and scipy's wheels rename OpenBLAS's."""
-_LIBRARIES = ("openblas", "libmkl_rt")
+_MATH_LIBRARIES = ("openblas", "libmkl_rt")
 
 
 def limit_threads(threads: int) -> None:
@@ -28,18 +28,18 @@ def limit_threads(threads: int) -> None:
 
 def limit_libraries(threads: int) -> None:
     """Limit what numpy and scipy use."""
-    for path in loaded_libraries():
+    for path in find_loaded_libraries():
         library = ctypes.CDLL(path)
-        for name in _SETTERS:
+        for name in _THREAD_COUNT_SETTERS:
             if hasattr(library, name):
                 getattr(library, name)(ctypes.c_int(threads))
 
 
-def loaded_libraries(maps: Path = Path("/proc/self/maps")) -> set[str]:
+def find_loaded_libraries(maps: Path = Path("/proc/self/maps")) -> set[str]:
     """Paths of those in this process that have threads of their own for linear algebra."""
     try:
         lines = maps.read_text(errors="replace").splitlines()
     except OSError:
         return set()
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and "/" in line}
-    return {path for path in paths if any(name in Path(path).name for name in _LIBRARIES) and Path(path).exists()}
+    return {path for path in paths if any(name in Path(path).name for name in _MATH_LIBRARIES) and Path(path).exists()}

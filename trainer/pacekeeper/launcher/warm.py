@@ -24,16 +24,16 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from . import end_signals, processes
-from .imports import Needs
+from .imports import ImportNeeds
 from .outlet import LogStream
 from .rank import RankStart, run_rank
 
-_MESSAGE_BYTES = 1 << 20
-_IDLE_SECONDS = 0.2
+_WARM_MESSAGE_BYTES = 1 << 20
+_WARM_IDLE_SECONDS = 0.2
 """Without an order for this duration, the warm process imports what the next ranks will need."""
 
 
-class ErrorStream:
+class CurrentStderr:
     """The standard error of the process that writes: a rank's is another one than its launcher's."""
 
     def write(self, text: str) -> int:
@@ -43,9 +43,9 @@ class ErrorStream:
         sys.stderr.flush()
 
 
-def log_as_launcher() -> None:
+def configure_launcher_log() -> None:
     """Has this process, and all that it forks, write our log. The root logger is the script's to configure."""
-    handler = logging.StreamHandler(ErrorStream())
+    handler = logging.StreamHandler(CurrentStderr())
     handler.setFormatter(logging.Formatter("pacekeeper %(asctime)s %(message)s", datefmt="%H:%M:%S"))
     for name in ("pacekeeper", "pacekeeper_analysis"):
         logger = logging.getLogger(name)
@@ -54,14 +54,14 @@ def log_as_launcher() -> None:
         logger.propagate = False
 
 
-def log_to(stream: ErrorStream | LogStream) -> None:
+def redirect_log(stream: CurrentStderr | LogStream) -> None:
     """Have this process write our log to this stream, where `log_as_launcher` was called."""
     for handler in logging.getLogger("pacekeeper").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(stream)
 
 
-def preimport(names: Sequence[str]) -> None:
+def import_modules(names: Sequence[str]) -> None:
     """Imports what the ranks will need. What is not installed, no rank can need; what fails, fails in the rank."""
     for name in names:
         with contextlib.suppress(Exception):
@@ -69,7 +69,7 @@ def preimport(names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Forked:
+class RankForked:
     """The rank with this key runs as process `pid`, which leads its process group."""
 
     key: str
@@ -77,19 +77,19 @@ class Forked:
 
 
 @dataclass(frozen=True)
-class Exited:
+class RankExited:
     """The rank with this key has ended; a negative code is the signal."""
 
     key: str
     code: int
 
 
-class Warm:
+class WarmProcess:
     """The launcher's handle on its warm process."""
 
-    def __init__(self, pid: int, connection: socket.socket, ready: bool = True, needs: Needs | None = None) -> None:
+    def __init__(self, pid: int, connection: socket.socket, ready: bool = True, import_needs: ImportNeeds | None = None) -> None:
         self.pid = pid
-        self.needs = needs or Needs()
+        self.import_needs = import_needs or ImportNeeds()
         self.connection = connection  # non-blocking: readable when there is news
         self.ready = ready
         """Whether it has imported all; it takes orders before."""
@@ -103,11 +103,11 @@ class Warm:
         with contextlib.suppress(ConnectionError):
             socket.send_fds(self.connection, [message], files)
 
-    def news(self) -> Iterator[Forked | Exited]:
+    def read_events(self) -> Iterator[RankForked | RankExited]:
         """What has happened since the last call. Raises EOFError when the warm process is gone."""
         while True:
             try:
-                message = self.connection.recv(_MESSAGE_BYTES)
+                message = self.connection.recv(_WARM_MESSAGE_BYTES)
             except BlockingIOError:
                 return
             except ConnectionError as error:
@@ -118,9 +118,9 @@ class Warm:
             if "ready" in content:
                 self.ready = True
             else:
-                yield Forked(**content["forked"]) if "forked" in content else Exited(**content["exited"])
+                yield RankForked(**content["forked"]) if "forked" in content else RankExited(**content["exited"])
 
-    def bury(self) -> str:
+    def reap(self) -> str:
         """How it has ended, once `news` says so; it is nobody's child any more."""
         os.kill(self.pid, signal.SIGKILL)  # of no effect on who has ended, and an end of who has only hung up
         _, status = os.waitpid(self.pid, 0)
@@ -128,37 +128,37 @@ class Warm:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def start_warm(needs: Needs | None = None) -> Warm:
+def fork_warm_process(import_needs: ImportNeeds | None = None) -> WarmProcess:
     """Forks the warm process. The caller must still be single-threaded, and has imported what the ranks need first.
 
     needs: what it imports while the first ranks run.
     """
-    ours, theirs = _connection()
+    ours, theirs = _open_socket_pair()
     gc.collect()
     launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
-        with _never_returning():
+        with _exit_on_return():
             ours.close()
             processes.die_with_parent(launcher)
-            _serve(theirs, needs.later if needs else ())
+            _serve_launcher(theirs, import_needs.deferred_modules if import_needs else ())
     theirs.close()
-    return Warm(pid, ours, needs=needs)
+    return WarmProcess(pid, ours, import_needs=import_needs)
 
 
-def start_warm_anew(needs: Needs | None = None) -> Warm:
+def spawn_warm_process(import_needs: ImportNeeds | None = None) -> WarmProcess:
     """The same by a caller that has threads: another interpreter, which takes some seconds to import all again."""
-    ours, theirs = _connection()
+    ours, theirs = _open_socket_pair()
     theirs.set_inheritable(True)
-    needs = needs or Needs()
-    given = json.dumps({"parent": os.getpid(), "connection": theirs.fileno(), "names": [*needs.first, *needs.later]})
-    command = [sys.executable, "-c", _ANEW, json.dumps(sys.path), __name__, given]
+    import_needs = import_needs or ImportNeeds()
+    given = json.dumps({"parent": os.getpid(), "connection": theirs.fileno(), "names": [*import_needs.initial_modules, *import_needs.deferred_modules]})
+    command = [sys.executable, "-c", _SPAWN_CODE, json.dumps(sys.path), __name__, given]
     pid = os.posix_spawn(sys.executable, command, os.environ)
     theirs.close()
-    return Warm(pid, ours, ready=False, needs=needs)
+    return WarmProcess(pid, ours, ready=False, import_needs=import_needs)
 
 
-_ANEW = """
+_SPAWN_CODE = """
 import importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])
 importlib.import_module(sys.argv[2]).serve_anew(**json.loads(sys.argv[3]))
@@ -166,30 +166,30 @@ importlib.import_module(sys.argv[2]).serve_anew(**json.loads(sys.argv[3]))
 """With the launcher's own path: ranks are to find what they have found before."""
 
 
-def serve_anew(parent: int, connection: int, names: Sequence[str]) -> NoReturn:
+def serve_spawned_process(parent: int, connection: int, names: Sequence[str]) -> NoReturn:
     """The life of a warm process that was not forked. connection: its end of the socket pair; names: its imports."""
     processes.die_with_parent(parent)
-    processes.ignored_at_start()
+    processes.read_initially_ignored_signals()
     ignore_signals()
-    log_as_launcher()
-    preimport(names)
+    configure_launcher_log()
+    import_modules(names)
     gc.collect()
     theirs = socket.socket(fileno=connection)
     theirs.set_inheritable(False)
     theirs.send(json.dumps({"ready": True}).encode())
-    _serve(theirs)
+    _serve_launcher(theirs)
 
 
-def _connection() -> tuple[socket.socket, socket.socket]:
+def _open_socket_pair() -> tuple[socket.socket, socket.socket]:
     """The launcher's end, and the warm process's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _WARM_MESSAGE_BYTES)
     ours.setblocking(False)
     return ours, theirs
 
 
-def _serve(connection: socket.socket, later: Sequence[str] = ()) -> NoReturn:
+def _serve_launcher(connection: socket.socket, later: Sequence[str] = ()) -> NoReturn:
     """The warm process's life. It ends without a word: the launcher says why the run ends."""
     code = 1
     try:
@@ -206,7 +206,7 @@ def _serve(connection: socket.socket, later: Sequence[str] = ()) -> NoReturn:
 def ignore_signals() -> None:
     """A terminal's Ctrl-C reaches the whole group, a batch system's signal all of a job: the launcher decides what it
     means."""
-    for signum in end_signals.handled_signals():
+    for signum in end_signals.read_handled_signals():
         signal.signal(signum, signal.SIG_IGN)
 
 
@@ -216,7 +216,7 @@ def _fork_and_report(connection: socket.socket, later: list[str]) -> None:
     later: modules to import while there is nothing else to do.
     """
     gc.freeze()  # the collector then writes to no page that the forks share
-    processes.ignored_at_start()
+    processes.read_initially_ignored_signals()
     ignore_signals()
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, _do_nothing)
@@ -233,16 +233,16 @@ def _fork_and_report(connection: socket.socket, later: list[str]) -> None:
             os.close(descriptor)
 
     while True:
-        ready = [key.fileobj for key, _ in selector.select(_IDLE_SECONDS if later else None)]
+        ready = [key.fileobj for key, _ in selector.select(_WARM_IDLE_SECONDS if later else None)]
         if not ready and later:
-            preimport([later.pop(0)])
+            import_modules([later.pop(0)])
             gc.freeze()
         if read_end in ready:
             os.read(read_end, 4096)
-            for pid, code in _ended(keys):
+            for pid, code in _reap_ended_ranks(keys):
                 connection.send(json.dumps({"exited": {"key": keys.pop(pid), "code": code}}).encode())
         if connection in ready:
-            message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+            message, descriptors, _, _ = socket.recv_fds(connection, _WARM_MESSAGE_BYTES, 3)
             if not message:
                 return
             start = RankStart(**json.loads(message)["rank"])
@@ -264,7 +264,7 @@ def _fork_rank(start: RankStart, files: Sequence[int], forget_parents_things: Ca
     warm = os.getpid()
     pid = os.fork()
     if pid == 0:
-        with _never_returning(files[1]):
+        with _exit_on_return(files[1]):
             forget_parents_things()
             run_rank(start, warm, *files)
     with contextlib.suppress(PermissionError, ProcessLookupError):
@@ -273,7 +273,7 @@ def _fork_rank(start: RankStart, files: Sequence[int], forget_parents_things: Ca
 
 
 @contextlib.contextmanager
-def _never_returning(stderr: int = 2) -> Iterator[None]:
+def _exit_on_return(stderr: int = 2) -> Iterator[None]:
     """Inside a forked process: it ends here, whatever happens. What lies above on the stack is its parent's: cleaning
     up there would remove what the parent works with.
 
@@ -291,7 +291,7 @@ def _never_returning(stderr: int = 2) -> Iterator[None]:
         os._exit(1)
 
 
-def _ended(keys: dict[int, str]) -> Iterator[tuple[int, int]]:
+def _reap_ended_ranks(keys: dict[int, str]) -> Iterator[tuple[int, int]]:
     """(process id, exit code) of ranks that have ended; other adopted children are reaped on the way."""
     while True:
         try:

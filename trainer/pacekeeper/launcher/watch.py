@@ -14,35 +14,35 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.communicators import Communicator, as_many_as_fit, format_entered
-from pacekeeper_analysis.diagnose.hang import OUTSIDE_SECONDS
-from pacekeeper_analysis.records import LOOKED_UP, Collective, Device, Kind, Phase
-from pacekeeper_analysis.reports import DEBUGGER, Fault, FaultKind, RankState
+from pacekeeper_analysis.communicators import Communicator, truncate_communicators, format_entered
+from pacekeeper_analysis.diagnose.hang import OUTSIDE_COLLECTIVES_SECONDS
+from pacekeeper_analysis.records import POLLED_DEVICE_FIELDS, Collective, Device, RecordKind, Phase
+from pacekeeper_analysis.reports import DEBUGGER_WAIT, FaultReport, FaultKind, RankState
 
 from .rounds import RoundState
 from .settings import LauncherSettings
 
-ARMED_AFTER = 5
+MIN_ARMED_STEPS = 5
 """Steps of the round before the training phase's deadline is taken from them."""
-SHORTEST, STEPS_LONG = 2.0, 10
+MIN_STALL_SECONDS, STALL_STEPS = 2.0, 10
 """The training phase's deadline: so many seconds, or so many of the rank's steps where they are longer."""
-SHORTEST_UNARMED, STEPS_LONG_UNARMED = 30.0, 100
+MIN_UNARMED_STALL_SECONDS, UNARMED_STALL_STEPS = 30.0, 100
 """The same for the first steps of a round, whose step time is known from before it only."""
-SHORTEST_LOAD, LOADS_LONG = 60.0, 20
+MIN_LOAD_STALL_SECONDS, LOAD_STALL_WAITS = 60.0, 20
 """A loader's deadline: so many seconds, or so many of the round's longest waits for it where they are longer."""
-RECENT_STEPS = 32
-BETWEEN_LOOKS = 0.5
+RECENT_STEP_RECORDS = 32
+PROCESS_SAMPLE_INTERVAL_SECONDS = 0.5
 """Seconds between two looks at a rank that tell whether it moves."""
-TICKS_OF_A_LOOK = 2
+PROCESS_SAMPLE_COST_TICKS = 2
 """Processor time that the rank may be charged for writing its stack at the first look."""
-LONGEST_HOST_WORK = 30.0
+MAX_HOST_WORK_SECONDS = 30.0
 """Seconds for which a rank whose GPU is idle may keep a processor busy at one place of its script: it works. After that
 it spins for a kernel of its own that never ends."""
-REPORT_AGAIN, LONGEST_PAUSE = 3.0, 15.0
+FIRST_STALL_REPORT_PAUSE_SECONDS, MAX_STALL_REPORT_PAUSE_SECONDS = 3.0, 15.0
 """Seconds until a stall that lasts is reported again; doubles up to the second."""
 
 
-def deadline(
+def compute_stall_deadline(
     phase: Phase,
     steps_in_round: int,
     step_seconds: float,
@@ -57,20 +57,20 @@ def deadline(
     longest_load: it has waited for its loader in this round; 0: it has not yet, and the first batch may take long.
     """
     if phase is Phase.LOAD and longest_load > 0:
-        return min(settings.phase_deadline, max(SHORTEST_LOAD, LOADS_LONG * longest_load))
+        return min(settings.phase_deadline, max(MIN_LOAD_STALL_SECONDS, LOAD_STALL_WAITS * longest_load))
     if phase is not Phase.TRAIN:
         return settings.phase_deadline
-    if settings.hang is not None:
-        return settings.hang
-    if steps_in_round >= ARMED_AFTER:
-        return max(SHORTEST, STEPS_LONG * step_seconds)
+    if settings.hang_deadline is not None:
+        return settings.hang_deadline
+    if steps_in_round >= MIN_ARMED_STEPS:
+        return max(MIN_STALL_SECONDS, STALL_STEPS * step_seconds)
     if earlier_step_seconds > 0:
-        return max(SHORTEST_UNARMED, STEPS_LONG_UNARMED * earlier_step_seconds)
+        return max(MIN_UNARMED_STALL_SECONDS, UNARMED_STALL_STEPS * earlier_step_seconds)
     return settings.phase_deadline
 
 
 @dataclass(frozen=True)
-class Look:
+class ProcessSample:
     """What one look at a rank's process has seen. Processor time is in clock ticks."""
 
     process_state: str = ""  # letter of /proc/<pid>/stat; "": gone
@@ -85,12 +85,12 @@ class _Progress:
     """What a rank's state was when it last changed, and when that was (seconds, monotonic)."""
 
     state: bytes
-    since: float
+    changed_at: float
     step_seconds: float | None = None  # asked for only when it matters
 
 
 @dataclass
-class Watch:
+class StallDetector:
     """Watches the ranks of one round.
 
     `longest_step`: how long a step takes a local rank (`step_seconds_of`); `is_stopped`: whether a signal has stopped
@@ -98,7 +98,7 @@ class Watch:
     """
 
     settings: LauncherSettings
-    longest_step: Callable[[int], float]
+    measure_step_seconds: Callable[[int], float]
     is_stopped: Callable[[int], bool]
     earlier_step_seconds: float = 0.0
     """That of the round before, or the plan's where there was none here that got so far; 0: it is not known."""
@@ -107,7 +107,7 @@ class Watch:
     _reports_of_this_stall: int = 0
     _report_at: float = 0.0
 
-    def look(self, ranks: Mapping[int, np.void], now: float, ended: Collection[int] = ()) -> bool:
+    def check(self, ranks: Mapping[int, np.void], now: float, ended: Collection[int] = ()) -> bool:
         """Whether a stall is to be reported now. Call it often.
 
         `ranks`: `records.STATE` by local rank; `ended`: local ranks that have exited with code 0; `now`: seconds,
@@ -123,42 +123,42 @@ class Watch:
     def begin_report(self, now: float) -> None:
         """The next one of the same stall has time."""
         self._reports += 1
-        self._report_at = now + min(REPORT_AGAIN * 2 ** min(self._reports_of_this_stall, 10), LONGEST_PAUSE)
+        self._report_at = now + min(FIRST_STALL_REPORT_PAUSE_SECONDS * 2 ** min(self._reports_of_this_stall, 10), MAX_STALL_REPORT_PAUSE_SECONDS)
         self._reports_of_this_stall += 1
 
-    def report(
+    def build_fault(
         self,
         state: RoundState,
         ranks: Mapping[int, np.void],
-        looks: tuple[Mapping[int, Look], Mapping[int, Look]],
+        samples: tuple[Mapping[int, ProcessSample], Mapping[int, ProcessSample]],
         unreachable: Collection[str],
         communicators: Collection[Communicator],
         now: float,
         wall: float,
         ended: Collection[int] = (),
-    ) -> Fault:
+    ) -> FaultReport:
         """The stall that the last `begin_report` was for.
 
         `looks`: two at each rank's process, BETWEEN_LOOKS apart; `unreachable`: neighbours that did not answer;
         `communicators`: that the ranks know of, of which those are told that they are in now; `wall`: seconds since the
         epoch; `ended`: as in `look`.
         """
-        first, second = looks
-        patience = OUTSIDE_SECONDS if self.settings.hang is None else self.settings.hang
+        first, second = samples
+        patience = OUTSIDE_COLLECTIVES_SECONDS if self.settings.hang_deadline is None else self.settings.hang_deadline
         states = tuple(
-            rank_state(
+            build_rank_state(
                 rank,
-                first.get(local, Look()),
-                second.get(local, Look()),
-                self._progress[local].since,
+                first.get(local, ProcessSample()),
+                second.get(local, ProcessSample()),
+                self._progress[local].changed_at,
                 now,
-                overdue=now - self._progress[local].since >= self._deadline(local, rank),
+                overdue=now - self._progress[local].changed_at >= self._compute_deadline(local, rank),
                 ended=local in ended,
                 patience=patience,
             )
             for local, rank in ranks.items()
         )
-        return Fault(
+        return FaultReport(
             name=f"{self.settings.worker}-{self.settings.incarnation}-r{state.round}-stalled-{self._reports}".lower(),
             kind=FaultKind.STALLED,
             worker=self.settings.worker,
@@ -169,33 +169,33 @@ class Watch:
             completed_step=any(int(rank["steps_in_round"]) > 0 for rank in ranks.values()),
             ranks=states,
             unreachable=tuple(unreachable),
-            communicators=_named(communicators, states),
+            communicators=_select_named_communicators(communicators, states),
         )
 
     def step_seconds(self, ranks: Mapping[int, np.void]) -> float:
         """For the next round: how long a step takes the slowest rank here; what was known before, in a young round."""
-        armed = [local for local, rank in ranks.items() if rank["steps_in_round"] >= ARMED_AFTER]
-        return max((self.longest_step(local) for local in armed), default=self.earlier_step_seconds)
+        armed = [local for local, rank in ranks.items() if rank["steps_in_round"] >= MIN_ARMED_STEPS]
+        return max((self.measure_step_seconds(local) for local in armed), default=self.earlier_step_seconds)
 
     def _is_stalled(self, local_rank: int, rank: np.void, now: float) -> bool:
-        content = _without_looks(rank)
+        content = _clear_polled_fields(rank)
         progress = self._progress.get(local_rank)
         if progress is None or progress.state != content:
             self._progress[local_rank] = _Progress(content, now)
             return False
-        silent = now - progress.since
-        if silent < min(SHORTEST, self.settings.hang or SHORTEST):
+        silent = now - progress.changed_at
+        if silent < min(MIN_STALL_SECONDS, self.settings.hang_deadline or MIN_STALL_SECONDS):
             return False
         # A stopped one is stalled whatever it was busy with.
         if self.is_stopped(local_rank):
             return True
-        return int(rank["phase"]) != Phase.FINISHED and silent >= self._deadline(local_rank, rank)
+        return int(rank["phase"]) != Phase.FINISHED and silent >= self._compute_deadline(local_rank, rank)
 
-    def _deadline(self, local_rank: int, rank: np.void) -> float:
+    def _compute_deadline(self, local_rank: int, rank: np.void) -> float:
         progress = self._progress[local_rank]
         if progress.step_seconds is None:
-            progress.step_seconds = self.longest_step(local_rank)
-        return deadline(
+            progress.step_seconds = self.measure_step_seconds(local_rank)
+        return compute_stall_deadline(
             Phase(int(rank["phase"])),
             int(rank["steps_in_round"]),
             progress.step_seconds,
@@ -205,16 +205,16 @@ class Watch:
         )
 
 
-def rank_state(
+def build_rank_state(
     rank: np.void,
-    first: Look,
-    second: Look,
+    first: ProcessSample,
+    second: ProcessSample,
     since: float,
     now: float,
     *,
     overdue: bool,
     ended: bool = False,
-    patience: float = OUTSIDE_SECONDS,
+    patience: float = OUTSIDE_COLLECTIVES_SECONDS,
 ) -> RankState:
     """What is reported of one rank. `since`: when it last showed progress; both times are seconds, monotonic.
 
@@ -222,11 +222,11 @@ def rank_state(
     """
     device = Device(int(rank["device"]))
     # CUDA spins where it waits, so that a processor at work is no sign of life for ever.
-    may_work = device is Device.NONE or (device is Device.IDLE and now - since < LONGEST_HOST_WORK)
-    worked = second.ticks - first.ticks > TICKS_OF_A_LOOK or second.helper_ticks - first.helper_ticks > TICKS_OF_A_LOOK
+    may_work = device is Device.NONE or (device is Device.IDLE and now - since < MAX_HOST_WORK_SECONDS)
+    worked = second.ticks - first.ticks > PROCESS_SAMPLE_COST_TICKS or second.helper_ticks - first.helper_ticks > PROCESS_SAMPLE_COST_TICKS
     waits_for = second.waits_for if first.waits_for and device in (Device.NONE, Device.IDLE) else ""
-    if DEBUGGER in (first.waits_for, second.waits_for):
-        waits_for = DEBUGGER
+    if DEBUGGER_WAIT in (first.waits_for, second.waits_for):
+        waits_for = DEBUGGER_WAIT
     collective = Collective(int(rank["collective"]))
     waiting_since = since if collective is Collective.NONE else int(rank["collective_since_ns"]) * 1e-9
     return RankState(
@@ -248,42 +248,42 @@ def rank_state(
         device_group=int(rank["device_group"]),
         device_sequence=int(rank["device_sequence"]),
         peer=int(rank["peer"]) if collective in (Collective.SEND, Collective.RECV) else -1,
-        entered=format_entered(_entered(rank)),
+        entered=format_entered(_read_entered_sequences(rank)),
         ended=ended,
         waits_for=waits_for,
-        excused=bool(waits_for) and (now - since < patience or waits_for == DEBUGGER),
+        excused=bool(waits_for) and (now - since < patience or waits_for == DEBUGGER_WAIT),
     )
 
 
-def _entered(rank: np.void) -> dict[int, int]:
+def _read_entered_sequences(rank: np.void) -> dict[int, int]:
     """How far the rank has come in each of its groups."""
     places = rank["entered"][1:]
     return {int(place["group"]): int(place["sequence"]) for place in places[places["group"] > 0]}
 
 
-def _named(communicators: Collection[Communicator], states: Collection[RankState]) -> tuple[Communicator, ...]:
+def _select_named_communicators(communicators: Collection[Communicator], states: Collection[RankState]) -> tuple[Communicator, ...]:
     """Those that `states` speak of."""
     named = {group for state in states for group in (state.group, state.device_group)}
     known = {each.identity: each for each in communicators if each.identity in named}
-    return as_many_as_fit(known.values())
+    return truncate_communicators(known.values())
 
 
-def step_seconds_of(records: NDArray[np.void]) -> float:
+def estimate_step_seconds(records: NDArray[np.void]) -> float:
     """Median duration of the last training steps, seconds, or of the last synchronisations if those take longer; 0:
     there was none."""
     training = records[records["phase"] == Phase.TRAIN]
-    return max(_median(training[training["kind"] == kind]) for kind in (Kind.STEP, Kind.SYNCHRONISATION))
+    return max(_compute_median_seconds(training[training["kind"] == kind]) for kind in (RecordKind.STEP, RecordKind.SYNCHRONISATION))
 
 
-def _without_looks(rank: np.void) -> bytes:
+def _clear_polled_fields(rank: np.void) -> bytes:
     """The state as far as a change in it is progress."""
     state = rank.copy()
-    for name in LOOKED_UP:
+    for name in POLLED_DEVICE_FIELDS:
         state[name] = 0
     content: bytes = state.tobytes()
     return content
 
 
-def _median(records: NDArray[np.void]) -> float:
-    recent = records[-RECENT_STEPS:]
+def _compute_median_seconds(records: NDArray[np.void]) -> float:
+    recent = records[-RECENT_STEP_RECORDS:]
     return median((recent["end_ns"] - recent["start_ns"]).tolist()) * 1e-9 if len(recent) else 0.0

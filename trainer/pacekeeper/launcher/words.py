@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 
-from pacekeeper_analysis.reports import Fault, FaultKind
+from pacekeeper_analysis.reports import FaultReport, FaultKind
 
 
-def describe(fault: Fault) -> str:
+def describe_fault(fault: FaultReport) -> str:
     """One line."""
     match fault.kind:
         case FaultKind.RANK_FAILED:
@@ -16,7 +16,7 @@ def describe(fault: Fault) -> str:
             last = fault.error.strip().rpartition("\n")[2]
             if fault.ended_peer >= 0:
                 after += f", waiting for rank {fault.ended_peer}, which had come to its end with code 0"
-            ended = f"rank {fault.rank} {_how(fault.exit_code)}{memory} in round {fault.round} {after}"
+            ended = f"rank {fault.rank} {_describe_exit(fault.exit_code)}{memory} in round {fault.round} {after}"
             return f"{ended}: {last}" if last else ended
         case FaultKind.STALLED:
             waiting = max((rank.waiting_seconds for rank in fault.ranks), default=0.0)
@@ -26,7 +26,7 @@ def describe(fault: Fault) -> str:
             return f"{fault.kind} in round {fault.round}: {fault.error}".removesuffix(": ")
 
 
-def _how(exit_code: int) -> str:
+def _describe_exit(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with code {exit_code}"
     try:

@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from pacekeeper.observe.cpu_group import CpuGroup
 from pacekeeper.observe.recorder import Recorder
-from pacekeeper_analysis.plan import MODES
+from pacekeeper_analysis.plan import SYNC_MODES
 
-from .course import Course
+from .course import TrainingConfig
 
 
 @dataclass(frozen=True)
-class Orders:
+class Directives:
     """Rank 0's word, for all ranks."""
 
-    course: Course = field(default_factory=Course)
+    training_config: TrainingConfig = field(default_factory=TrainingConfig)
     plan_version: int = 0
     """0: there is no plan."""
     checkpoint_request: int = 0
@@ -34,7 +34,7 @@ class Orders:
 
 
 @dataclass(frozen=True)
-class Tally:
+class RankReport:
     """What each rank says; all ranks hear the sums."""
 
     leaving: int = 0
@@ -44,18 +44,18 @@ class Tally:
     weight: float = 0.0
     samples: int = 0
     """Used since the last ordinal."""
-    done: int = 0
+    out_of_samples: int = 0
     """How many ranks came to this ordinal because no sample was left for them."""
-    asking: int = 0
+    querying: int = 0
     """How many ranks ask for something that their peers do not know of yet."""
 
 
 @dataclass(frozen=True)
-class Agreed:
+class AgreementResult:
     """The same on all ranks."""
 
-    orders: Orders
-    tally: Tally
+    directives: Directives
+    summed_report: RankReport
 
 
 class Agreement(CpuGroup):
@@ -67,40 +67,40 @@ class Agreement(CpuGroup):
         self.rank, self._world_size = dist.get_rank(), self.group.size()
         self._issued: tuple[dist.Work, torch.Tensor] | None = None
 
-    def issue(self, orders: Orders, tally: Tally) -> None:
+    def issue(self, directives: Directives, report: RankReport) -> None:
         """Starts the next exchange; `orders` count on rank 0 only."""
-        said = _encode(orders, self._world_size) if self.rank == 0 else [0.0] * (_ORDERS + self._world_size)
-        mine = (tally.leaving, tally.loss, tally.weight, tally.samples, tally.done, tally.asking)
+        said = _encode_directives(directives, self._world_size) if self.rank == 0 else [0.0] * (_DIRECTIVE_NUMBERS + self._world_size)
+        mine = (report.leaving, report.loss, report.weight, report.samples, report.out_of_samples, report.querying)
         vector = torch.tensor([*mine, *said], dtype=torch.float64)
         self._issued = (self.start_sum(vector), vector)
 
     @property
-    def issued(self) -> bool:
+    def is_issued(self) -> bool:
         """Whether an exchange is under way."""
         return self._issued is not None
 
-    def take(self) -> Agreed:
+    def collect_result(self) -> AgreementResult:
         """What the exchange issued last has brought."""
         assert self._issued is not None, "issue() comes first"
         work, vector = self._issued
         self._issued = None
         self.wait(work)
         leaving, loss, weight, samples, done, asking, *said = vector.tolist()
-        return Agreed(_decode(said), Tally(int(leaving), loss, weight, int(samples), int(done), int(asking)))
+        return AgreementResult(_decode_directives(said), RankReport(int(leaving), loss, weight, int(samples), int(done), int(asking)))
 
 
-def _encode(orders: Orders, world_size: int) -> list[float]:
+def _encode_directives(directives: Directives, world_size: int) -> list[float]:
     """_ORDERS numbers, and the shares of all ranks."""
-    course = orders.course
+    course = directives.training_config
     return [
-        orders.plan_version,
-        orders.checkpoint_request,
-        orders.suspend,
-        orders.snapshot_every,
-        MODES.index(course.sync_mode),
+        directives.plan_version,
+        directives.checkpoint_request,
+        directives.suspend,
+        directives.snapshot_every,
+        SYNC_MODES.index(course.sync_mode),
         course.sync_every,
         course.sync_seconds,
-        course.garbage_every,
+        course.gc_every,
         course.sequence_cost is not None,
         *(course.sequence_cost or (0.0, 0.0, 0.0)),
         course.shares is not None,
@@ -108,18 +108,18 @@ def _encode(orders: Orders, world_size: int) -> list[float]:
     ]
 
 
-_ORDERS = len(_encode(Orders(), 0))
+_DIRECTIVE_NUMBERS = len(_encode_directives(Directives(), 0))
 
 
-def _decode(said: Sequence[float]) -> Orders:
-    version, request, suspend, snapshot_every, mode, every, seconds, garbage_every, *rest = said
+def _decode_directives(numbers: Sequence[float]) -> Directives:
+    version, request, suspend, snapshot_every, mode, every, seconds, garbage_every, *rest = numbers
     has_cost, fixed, per_token, per_token_squared, has_shares, *shares = rest
-    course = Course(
-        sync_mode=MODES[int(mode)],
+    course = TrainingConfig(
+        sync_mode=SYNC_MODES[int(mode)],
         sync_every=int(every),
         sync_seconds=seconds,
-        garbage_every=int(garbage_every),
+        gc_every=int(garbage_every),
         shares=tuple(int(share) for share in shares) if has_shares else None,
         sequence_cost=(fixed, per_token, per_token_squared) if has_cost else None,
     )
-    return Orders(course, int(version), int(request), suspend > 0, int(snapshot_every))
+    return Directives(course, int(version), int(request), suspend > 0, int(snapshot_every))

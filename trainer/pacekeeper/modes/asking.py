@@ -10,64 +10,64 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .course import crossed
+from .course import crosses_multiple
 
 
-class Question(NamedTuple):
+class DueQuery(NamedTuple):
     """Whether `name` is to happen, each `every` steps of the job."""
 
     name: str
     every: int
 
 
-Told = list[tuple[str, int, int]]
+DueQueryReport = list[tuple[str, int, int]]
 """Names, their steps in between, and the job's step up to which they were answered."""
 
 
-class Questions:
+class DueQueries:
     """Of one rank, and what it knows of its peers'."""
 
     def __init__(self, step: int) -> None:
         """`step`: of the job, at which it begins."""
-        self._answered = step
+        self._answered_step = step
         """The job's step at the last ordinal at which every rank could ask."""
-        self._known: dict[Question, int] = {}
+        self._shared_queries: dict[DueQuery, int] = {}
         """To all ranks, each with the step up to which it was answered: the same on all of them."""
-        self._new: dict[Question, int] = {}
+        self._own_queries: dict[DueQuery, int] = {}
         """To this rank alone so far."""
 
-    def ask(self, question: Question) -> None:
-        if question not in self._known:
-            self._new.setdefault(question, self._answered)
+    def add_query(self, query: DueQuery) -> None:
+        if query not in self._shared_queries:
+            self._own_queries.setdefault(query, self._answered_step)
 
-    def is_due(self, question: Question, step: int) -> bool:
+    def is_due(self, query: DueQuery, step: int) -> bool:
         """After step `step` of the job: of one that was asked, by what this rank knows."""
-        since = self._known.get(question, self._new.get(question, self._answered))
-        return crossed(since, step, question.every)
+        since = self._shared_queries.get(query, self._own_queries.get(query, self._answered_step))
+        return crosses_multiple(since, step, query.every)
 
-    def due(self, step: int) -> frozenset[Question]:
+    def list_due(self, step: int) -> frozenset[DueQuery]:
         """After step `step` of the job: of those that are known, the same on all ranks."""
-        return frozenset(question for question, since in self._known.items() if crossed(since, step, question.every))
+        return frozenset(question for question, since in self._shared_queries.items() if crosses_multiple(since, step, question.every))
 
     @property
-    def to_tell(self) -> Told:
+    def unreported(self) -> DueQueryReport:
         """What the peers do not know yet."""
-        return [(*question, since) for question, since in self._new.items()]
+        return [(*question, since) for question, since in self._own_queries.items()]
 
-    def learn(self, told: Iterable[Told]) -> None:
+    def merge_reports(self, reports: Iterable[DueQueryReport]) -> None:
         """What all ranks have told, this one among them: the same on all of them."""
-        for name, every, since in (one for its in told for one in its):
-            question = Question(name, every)
-            self._known[question] = min(since, self._known.get(question, since))
-        self._new = {question: since for question, since in self._new.items() if question not in self._known}
+        for name, every, since in (one for its in reports for one in its):
+            question = DueQuery(name, every)
+            self._shared_queries[question] = min(since, self._shared_queries.get(question, since))
+        self._own_queries = {question: since for question, since in self._own_queries.items() if question not in self._shared_queries}
 
-    def pass_ordinal(self, step: int, all_answered: bool) -> None:
+    def pass_sync_point(self, step: int, all_answered: bool) -> None:
         """An ordinal after step `step` of the job, at which every rank could ask.
 
         all_answered: also what only the asking rank knows of, as in Sync. Otherwise nothing of it is lost: it is due at
         the next ordinal.
         """
-        self._answered = step
-        self._known = dict.fromkeys(self._known, step)
+        self._answered_step = step
+        self._shared_queries = dict.fromkeys(self._shared_queries, step)
         if all_answered:
-            self._new = dict.fromkeys(self._new, step)
+            self._own_queries = dict.fromkeys(self._own_queries, step)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .agreement import Agreed
-from .asking import Question
-from .course import Duties, Supply, mode_from, supply
+from .agreement import AgreementResult
+from .asking import DueQuery
+from .course import SyncActions, SampleSource, select_sync_mode, choose_sample_source
 from .progress import Progress
 
 
 @dataclass(frozen=True)
-class Limits:
+class RoundLimits:
     """Of a round's training."""
 
     samples: int | None = None
@@ -21,48 +21,48 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Conclusion:
+class SyncDecision:
     """Of an ordinal."""
 
-    agreed: Agreed
-    duties: Duties
-    supply: Supply
+    agreed: AgreementResult
+    actions: SyncActions
+    sample_source: SampleSource
     """Of the period that follows."""
-    due: frozenset[Question] = frozenset()
+    due_queries: frozenset[DueQuery] = frozenset()
     """What scripts have asked for and all ranks know of: each rank that asks for one of these here is told yes."""
 
     @property
     def needs_common_parameters(self) -> bool:
         """Whether the synchronisation is to be complete before any rank goes on."""
-        return self.duties.any or bool(self.due)
+        return self.actions.has_any or bool(self.due_queries)
 
 
-def conclude(
-    agreed: Agreed,
+def decide_sync(
+    agreed: AgreementResult,
     progress: Progress,
-    supplied: Supply,
-    limits: Limits,
+    current_source: SampleSource,
+    limits: RoundLimits,
     *,
     checkpoint_due: bool,
     snapshot_due: bool,
-    due: frozenset[Question] = frozenset(),
-) -> Conclusion:
+    due_queries: frozenset[DueQuery] = frozenset(),
+) -> SyncDecision:
     """
     progress: exact, after what was agreed. supplied: up to this ordinal.
     checkpoint_due, snapshot_due: by the steps since the last one.
     Leases that have ended before the clock are begun anew, whatever follows.
     due: what scripts have asked for. Where a rank came without a step it cannot ask, so nobody is told yes.
     """
-    orders, tally, origin = agreed.orders, agreed.tally, progress.origin
-    mode = mode_from(orders.course.sync_mode, progress.step, limits.warmup_steps)
+    orders, tally, origin = agreed.directives, agreed.summed_report, progress.origin
+    mode = select_sync_mode(orders.training_config.sync_mode, progress.step, limits.warmup_steps)
     limit = None if limits.samples is None else limits.samples - origin
-    following = supply(mode, progress.samples - origin, progress.global_batch, limit)
+    following = choose_sample_source(mode, progress.samples - origin, progress.global_batch, limit)
     finish = limits.samples is not None and progress.samples >= limits.samples
-    duties = Duties(
+    duties = SyncActions(
         leave=tally.leaving > 0 or orders.suspend,
         finish=finish,
-        checkpoint=orders.checkpoint_request > progress.answered or checkpoint_due,
+        checkpoint=orders.checkpoint_request > progress.answered_request or checkpoint_due,
         snapshot=snapshot_due,
-        switch=not finish and (following != supplied or (supplied.leased and tally.done > 0)),
+        switch=not finish and (following != current_source or (current_source.is_leased and tally.out_of_samples > 0)),
     )
-    return Conclusion(agreed, duties, following, frozenset() if tally.done else due)
+    return SyncDecision(agreed, duties, following, frozenset() if tally.out_of_samples else due_queries)

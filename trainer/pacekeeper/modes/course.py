@@ -15,7 +15,7 @@ from pacekeeper_analysis.plan import SyncMode, WorkerPlan
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingConfig:
     """How the ranks train together: what a plan may change live. Part of a checkpoint."""
 
     sync_mode: SyncMode = SyncMode.SYNC
@@ -23,7 +23,7 @@ class Course:
     """EDiT: steps between two synchronisations."""
     sync_seconds: float = 2.0
     """AsyncEDiT: seconds between two synchronisations."""
-    garbage_every: int = 0
+    gc_every: int = 0
     """Steps between two garbage collections; 0: as Python likes."""
     shares: tuple[int, ...] | None = None
     """Samples of each rank in a step; None: as equal as integers allow."""
@@ -31,7 +31,7 @@ class Course:
     """By which samples are balanced: terms of `SequenceCost`; None: the script's own."""
 
     @classmethod
-    def of(cls, plan: WorkerPlan) -> Self:
+    def from_plan(cls, plan: WorkerPlan) -> Self:
         return cls(
             plan.sync_mode, plan.sync_every, plan.sync_seconds, plan.garbage_every, plan.shares, plan.sequence_cost
         )
@@ -46,40 +46,40 @@ class Course:
         return None if self.sequence_cost is None else SequenceCost(*self.sequence_cost)
 
 
-def mode_from(wanted: SyncMode, step: int, warmup_steps: int) -> SyncMode:
+def select_sync_mode(wanted: SyncMode, step: int, warmup_steps: int) -> SyncMode:
     """The mode after `step` steps of the job: Local-SGD begins after a warm-up in Sync, and then at once."""
     return wanted if step >= warmup_steps else SyncMode.SYNC
 
 
-def crossed(before: int, after: int, every: int) -> bool:
+def crosses_multiple(before: int, after: int, every: int) -> bool:
     """Whether a multiple of `every` lies in (before, after]: from ordinal to ordinal a job may go several steps."""
     return every > 0 and after // every > before // every
 
 
-def joins(elapsed: float, step_seconds: float, seconds: float, ahead: float = 0.0) -> bool:
+def should_synchronize(elapsed: float, step_seconds: float, seconds: float, in_flight_seconds: float = 0.0) -> bool:
     """Whether a rank synchronises after this step rather than after the next one: the one that is nearer to `seconds`.
 
     elapsed: seconds since the last ordinal; ahead: how long this step will still take; step_seconds: of the next one.
     """
-    return elapsed + ahead + step_seconds / 2 >= seconds
+    return elapsed + in_flight_seconds + step_seconds / 2 >= seconds
 
 
 @dataclass(frozen=True)
-class Supply:
+class SampleSource:
     """How the ranks train, and where their samples come from, up to the next ordinal or for good."""
 
     mode: SyncMode
-    leased: bool = False
+    is_leased: bool = False
     """Whether ranks take samples as they come; otherwise each step's global batch is dealt out by shares."""
     limit: int | None = None
     """Of leases: how many samples the job may have used at their end; None: there is no end."""
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         return self.mode is not SyncMode.SYNC
 
 
-def supply(wanted: SyncMode, samples: int, global_batch: int, limit: int | None) -> Supply:
+def choose_sample_source(wanted: SyncMode, samples: int, global_batch: int, limit: int | None) -> SampleSource:
     """What follows an ordinal after `samples` of at most `limit` samples of the job.
 
     Global batches are dealt from multiples of the global batch on; leases may end anywhere. So leases up to the next
@@ -89,14 +89,14 @@ def supply(wanted: SyncMode, samples: int, global_batch: int, limit: int | None)
     if wanted is SyncMode.ASYNC_EDIT:
         leases_end = None if limit is None else limit - global_batch
         if leases_end is None or samples < leases_end:
-            return Supply(wanted, leased=True, limit=leases_end)
+            return SampleSource(wanted, is_leased=True, limit=leases_end)
     if missing:
-        return Supply(SyncMode.ASYNC_EDIT, leased=True, limit=samples + missing)
-    return Supply(wanted)
+        return SampleSource(SyncMode.ASYNC_EDIT, is_leased=True, limit=samples + missing)
+    return SampleSource(wanted)
 
 
 @dataclass(frozen=True)
-class Duties:
+class SyncActions:
     """What happens at an ordinal, on all ranks alike."""
 
     leave: bool = False
@@ -107,6 +107,6 @@ class Duties:
     """Another mode, or another supply of samples."""
 
     @property
-    def any(self) -> bool:
+    def has_any(self) -> bool:
         """All of them need the common parameters, and to know which samples are not used."""
         return self.leave or self.finish or self.checkpoint or self.snapshot or self.switch

@@ -12,28 +12,28 @@ from pacekeeper.data.loader import Loader
 from pacekeeper.observe.recorder import Recorder
 from pacekeeper.replication.replication import Replication
 
-from .agreement import Agreed, Agreement
-from .conclusion import Conclusion
-from .course import Supply
+from .agreement import AgreementResult, Agreement
+from .conclusion import SyncDecision
+from .course import SampleSource
 from .follower import PlanReader
 from .progress import Progress
-from .retention import Retention
+from .retention import StateSaver
 
 
 @dataclass(frozen=True)
-class Parts:
+class SyncComponents:
     """Of one rank's job: what its training, and what all ranks do together, is made of."""
 
     agreement: Agreement
     recorder: Recorder
     progress: Progress
     replication: Replication
-    retention: Retention
+    state_saver: StateSaver
     loader: Loader
-    plan: PlanReader
-    told_to_leave: Callable[[], bool]
+    plan_reader: PlanReader
+    is_leave_requested: Callable[[], bool]
     """Whether this rank was."""
-    settled: Callable[[], None]
+    on_settled: Callable[[], None]
     """Called when the job's samples have changed other than by a step of this rank."""
 
 
@@ -41,22 +41,22 @@ class Parts:
 class Period:
     """From one ordinal to the next: what this rank has done in it."""
 
-    supply: Supply
-    planned: int | None = None
+    sample_source: SampleSource
+    planned_steps: int | None = None
     """Steps, the same number on all ranks; None: as many as the clock and the samples allow."""
     steps: int = 0
     samples: int = 0
     weight: float = 0.0
     """Of its replica's batches."""
-    ends: bool = False
+    reaches_sync_point: bool = False
     """Whether an ordinal follows."""
-    done: bool = False
+    out_of_samples: bool = False
     """Whether that is so because no sample is left for this rank."""
-    conclusion: Conclusion | None = None
+    decision: SyncDecision | None = None
     """Of the ordinal at its end, once the ranks have met there."""
 
 
-class Mode(ABC):
+class SyncStrategy(ABC):
     """What Sync and Local-SGD do differently, on one rank."""
 
     @property
@@ -71,8 +71,8 @@ class Mode(ABC):
 
     def end_step(self, period: Period) -> bool:
         """A step has ended. Whether an ordinal follows."""
-        return period.planned is not None and period.steps >= period.planned
+        return period.planned_steps is not None and period.steps >= period.planned_steps
 
     @abstractmethod
-    def meet(self, period: Period, conclude: Callable[[Agreed], Conclusion]) -> Conclusion:
+    def reach_sync_point(self, period: Period, decide: Callable[[AgreementResult], SyncDecision]) -> SyncDecision:
         """The ranks agree; when the job's progress is exact, `conclude` says what follows. Collective."""

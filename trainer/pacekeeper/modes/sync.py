@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from .agreement import Agreed
-from .conclusion import Conclusion
-from .mode import Mode, Parts, Period
-from .telling import Telling
+from .agreement import AgreementResult
+from .conclusion import SyncDecision
+from .mode import SyncStrategy, SyncComponents, Period
+from .telling import ReportWriter
 
 
-class Sync(Mode):
+class SynchronousStrategy(SyncStrategy):
     """The exchange runs while a step computes, and nobody waits for it."""
 
-    def __init__(self, parts: Parts, telling: Telling) -> None:
-        self._agreement = parts.agreement
-        self._progress = parts.progress
-        self._telling = telling
+    def __init__(self, components: SyncComponents, report_writer: ReportWriter) -> None:
+        self._agreement = components.agreement
+        self._progress = components.progress
+        self._report_writer = report_writer
 
     @property
     def batch_group(self) -> dist.ProcessGroup:
@@ -31,11 +31,11 @@ class Sync(Mode):
     def begin_exchange(self, period: Period) -> None:
         """Between the step's last forward pass and its backward pass: so it is over when its result is wanted, and to
         begin it keeps no device waiting, since that has work by then."""
-        if not self._agreement.issued:
-            self._telling.begin(period)
+        if not self._agreement.is_issued:
+            self._report_writer.begin_exchange(period)
 
-    def meet(self, period: Period, conclude: Callable[[Agreed], Conclusion]) -> Conclusion:
+    def reach_sync_point(self, period: Period, decide: Callable[[AgreementResult], SyncDecision]) -> SyncDecision:
         self.begin_exchange(period)
-        agreed = self._agreement.take()
+        agreed = self._agreement.collect_result()
         self._progress.settle(self._progress.global_batch)
-        return conclude(agreed)
+        return decide(agreed)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-ANCHOR_NS = 10_000_000
+MAX_ANCHOR_AGE_NS = 10_000_000
 """Times of a device are counted from a mark not longer ago than this: torch has them in milliseconds of 24 bits."""
 
 
@@ -34,7 +34,7 @@ class Mark(Protocol):
         """Until it is reached."""
 
 
-class Fetched(Protocol):
+class PendingValue(Protocol):
     """A number on its way to the host."""
 
     @property
@@ -51,7 +51,7 @@ class Clock(Protocol):
     def mark(self) -> Mark:
         """Here, in the course of the current stream of the calling thread."""
 
-    def fetch(self, value: torch.Tensor) -> Fetched:
+    def fetch(self, value: torch.Tensor) -> PendingValue:
         """Sends a tensor of one element to the host, without waiting for it."""
 
     @property
@@ -63,22 +63,22 @@ class Clock(Protocol):
         """Whether what the calling thread launches goes into a graph, to run some other time."""
 
 
-class Spans:
+class WorkSpans:
     """Stretches of the rank's work, each from one mark to another, and how long they are altogether."""
 
     # Of the class until there is one: most steps make two of these, and add nothing.
-    _coming: deque[tuple[Mark, Mark]] | None = None
+    _pending: deque[tuple[Mark, Mark]] | None = None
     _ns = 0
 
     def add(self, start: Mark, end: Mark) -> None:
-        if self._coming is None:
-            self._coming = deque()
-        self._coming.append((start, end))
+        if self._pending is None:
+            self._pending = deque()
+        self._pending.append((start, end))
 
     @property
     def reached(self) -> bool:
         """Whether the work has come to the end of all of them."""
-        coming = self._coming
+        coming = self._pending
         if coming is None:  # the usual case, at the end of every step
             return True
         while coming and coming[0][0].reached and coming[0][1].reached:
@@ -131,11 +131,11 @@ class HostClock:
     def mark(self) -> Mark:
         return HostMark(self.now())
 
-    def fetch(self, value: torch.Tensor) -> Fetched:
+    def fetch(self, value: torch.Tensor) -> PendingValue:
         return HostValue(float(value.item()))
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """As torch.cuda.Event, with timing."""
 
     def record(self, stream: Any) -> None:
@@ -154,7 +154,7 @@ class Event(Protocol):
 class Accelerator(Protocol):
     """What a `DeviceClock` needs of a device."""
 
-    def event(self) -> Event: ...
+    def event(self) -> DeviceEvent: ...
 
     def stream(self) -> object:
         """The current one of the calling thread."""
@@ -173,7 +173,7 @@ class CudaDevice:
     def __init__(self) -> None:
         self._index = torch.cuda.current_device()
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         return torch.cuda.Event(enable_timing=True, blocking=True)  # who waits for it leaves the core to others
 
     def stream(self) -> object:
@@ -200,7 +200,7 @@ class DeviceClock:
         """now: nanoseconds on the host; None: of CLOCK_MONOTONIC. Waits until the device has done what it is at."""
         self.now = now or time.monotonic_ns
         self._device = device
-        self._unused: list[Event] = []
+        self._unused: list[DeviceEvent] = []
         self._anchor = device.event()
         self._anchor.record(device.stream())
         self._anchor.synchronize()
@@ -217,7 +217,7 @@ class DeviceClock:
         event.record(self._device.stream())
         return _DeviceMark(self, event, recorded)
 
-    def fetch(self, value: torch.Tensor) -> Fetched:
+    def fetch(self, value: torch.Tensor) -> PendingValue:
         if value.is_cpu:
             return HostValue(float(value.item()))
         copy = self._device.to_host(value)
@@ -231,12 +231,12 @@ class DeviceClock:
     def captures(self) -> bool:
         return self._device.captures
 
-    def read(self, event: Event, recorded: int) -> int:
+    def read(self, event: DeviceEvent, recorded: int) -> int:
         """The time of an event that the device has come to. It may be recorded anew from now on."""
         seen = self.now()
         counted = self._anchor_ns + round(self._anchor.elapsed_time(event) * 1e6)
         ns = min(max(counted, recorded), seen)
-        if ns != counted or ns > self._anchor_ns + ANCHOR_NS:
+        if ns != counted or ns > self._anchor_ns + MAX_ANCHOR_AGE_NS:
             self._unused.append(self._anchor)
             self._anchor, self._anchor_ns = event, ns
         else:
@@ -247,9 +247,9 @@ class DeviceClock:
 class _DeviceMark:
     __slots__ = ("_clock", "_event", "_ns")
 
-    def __init__(self, clock: DeviceClock, event: Event, recorded: int) -> None:
+    def __init__(self, clock: DeviceClock, event: DeviceEvent, recorded: int) -> None:
         self._clock = clock
-        self._event: Event | None = event
+        self._event: DeviceEvent | None = event
         self._ns = recorded
         """When it was recorded; once it is reached, when that was."""
 
@@ -289,7 +289,7 @@ class _DeviceValue(NamedTuple):
 _device_clock: DeviceClock | None = None
 
 
-def present() -> Clock:
+def get_work_clock() -> Clock:
     """That of the GPU that this process works on, once it does; until then the host's. It starts no GPU itself."""
     global _device_clock
     if not torch.cuda.is_initialized():

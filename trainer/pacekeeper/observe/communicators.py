@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from pacekeeper.runtime import read_json, write_json
-from pacekeeper_analysis.communicators import MOST_COMMUNICATORS, Communicator, format_ranks
+from pacekeeper_analysis.communicators import MAX_COMMUNICATORS, Communicator, format_ranks
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import read, read_tuple
+from pacekeeper_analysis.reading import read_dataclass, read_tuple
 
 log = logging.getLogger(__name__)
 
-LONGEST_NAME = 80
-LONGEST_FILE = 2 << 20
+MAX_GROUP_NAME_CHARACTERS = 80
+MAX_COMMUNICATORS_FILE_BYTES = 2 << 20
 """Bytes. A longer one is none of ours."""
 
 
@@ -31,7 +31,7 @@ class Communicators:
         """`path`: of their file, which is another round's now; None: nobody reads it."""
         self._path = path
         self._known: dict[int, Communicator] = {}
-        self._gone: dict[int, None] = {}
+        self._destroyed: dict[int, None] = {}
         """Of these, those that were destroyed, the first one first."""
         if path is not None:
             path.parent.mkdir(exist_ok=True)
@@ -41,17 +41,17 @@ class Communicators:
         """Known from now on. Where torch does not know the `ranks`, or they cannot be written down, it is not."""
         if self._path is None or not ranks:
             return
-        self._gone.pop(identity, None)  # torch gives the same ranks the same name again
+        self._destroyed.pop(identity, None)  # torch gives the same ranks the same name again
         if identity in self._known:
             return
         try:
-            communicator = read(Communicator, {"identity": identity, "members": format_ranks(ranks), "name": name})
+            communicator = read_dataclass(Communicator, {"identity": identity, "members": format_ranks(ranks), "name": name})
         except InputError as error:
             log.warning("nobody will know who waits for whom in a group of %d ranks: %s", len(ranks), error)
             return
-        if len(self._known) == MOST_COMMUNICATORS:
-            eldest = next(iter(self._gone or self._known))
-            self._gone.pop(eldest, None)
+        if len(self._known) == MAX_COMMUNICATORS:
+            eldest = next(iter(self._destroyed or self._known))
+            self._destroyed.pop(eldest, None)
             self._known.pop(eldest)
         self._known[identity] = communicator
         try:
@@ -59,19 +59,19 @@ class Communicators:
         except OSError as error:  # a full volume is no reason to end the training
             log.warning("nobody will know who waits for whom in a new group of %d ranks: %s", len(ranks), error)
 
-    def destroyed(self, identity: int) -> None:
+    def mark_destroyed(self, identity: int) -> None:
         """It stays as long as there is room: records still speak of it."""
         if identity in self._known:
-            self._gone[identity] = None
+            self._destroyed[identity] = None
 
 
 def read_communicators(path: Path) -> tuple[Communicator, ...]:
     """What a rank has written; () where it has not written yet, or what is there is nothing of the kind."""
     try:
-        content: Any = read_json(path) if path.stat().st_size <= LONGEST_FILE else None
+        content: Any = read_json(path) if path.stat().st_size <= MAX_COMMUNICATORS_FILE_BYTES else None
         given = content["communicators"] if isinstance(content, Mapping) else ()
         return read_tuple(
-            lambda each, where: read(Communicator, each, where), given, "communicators", MOST_COMMUNICATORS
+            lambda each, where: read_dataclass(Communicator, each, where), given, "communicators", MAX_COMMUNICATORS
         )
     except FileNotFoundError:
         return ()
@@ -80,18 +80,18 @@ def read_communicators(path: Path) -> tuple[Communicator, ...]:
         return ()
 
 
-def identity_of(name: str, description: str, ranks: Iterable[int]) -> int:
+def compute_group_identity(name: str, description: str, ranks: Iterable[int]) -> int:
     """The same number on all ranks of the group, another one for other groups, even of the same name; never 0."""
     return zlib.crc32(f"{name}:{description}:{format_ranks(list(ranks))}".encode()) or 1
 
 
-def channel_of(group: int, source: int, destination: int) -> int:
+def compute_channel_identity(group: int, source: int, destination: int) -> int:
     """Identity of what rank `source` sends to rank `destination` in the group with this identity."""
     return zlib.crc32(f"{group}:{source}>{destination}".encode()) or 1
 
 
-def name_of(description: str) -> str:
+def extract_group_name(description: str) -> str:
     """What the script calls the group: its mesh's dimension, or its description; "": torch has made one up."""
     if description in ("undefined", "default_pg"):
         return ""
-    return "".join(filter(str.isprintable, description.removeprefix("mesh_")))[:LONGEST_NAME]
+    return "".join(filter(str.isprintable, description.removeprefix("mesh_")))[:MAX_GROUP_NAME_CHARACTERS]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pacekeeper.exchange import gather
+from pacekeeper.exchange import all_gather_objects
 from pacekeeper_analysis.records import Collective
 
-from .collectives import introduce, unwatch
+from .collectives import register_group, exclude_group
 from .recorder import Recorder
 
 
@@ -24,17 +24,17 @@ class CpuGroup:
         """Collective: all ranks make theirs together."""
         self.group = new_cpu_group(description)
         self._ring = recorder.ring
-        self._place = introduce(self.group, recorder)
+        self._place = register_group(self.group, recorder)
 
     def wait(self, work: dist.Work) -> None:
         """Waits for the peers, visibly to the launcher."""
-        with self._visibly():
+        with self._show_wait():
             work.wait()
 
-    def gather(self, mine: Any) -> list[Any]:
+    def all_gather(self, mine: Any) -> list[Any]:
         """What every rank has given, in rank order. Collective, and visible to the launcher."""
-        with self._visibly():
-            return gather(mine, self.group)
+        with self._show_wait():
+            return all_gather_objects(mine, self.group)
 
     def start_sum(self, vector: torch.Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
         """Begins to sum `vector` over all ranks (of `group`), in place."""
@@ -49,7 +49,7 @@ class CpuGroup:
         return bool(votes.item())
 
     @contextmanager
-    def _visibly(self) -> Iterator[None]:
+    def _show_wait(self) -> Iterator[None]:
         """A rank that never comes here has fewer collectives entered than those that wait for it."""
         identity, entered, sequence, _ = self._place
         self._ring.enter_collective(Collective.ALL_REDUCE, identity, next(sequence), time.monotonic_ns(), entered)
@@ -62,5 +62,5 @@ def new_cpu_group(description: str, ranks: Sequence[int] | None = None) -> dist.
     own = ranks is not None
     group = dist.new_group(ranks, backend="gloo", group_desc=description, use_local_synchronization=own)
     assert isinstance(group, dist.ProcessGroup), "this rank belongs to it"
-    unwatch(group)
+    exclude_group(group)
     return group

@@ -21,7 +21,7 @@ from pacekeeper.torch_internals import ProcessGroup, Work
 
 
 @dataclass(slots=True)
-class Call:
+class CollectiveCall:
     """One collective of one rank, with the names that torch's own hooks use."""
 
     name: str
@@ -36,21 +36,21 @@ class Call:
     """Once it is issued; None, too, where the backend gives none."""
 
 
-def hook(group: ProcessGroup, enter: Callable[[Call], None], issued: Callable[[Call], None]) -> None:
+def hook_group(group: ProcessGroup, enter: Callable[[CollectiveCall], None], issued: Callable[[CollectiveCall], None]) -> None:
     """From now on tells of each collective of `group`, in the thread that calls it."""
-    _stand_in_front()
+    _intercept_operators()
     _hooked[group] = enter, issued
 
 
-def unhook(group: ProcessGroup) -> None:
+def unhook_group(group: ProcessGroup) -> None:
     """Ends that; nothing where there was no hook."""
     _hooked.pop(group, None)
 
 
-_hooked: WeakKeyDictionary[ProcessGroup, tuple[Callable[[Call], None], Callable[[Call], None]]] = WeakKeyDictionary()
-_numbers = itertools.count(1)
+_hooked: WeakKeyDictionary[ProcessGroup, tuple[Callable[[CollectiveCall], None], Callable[[CollectiveCall], None]]] = WeakKeyDictionary()
+_call_numbers = itertools.count(1)
 
-_OPERATORS = {
+_OPERATOR_NAMES = {
     "send": "SEND",
     "recv_": "RECV",
     "recv_any_source_": "RECV",
@@ -74,18 +74,18 @@ _OPERATORS = {
 
 
 @functools.cache
-def _stand_in_front() -> None:
-    for operator, name in _OPERATORS.items():
-        torch_internals.stand_in_front(operator, functools.partial(_tell, name))
+def _intercept_operators() -> None:
+    for operator, name in _OPERATOR_NAMES.items():
+        torch_internals.intercept_operator(operator, functools.partial(_report_call, name))
 
 
-def _tell(name: str, arguments: Mapping[str, Any], proceed: Callable[[], Any]) -> Any:
+def _report_call(name: str, arguments: Mapping[str, Any], proceed: Callable[[], Any]) -> Any:
     found = _hooked.get(ProcessGroup.unbox(arguments["process_group"]))
     if found is None:
         return proceed()
     enter, issued = found
-    call = Call(
-        name, next(_numbers), arguments.get("async_op", True), *_tensors(name, arguments), _peer(name, arguments)
+    call = CollectiveCall(
+        name, next(_call_numbers), arguments.get("async_op", True), *_collect_tensors(name, arguments), _read_peer(name, arguments)
     )
     enter(call)
     result = proceed()
@@ -94,24 +94,24 @@ def _tell(name: str, arguments: Mapping[str, Any], proceed: Callable[[], Any]) -
     return result
 
 
-def _peer(name: str, arguments: Mapping[str, Any]) -> int:
+def _read_peer(name: str, arguments: Mapping[str, Any]) -> int:
     peer: int = arguments.get({"SEND": "dst", "RECV": "src"}.get(name, ""), -1)
     return peer
 
 
-def _tensors(name: str, arguments: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _collect_tensors(name: str, arguments: Mapping[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """That go in, and that come out where these are others."""
     given: dict[str, list[torch.Tensor]] = {"input": [], "output": [], "tensors": []}
     for argument, value in arguments.items():
         for kind, tensors in given.items():
             if argument.startswith(kind):
-                tensors += _flat(value)
+                tensors += _flatten_tensors(value)
     in_place = given["tensors"]
     return (given["input"], in_place) if name == "RECV" else (given["input"] + in_place, given["output"])
 
 
-def _flat(value: Any) -> list[torch.Tensor]:
+def _flatten_tensors(value: Any) -> list[torch.Tensor]:
     """A tensor, a list of them, or a list of lists."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [tensor for part in value for tensor in _flat(part)] if isinstance(value, (list, tuple)) else []
+    return [tensor for part in value for tensor in _flatten_tensors(part)] if isinstance(value, (list, tuple)) else []

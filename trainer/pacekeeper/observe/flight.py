@@ -25,13 +25,13 @@ from pacekeeper import torch_internals
 from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.records import Collective, Device, Phase
 
-from .communicators import identity_of
+from .communicators import compute_group_identity
 
-PERIOD = 0.5
+FLIGHT_POLL_INTERVAL_SECONDS = 0.5
 """Seconds between two looks at the rank's progress."""
-PATIENCE, STEPS_LONG = 1.0, 5
+FLIGHT_QUERY_SECONDS, FLIGHT_QUERY_STEPS = 1.0, 5
 """The recorder is asked after so many seconds without progress, or after so many steps where they are longer."""
-PATIENCE_UNARMED, ARMED_AFTER = 15.0, 5
+UNARMED_FLIGHT_QUERY_SECONDS, FLIGHT_ARMED_STEPS = 15.0, 5
 """The same in the first steps of a round: then CUDA graphs are captured, which nobody must disturb."""
 # All of it is shorter than what the launcher takes for a stall (launcher.watch).
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Flight:
+class OldestCollective:
     """The oldest collective that the GPU has not completed. All but `device` is meaningful where there is one."""
 
     device: Device
@@ -48,28 +48,28 @@ class Flight:
     sequence: int = 0
 
 
-def watch_flight(state: Any) -> None:
+def start_flight_monitor(state: Any) -> None:
     """Looks from now on, in a thread, where torch knows of GPUs. `state`: the ring's (`ring.StateFields`)."""
     if torch.backends.cuda.is_built():
-        watch = FlightWatch(state)
-        threading.Thread(target=_keep_looking, args=(watch,), name="pacekeeper-flight", daemon=True).start()
+        watch = FlightMonitor(state)
+        threading.Thread(target=_run_monitor, args=(watch,), name="pacekeeper-flight", daemon=True).start()
 
 
-def ask() -> bytes | None:
+def query_flight_recorder() -> bytes | None:
     """What the recorder tells; None: nothing.
 
     It queries CUDA's events, and does that as NCCL's own watchdog does: on a GPU that this process uses, or it would
     make a context of half a GiB on the first one; and without invalidating a CUDA graph that another thread captures.
     """
-    used = torch_internals.used_gpus()
+    used = torch_internals.list_used_gpus()
     if not used:
         return None
-    leave_captures_alone()
+    preserve_graph_captures()
     torch.cuda.set_device(used[0])
-    return torch_internals.flight_record()
+    return torch_internals.dump_flight_record()
 
 
-def leave_captures_alone(driver: str = "libcuda.so.1") -> None:
+def preserve_graph_captures(driver: str = "libcuda.so.1") -> None:
     """From now on no call of this thread invalidates what other threads capture.
 
     driver: CUDA's, since its runtime would make a context for the same call. Raises OSError without it, RuntimeError
@@ -81,66 +81,66 @@ def leave_captures_alone(driver: str = "libcuda.so.1") -> None:
         raise RuntimeError(f"cuThreadExchangeStreamCaptureMode fails with error {error} of the CUDA driver")
 
 
-def oldest(record: bytes) -> Flight:
+def find_oldest_collective(record: bytes) -> OldestCollective:
     """The oldest collective in what the flight recorder has written of those that are not complete (its JSON, 2.x)."""
     try:
         content = parse_json(record)
         entries = [entry for entry in content.get("entries", ()) if _is_active(entry)]
         if not entries:
-            return Flight(Device.IDLE if content.get("pg_config") else Device.RUNNING)  # without groups, it is off
-        told = [entry for entry in entries if _is_told(entry, content)]
+            return OldestCollective(Device.IDLE if content.get("pg_config") else Device.RUNNING)  # without groups, it is off
+        told = [entry for entry in entries if _has_start_record(entry, content)]
         if not told:
-            return Flight(Device.RUNNING)
+            return OldestCollective(Device.RUNNING)
         entry = min(told, key=lambda each: int(each["record_id"]))
         device = Device.STARTED if entry["state"] == "started" else Device.SCHEDULED
-        collective = _collective(entry["profiling_name"])
+        collective = _parse_collective(entry["profiling_name"])
         if entry.get("is_p2p"):
-            return Flight(device, collective)
+            return OldestCollective(device, collective)
         name, description = entry["process_group"]
         ranks = parse_json(content.get("pg_config", {}).get(name, {}).get("ranks", "[]"))
-        group = identity_of(name, description, map(int, ranks))
-        return Flight(device, collective, group, int(entry["collective_seq_id"]) & 0xFFFF_FFFF)
+        group = compute_group_identity(name, description, map(int, ranks))
+        return OldestCollective(device, collective, group, int(entry["collective_seq_id"]) & 0xFFFF_FFFF)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):  # another version of the recorder
-        return Flight(Device.RUNNING)
+        return OldestCollective(Device.RUNNING)
 
 
-def patience(steps_in_round: int, step_seconds: float) -> float:
+def compute_query_delay(steps_in_round: int, step_seconds: float) -> float:
     """After so many seconds without progress the recorder is asked."""
-    return max(PATIENCE if steps_in_round >= ARMED_AFTER else PATIENCE_UNARMED, STEPS_LONG * step_seconds)
+    return max(FLIGHT_QUERY_SECONDS if steps_in_round >= FLIGHT_ARMED_STEPS else UNARMED_FLIGHT_QUERY_SECONDS, FLIGHT_QUERY_STEPS * step_seconds)
 
 
 @dataclass
-class FlightWatch:
+class FlightMonitor:
     """Writes to the ring's state how far the GPU is."""
 
     state: Any
     uses_gpu: Callable[[], bool] = lambda: torch.cuda.is_initialized()
-    uses_nccl: Callable[[], bool] = lambda: any("nccl" in backends for backends in torch_internals.backends())
-    record: Callable[[], bytes | None] = ask
+    uses_nccl: Callable[[], bool] = lambda: any("nccl" in backends for backends in torch_internals.list_backends())
+    read_record: Callable[[], bytes | None] = query_flight_recorder
     _progress: tuple[int, ...] = ()
-    _since: float = 0.0
+    _unchanged_since: float = 0.0
     _step_seconds: float = 0.0
     _steps: int = 0
     _step_end_ns: int = 0
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Call it every `PERIOD`. `now`: seconds, monotonic."""
         state = self.state
         if not self.uses_gpu():
             return
         progress = (state.step_end_ns, state.collectives_entered, state.phase_since_ns)
         if progress != self._progress:
-            self._progress, self._since = progress, now
+            self._progress, self._unchanged_since = progress, now
             self._time_steps()
-            self._write(Flight(Device.RUNNING))
-        elif state.phase == Phase.TRAIN and now - self._since >= patience(state.steps_in_round, self._step_seconds):
-            self._write(self._flight())
+            self._write(OldestCollective(Device.RUNNING))
+        elif state.phase == Phase.TRAIN and now - self._unchanged_since >= compute_query_delay(state.steps_in_round, self._step_seconds):
+            self._write(self._read_oldest())
 
-    def _flight(self) -> Flight:
+    def _read_oldest(self) -> OldestCollective:
         if not self.uses_nccl():
-            return Flight(Device.IDLE)
-        record = self.record()
-        return Flight(Device.RUNNING) if record is None else oldest(record)
+            return OldestCollective(Device.IDLE)
+        record = self.read_record()
+        return OldestCollective(Device.RUNNING) if record is None else find_oldest_collective(record)
 
     def _time_steps(self) -> None:
         """How long a step takes, by those that have ended since the last look that saw one end."""
@@ -150,7 +150,7 @@ class FlightWatch:
                 self._step_seconds = (end - self._step_end_ns) * 1e-9 / (steps - self._steps)
             self._steps, self._step_end_ns = steps, end
 
-    def _write(self, flight: Flight) -> None:
+    def _write(self, flight: OldestCollective) -> None:
         """`device` last: it says that the others are there."""
         state = self.state
         if flight.device in (Device.SCHEDULED, Device.STARTED):
@@ -160,11 +160,11 @@ class FlightWatch:
         state.device = flight.device
 
 
-def _keep_looking(watch: FlightWatch) -> None:
+def _run_monitor(watch: FlightMonitor) -> None:
     while True:
-        time.sleep(PERIOD)
+        time.sleep(FLIGHT_POLL_INTERVAL_SECONDS)
         try:
-            watch.look(time.monotonic())
+            watch.check(time.monotonic())
         except Exception:
             log.exception("kernels that never end cannot be told from waits for peers any more")
             watch.state.device = Device.RUNNING
@@ -176,7 +176,7 @@ def _is_active(entry: Mapping[str, Any]) -> bool:
     return entry["state"] != "completed" and not entry.get("retired", False)
 
 
-def _is_told(entry: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
+def _has_start_record(entry: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
     """Whether the recorder would know of it that it has begun: not of the single sends and receives of a batch, and of
     none where it records no start (TORCH_NCCL_ENABLE_TIMING is off: others have completed that never began)."""
     if entry["state"] == "started":
@@ -186,7 +186,7 @@ def _is_told(entry: Mapping[str, Any], content: Mapping[str, Any]) -> bool:
     return not entry.get("is_p2p") and started >= completed
 
 
-_NAMES = (
+_COLLECTIVE_NAME_PARTS = (
     ("barrier", Collective.BARRIER),
     ("all_reduce", Collective.ALL_REDUCE),
     ("allreduce", Collective.ALL_REDUCE),
@@ -204,5 +204,5 @@ _NAMES = (
 """Parts of the recorder's names (`nccl:_all_gather_base`), the longer ones first where one holds another."""
 
 
-def _collective(name: str) -> Collective:
-    return next((collective for part, collective in _NAMES if part in name), Collective.NONE)
+def _parse_collective(name: str) -> Collective:
+    return next((collective for part, collective in _COLLECTIVE_NAME_PARTS if part in name), Collective.NONE)

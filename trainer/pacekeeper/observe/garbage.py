@@ -14,21 +14,21 @@ from collections.abc import Callable
 
 from pacekeeper_analysis.errors import InputError
 
-Report = Callable[[int, int, int], None]
+GCReport = Callable[[int, int, int], None]
 """Of one collection: start and end (ns of time.monotonic_ns), and its generation (2: everything)."""
 
 
-class PlannedCollection:
+class GCSchedule:
     """Collects at the steps of the plan alone, while there is one."""
 
     def __init__(self) -> None:
         self.every = 0
         """Steps between two collections; 0: Python collects as it likes."""
         self._automatic = False
-        self._seen = 0
-        _planned.add(self)
+        self._last_step = 0
+        _schedules.add(self)
 
-    def boundary(self, step: int, every: int) -> None:
+    def collect_if_due(self, step: int, every: int) -> None:
         """After step number `step`; collects where it is a multiple of `every`, or one was passed since the last call.
 
         On all ranks with the same arguments, so that all of them collect at once. `every` may change at any boundary.
@@ -37,18 +37,18 @@ class PlannedCollection:
         if every < 0:
             raise InputError(f"garbage_every={every} must be 0 (as Python likes) or a number of steps")
         if every != self.every:
-            self._change(every)
-            self._seen = step - 1
-        if every and step // every > self._seen // every:
+            self._set_interval(every)
+            self._last_step = step - 1
+        if every and step // every > self._last_step // every:
             gc.collect()
-        self._seen = step
+        self._last_step = step
 
-    def leave_to_parent(self) -> None:
+    def detach_in_child(self) -> None:
         """Gives collection back to Python in a process that the rank has just forked: no step ends there."""
         if self.every:
-            self._change(0)
+            self._set_interval(0)
 
-    def _change(self, every: int) -> None:
+    def _set_interval(self, every: int) -> None:
         if self.every == 0:
             self._automatic = gc.isenabled()
             gc.disable()
@@ -58,7 +58,7 @@ class PlannedCollection:
 
 
 def time_collections(
-    report: Report, at_least_ns: int = 0, begins: Callable[[int], None] | None = None
+    report: GCReport, at_least_ns: int = 0, begins: Callable[[int], None] | None = None
 ) -> Callable[[], None]:
     """Calls `report` after each collection of this process that took `at_least_ns`; returns what ends that.
 
@@ -80,12 +80,12 @@ def time_collections(
     return lambda: gc.callbacks.remove(collecting)
 
 
-_planned: weakref.WeakSet[PlannedCollection] = weakref.WeakSet()
+_schedules: weakref.WeakSet[GCSchedule] = weakref.WeakSet()
 
 
-def _leave_all_to_parent() -> None:
-    for planned in list(_planned):
-        planned.leave_to_parent()
+def _detach_all_in_child() -> None:
+    for planned in list(_schedules):
+        planned.detach_in_child()
 
 
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+os.register_at_fork(after_in_child=_detach_all_in_child)

@@ -14,10 +14,10 @@ from pacekeeper_analysis.records import Collective
 
 from . import dispatcher
 
-_HOOK = 0x504B
+_HOOK_KEY = 0x504B
 """Key of our hooks on a process group."""
 
-_FORMS = {
+_COLLECTIVES_BY_FORM = {
     "SEND": Collective.SEND,
     "RECV": Collective.RECV,
     "BROADCAST": Collective.BROADCAST,
@@ -38,37 +38,37 @@ _FORMS = {
     "GATHER": Collective.GATHER,
 }
 
-COLLECTIVES: dict[str | int, int] = {name: int(collective) for name, collective in _FORMS.items()}
+COLLECTIVES_BY_CALL_NAME: dict[str | int, int] = {name: int(collective) for name, collective in _COLLECTIVES_BY_FORM.items()}
 if HookOpName is not None:  # by numbers: an enumeration's member is slow to look up
-    COLLECTIVES |= {int(HookOpName.__members__[name]): int(its) for name, its in _FORMS.items()}  # type: ignore[call-overload]  # it is one
+    COLLECTIVES_BY_CALL_NAME |= {int(HookOpName.__members__[name]): int(its) for name, its in _COLLECTIVES_BY_FORM.items()}  # type: ignore[call-overload]  # it is one
 
-Enter = Callable[[Any], None]
+EnterCallback = Callable[[Any], None]
 """Takes a call that begins: `name`, `async_op`, `input_tensors`, `output_tensors`, and `root`, of a send or receive the
 peer's rank in the group (-1: received from whoever comes). `Issued` of the same call follows before `Enter` of another
 one in this group, unless the call fails."""
-Issued = Callable[[Any], None]
+IssuedCallback = Callable[[Any], None]
 """Takes a call whose work is issued: `work` (None where the current stream waits for it at once)."""
 
 
-def hook(group: ProcessGroup, enter: Enter, issued: Issued) -> None:
+def hook_group(group: ProcessGroup, enter: EnterCallback, issued: IssuedCallback) -> None:
     """From now on tells of each collective of `group`, in the thread that calls it."""
     if HookOpName is None:
-        dispatcher.hook(group, enter, issued)
+        dispatcher.hook_group(group, enter, issued)
     else:
-        group.register_pre_hook(_HOOK, enter)
-        group.register_post_hook(_HOOK, issued)
+        group.register_pre_hook(_HOOK_KEY, enter)
+        group.register_post_hook(_HOOK_KEY, issued)
 
 
-def collective_of(call: Any) -> int | None:
+def identify_collective(call: Any) -> int | None:
     """What `call` is a form of (a `Collective`), by the name that torch or the dispatcher gives it."""
     name = call.name
-    return COLLECTIVES.get(name if name.__class__ is str else int(name))
+    return COLLECTIVES_BY_CALL_NAME.get(name if name.__class__ is str else int(name))
 
 
-def unhook(group: ProcessGroup) -> None:
+def unhook_group(group: ProcessGroup) -> None:
     """Ends that; nothing where there was no hook."""
     if HookOpName is None:
-        dispatcher.unhook(group)
+        dispatcher.unhook_group(group)
     else:
-        group.unregister_pre_hook(_HOOK)
-        group.unregister_post_hook(_HOOK)
+        group.unregister_pre_hook(_HOOK_KEY)
+        group.unregister_post_hook(_HOOK_KEY)

@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pacekeeper_analysis.records import Kind, Phase
+from pacekeeper_analysis.records import RecordKind, Phase
 
-from .clock import Fetched, Mark
+from .clock import PendingValue, Mark
 from .recorder import Recorder
 
 
-class Reporting(Protocol):
+class LossReportingStep(Protocol):
     """A step whose script reports a loss."""
 
     weight: float
@@ -28,50 +28,50 @@ class Reporting(Protocol):
         """Of one element, where it was computed; None: none was reported."""
 
 
-class _Coming(NamedTuple):
+class _PendingLoss(NamedTuple):
     """A step's loss on its way to the host."""
 
     number: int
     weight: float
-    sum: Fetched
+    sum: PendingValue
     end: Mark
     """Of the step."""
 
 
-class Losses:
+class LossTracker:
     """Of one rank."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._coming: deque[_Coming] = deque()
+        self._pending: deque[_PendingLoss] = deque()
         self._sum = self._weight = 0.0
-        self._taken: Reporting | None = None
+        self._taken: LossReportingStep | None = None
         self._bad = False
 
-    def take(self, step: Reporting) -> None:
+    def add_step(self, step: LossReportingStep) -> None:
         """Of a step that is complete; counts once."""
         if step is self._taken or (loss := step.loss_sum) is None:
             return
         self._taken = step
         recorder = self._recorder
         fetched = recorder.clock.fetch(loss)
-        self._coming.append(_Coming(recorder.step - 1, step.weight, fetched, recorder.last_end))
-        self._count()
+        self._pending.append(_PendingLoss(recorder.step - 1, step.weight, fetched, recorder.last_end))
+        self._collect_arrived()
 
-    def hand_over(self, whole: bool = False) -> tuple[float, float]:
+    def take_sums(self, whole: bool = False) -> tuple[float, float]:
         """Sum and weight of the losses that have come since the last call. whole: waits for those on their way."""
-        self._count(whole)
+        self._collect_arrived(whole)
         handed = self._sum, self._weight
         self._sum = self._weight = 0.0
         return handed
 
     def finish(self) -> None:
         """The last ones, which it waits for."""
-        self._count(whole=True)
+        self._collect_arrived(whole=True)
 
-    def _count(self, whole: bool = False) -> None:
-        while self._coming and (whole or (self._coming[0].end.reached and self._coming[0].sum.ready)):
-            number, weight, fetched, end = self._coming.popleft()
+    def _collect_arrived(self, whole: bool = False) -> None:
+        while self._pending and (whole or (self._pending[0].end.reached and self._pending[0].sum.ready)):
+            number, weight, fetched, end = self._pending.popleft()
             end.wait()
             loss = fetched.value()
             self._sum += loss
@@ -79,7 +79,7 @@ class Losses:
             mean = loss / weight if weight else math.nan
             ring = self._recorder.ring
             ring.state.loss = mean
-            ring.write(Kind.LOSS, end.ns, end.ns, number, Phase.TRAIN, mean)
+            ring.write(RecordKind.LOSS, end.ns, end.ns, number, Phase.TRAIN, mean)
             if not math.isfinite(loss) and not self._bad:
                 self._bad = True
                 ring.state.bad_loss_step = number

@@ -6,7 +6,7 @@ import logging
 
 from pacekeeper.environment import Environment
 
-from .collectives import Watcher
+from .collectives import CollectiveMonitor
 from .communicators import Communicators
 from .recorder import NoRing, Recorder
 from .ring import RingWriter
@@ -15,9 +15,9 @@ try:
     from . import fast as fast
 except ImportError as error:  # not built, or not for this Python: all is recorded without it
     fast = None  # type: ignore[assignment]
-    WHY_SLOW = str(error)
+    NATIVE_UNAVAILABLE_REASON = str(error)
 else:
-    WHY_SLOW = ""
+    NATIVE_UNAVAILABLE_REASON = ""
 
 log = logging.getLogger(__name__)
 
@@ -29,15 +29,15 @@ def open_recorder(environment: Environment) -> Recorder:
     path = environment.runtime.ring(environment.local_rank)
     if not path.exists():
         return Recorder(NoRing())
-    communicators = Communicators(environment.runtime.communicators_of(environment.local_rank))
+    communicators = Communicators(environment.runtime.communicators_file(environment.local_rank))
     if fast is not None and environment.native:
-        return fast.FastRecorder(fast.FastRing(path), communicators=communicators)
-    log.info("this rank records in Python alone: %s", WHY_SLOW or "PACEKEEPER_NATIVE=0")
+        return fast.NativeRecorder(fast.NativeRing(path), communicators=communicators)
+    log.info("this rank records in Python alone: %s", NATIVE_UNAVAILABLE_REASON or "PACEKEEPER_NATIVE=0")
     return Recorder(RingWriter(path), communicators=communicators)
 
 
-def watcher_of(recorder: Recorder) -> Watcher:
+def create_collective_monitor(recorder: Recorder) -> CollectiveMonitor:
     """What sees the collectives of this recorder's rank."""
-    if fast is not None and isinstance(recorder, fast.FastRecorder):
-        return fast.FastWatcher(recorder)
-    return Watcher(recorder)
+    if fast is not None and isinstance(recorder, fast.NativeRecorder):
+        return fast.NativeCollectiveMonitor(recorder)
+    return CollectiveMonitor(recorder)

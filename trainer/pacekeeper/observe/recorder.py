@@ -29,33 +29,33 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 from pacekeeper.torch_internals import graph_task
-from pacekeeper_analysis.records import Collective, Kind, Phase
+from pacekeeper_analysis.records import Collective, RecordKind, Phase
 
-from .clock import Clock, HostClock, HostMark, Mark, Spans, present
+from .clock import Clock, HostClock, HostMark, Mark, WorkSpans, get_work_clock
 from .communicators import Communicators
 from .ring import NO_PLACE, RingWriter
 
-AHEAD = 2
+MAX_STEPS_AHEAD = 2
 """Steps that a rank is ahead of its device at most."""
 
 Loaded = TypeVar("Loaded")
 
 # Looked up once: an enumeration's member takes a call in Python each time.
-_STEP, _COMPUTE, _DATA = int(Kind.STEP), int(Kind.COMPUTE), int(Kind.DATA)
-_GARBAGE, _LENGTHS = int(Kind.GARBAGE), int(Kind.LENGTHS)
+_STEP, _COMPUTE, _DATA = int(RecordKind.STEP), int(RecordKind.COMPUTE), int(RecordKind.DATA)
+_GARBAGE, _LENGTHS = int(RecordKind.GARBAGE), int(RecordKind.LENGTHS)
 _START, _LOAD, _LOADING = Phase.START, Phase.LOAD, (Phase.LOAD, Phase.DATA)
 
 
 @dataclass(slots=True)
-class _Step:
+class _RecordedStep:
     """One that is under way on the host; or done there, and still to be done by the device."""
 
     start: Mark
-    waits: Spans = field(default_factory=Spans)
+    waits: WorkSpans = field(default_factory=WorkSpans)
     """For peers."""
-    away: Spans = field(default_factory=Spans)
+    other_phases: WorkSpans = field(default_factory=WorkSpans)
     """In other phases, waits included."""
-    garbage: list[tuple[Mark, Mark]] = field(default_factory=list)
+    collections: list[tuple[Mark, Mark]] = field(default_factory=list)
     """Collections that have left the device without work."""
     end: Mark | None = None
     number: int = 0
@@ -69,19 +69,19 @@ class _Step:
         """Whether its end is."""
         assert self.end is not None
         # In the order of the work, by which the times of a device's marks are counted.
-        if not (self.start.reached and self.waits.reached and self.away.reached and self.end.reached):
+        if not (self.start.reached and self.waits.reached and self.other_phases.reached and self.end.reached):
             return False
-        if not self.garbage:
+        if not self.collections:
             return True
-        return all(begun.reached and ended.reached for begun, ended in self.garbage)  # may come just behind the end
+        return all(begun.reached and ended.reached for begun, ended in self.collections)  # may come just behind the end
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class OpenPhase:
     """A phase other than training."""
 
     phase: Phase
-    before: Phase
+    previous: Phase
     start_ns: int
     mark: Mark | None
     """None: in the course of another one."""
@@ -103,19 +103,19 @@ class Recorder:
         self.phase = Phase.START
         self.mode = 0
         """Position in plan.SyncMode of the mode in force."""
-        self.steered = False
+        self.managed = False
         """Whether a `Job` says when a step is complete; otherwise the optimizer's hooks do."""
-        self.notice_ends: Callable[[], None] = _nothing
+        self.notice_ends: Callable[[], None] = _do_nothing
         """Records the collectives that have ended."""
-        self.step_ended: Callable[[], None] = _nothing
+        self.step_ended: Callable[[], None] = _do_nothing
         """Called at the end of each step, before the next one's work."""
-        self.notice_wait: Callable[[Mark, Mark], None] = _no_wait
+        self.notice_wait: Callable[[Mark, Mark], None] = _ignore_wait
         """Told of each wait for peers."""
-        self._owner: Callable[[], Optimizer | None] = _nothing
+        self._owner: Callable[[], Optimizer | None] = _do_nothing
         """The optimizer whose steps are the job's, as long as it is there."""
         self._finds_clock = clock is None
         self.training_thread = threading.get_ident()
-        self._in_flight: deque[_Step] = deque()
+        self._in_flight: deque[_RecordedStep] = deque()
         """Steps that the device may not have come to the end of; the oldest first."""
         self._computing: object = None
         """The stream that the script computes on."""
@@ -142,11 +142,11 @@ class Recorder:
         self.ring.end_step(self.step, time.monotonic_ns())
         self.step += 1
         if self.phase is _START:
-            self.enter(Phase.TRAIN)
+            self.enter_phase(Phase.TRAIN)
             self._begin()
         else:
             self._begin(end)
-        if len(self._in_flight) > AHEAD and not self._in_flight[0].reached:
+        if len(self._in_flight) > MAX_STEPS_AHEAD and not self._in_flight[0].reached:
             self._in_flight[0].end.wait()  # type: ignore[union-attr]  # a step in flight has an end
         self.write_reached()
         self.step_ended()
@@ -175,22 +175,22 @@ class Recorder:
         self.write_reached()
         self.notice_ends()
 
-    def leave_to_parent(self) -> None:
+    def detach_in_child(self) -> None:
         """Ends the rank's records in a process that it has just forked: hooks stay, and touch neither the rank's files
         nor its device, which no fork may use. The ring is left to the rank by itself (ring.py)."""
         self.clock, self._finds_clock = HostClock(), False
         self.communicators = Communicators(None)
-        self.notice_ends = self.step_ended = _nothing
-        self.notice_wait = _no_wait
+        self.notice_ends = self.step_ended = _do_nothing
+        self.notice_wait = _ignore_wait
         self._in_flight.clear()
         self._begin()
 
-    def enter(self, phase: Phase, now: int | None = None) -> None:
+    def enter_phase(self, phase: Phase, now: int | None = None) -> None:
         self.phase = phase
         self.ring.enter_phase(phase, now)
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def run_phase(self, phase: Phase) -> Iterator[None]:
         """A phase other than training. Its time is no part of any step's."""
         begun = self.begin_phase(phase)
         try:
@@ -198,38 +198,38 @@ class Recorder:
         finally:
             self.end_phase(begun)
 
-    def begin_phase(self, phase: Phase) -> Begun:
+    def begin_phase(self, phase: Phase) -> OpenPhase:
         now = time.monotonic_ns()
-        begun = Begun(phase, self.phase, now, None if self._away else self.clock.mark())
+        begun = OpenPhase(phase, self.phase, now, None if self._away else self.clock.mark())
         self._away += 1
-        self.enter(phase, now)
+        self.enter_phase(phase, now)
         return begun
 
-    def end_phase(self, begun: Begun) -> None:
+    def end_phase(self, begun: OpenPhase) -> None:
         """The phase is over, and the one before it goes on."""
         end = time.monotonic_ns()
         self._away -= 1
         if begun.mark is not None:
-            self._step.away.add(begun.mark, self.clock.mark())
-        self.enter(begun.before, end)
-        self.ring.write(Kind.PHASE, begun.start_ns, end, self.step, begun.phase)
+            self._step.other_phases.add(begun.mark, self.clock.mark())
+        self.enter_phase(begun.previous, end)
+        self.ring.write(RecordKind.PHASE, begun.start_ns, end, self.step, begun.phase)
 
     def load(self, fetch: Callable[..., Loaded], *arguments: Any) -> Loaded:
         """Waits for the loader: a phase with a deadline of its own, and part of the step. Nested calls count once."""
         if self.phase in _LOADING:
             return fetch(*arguments)
         before, start = self.phase, time.monotonic_ns()
-        self.enter(_LOAD, start)
+        self.enter_phase(_LOAD, start)
         try:
             return fetch(*arguments)
         finally:
             end = time.monotonic_ns()
-            self.enter(before, end)
+            self.enter_phase(before, end)
             self.ring.write(_DATA, start, end, self.step, before)
             self.ring.end_load(end - start)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def time_peer_wait(self) -> Iterator[None]:
         """For the peers. Counts where the step's work is held up: not on another stream, in another thread or phase, or
         in the course of another wait."""
         start = self.begin_wait()
@@ -240,7 +240,7 @@ class Recorder:
 
     def begin_wait(self) -> Mark | None:
         """As `waiting`, for what is too frequent for it. None: does not count."""
-        if not self.counts:
+        if not self.is_wait_counted:
             return None
         self._waiting = True
         return self.clock.mark()
@@ -252,7 +252,7 @@ class Recorder:
             self.waited(start, self.clock.mark())
 
     @property
-    def counts(self) -> bool:
+    def is_wait_counted(self) -> bool:
         """Whether a wait that begins here and now would."""
         if self._waiting or self._away:
             return False
@@ -266,15 +266,15 @@ class Recorder:
         self._unwaited = False
         self.notice_wait(start, end)
 
-    def collected(self, start: Mark, end: Mark) -> None:
+    def record_gc(self, start: Mark, end: Mark) -> None:
         """Python has collected garbage, while the device went on with what it had."""
-        self._step.garbage.append((start, end))
+        self._step.collections.append((start, end))
 
     def entered(self, in_backward: bool) -> None:
         """The rank has entered a collective in which the last to arrive makes the others wait, and goes on."""
         if in_backward:
             self._unwaited, self._entry = True, None
-        elif self.counts:
+        elif self.is_wait_counted:
             self._unwaited, self._entry = True, self.clock.mark()
 
     def backward_computed(self) -> None:
@@ -299,37 +299,37 @@ class Recorder:
         self.notice_ends()
         self.reduced()
 
-    def before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+    def begin_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """`optimizer` is about to step. Unless the rank is steered, the steps of the first one are the job's; when that
         is gone, those of the next one: a script may train one model after the other."""
-        if self.steered:
+        if self.managed:
             return
         if self._owner() is None:
             self._owner = weakref.ref(optimizer)
         if self._owner() is optimizer:
             self.optimizer_begins()
 
-    def after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+    def end_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """`optimizer` has stepped."""
-        if self._owner() is optimizer and not self.steered:
+        if self._owner() is optimizer and not self.managed:
             self.end_step()
 
     def _begin(self, mark: Mark | None = None) -> None:
         """A step begins, at `mark`; None: here, with training itself."""
         if mark is None:
             if self._finds_clock:
-                self.clock = present()
+                self.clock = get_work_clock()
             mark = self.clock.mark()
-        self._step = _Step(mark)
+        self._step = _RecordedStep(mark)
         self._computing = self.clock.stream
         self._unwaited = False
 
-    def _write(self, step: _Step) -> None:
+    def _write(self, step: _RecordedStep) -> None:
         assert step.end is not None
         write = self.ring.write
-        start, end = step.start.ns + step.away.ns, step.end.ns
+        start, end = step.start.ns + step.other_phases.ns, step.end.ns
         own = max(0, end - start - step.waits.ns)
-        for begun, ended in step.garbage:
+        for begun, ended in step.collections:
             write(_GARBAGE, begun.ns, ended.ns, step.number, step.phase)
         if step.lengths is not None:
             tokens, squares = step.lengths
@@ -338,9 +338,9 @@ class Recorder:
         write(_COMPUTE, start, start + own, step.number, step.phase, step.samples)
 
 
-def step_so_far(start_ns: int, waits_ns: int) -> _Step:
+def build_open_step(start_ns: int, waits_ns: int) -> _RecordedStep:
     """One by the host's clock that is under way, in which the rank has waited so long."""
-    step = _Step(HostMark(start_ns))
+    step = _RecordedStep(HostMark(start_ns))
     step.waits.add(HostMark(0), HostMark(waits_ns))
     return step
 
@@ -358,7 +358,7 @@ class NoRing:
     def take_place(self, _: int) -> int:
         return NO_PLACE
 
-    def give_back(self, place: int) -> None: ...
+    def release_place(self, place: int) -> None: ...
 
     def enter_collective(
         self, collective: Collective | int, group: int, sequence: int, now_ns: int, place: int
@@ -371,7 +371,7 @@ class NoRing:
     def end_step(self, step: int, now_ns: int) -> None: ...
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
-def _no_wait(start: Mark, end: Mark) -> None: ...
+def _ignore_wait(start: Mark, end: Mark) -> None: ...

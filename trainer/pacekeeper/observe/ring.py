@@ -21,23 +21,23 @@ from numpy.typing import NDArray
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.records import (
-    ENTERED_PLACES,
-    HEADER_BYTES,
-    MAGIC,
-    RECORD,
-    RECORD_FORMAT,
-    STATE,
+    MAX_ENTERED_GROUPS,
+    RING_HEADER_BYTES,
+    RING_MAGIC,
+    RING_RECORD,
+    RING_RECORD_FORMAT,
+    RING_STATE,
     Collective,
-    Kind,
+    RecordKind,
     Phase,
-    ring_bytes,
+    compute_ring_bytes,
 )
 
-DEFAULT_CAPACITY = 131_072
+DEFAULT_RING_CAPACITY = 131_072
 """Records a ring holds. 80 layers under FSDP2 make 242 collectives a microbatch, 882 with tensor parallelism: 32 steps
 (`detection.windowSteps`) of four microbatches are 113,000. 8 MiB."""
 
-_RECORD = struct.Struct(RECORD_FORMAT)
+_RECORD_STRUCT = struct.Struct(RING_RECORD_FORMAT)
 _UNWRITTEN = -1
 
 
@@ -51,30 +51,30 @@ class RingWriter:
 
     def __init__(self, path: Path) -> None:
         """Maps the ring that the launcher has made at `path` and goes on behind its last record."""
-        self._map = _map(path, write=True)
+        self._map = _map_ring(path, write=True)
         self.state = StateFields(self._map)
         self.state.pid = os.getpid()
         self._capacity = self.state.capacity
         self._index = memoryview(self._map).cast("Q")
-        self._written = _newest(np.frombuffer(self._map, RECORD, offset=HEADER_BYTES)["index"])
+        self._written = _find_newest_index(np.frombuffer(self._map, RING_RECORD, offset=RING_HEADER_BYTES)["index"])
         """Index of the last record that was there before."""
         self._counter = itertools.count(self._written + 1)
         _writers.add(self)
 
-    def leave_to_parent(self) -> None:
+    def detach_in_child(self) -> None:
         """Puts memory of this process, just forked, in the place of the ring.
 
         Views and addresses of it stay as they are, so that this holds for all that writes here, the part in C included.
         """
-        header, size = self._map[:HEADER_BYTES], len(self._map)
+        header, size = self._map[:RING_HEADER_BYTES], len(self._map)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-        self._map[:HEADER_BYTES] = header
+        self._map[:RING_HEADER_BYTES] = header
 
     def write(
         self,
-        kind: Kind | int,
+        kind: RecordKind | int,
         start_ns: int,
         end_ns: int,
         step: int = 0,
@@ -89,9 +89,9 @@ class RingWriter:
     ) -> None:
         """Appends one record, fields as in `records.RECORD` (times: ns of CLOCK_MONOTONIC). Fastest by position."""
         index = next(self._counter)  # atomic: two threads never get the same slot
-        offset = HEADER_BYTES + (index - 1) % self._capacity * 64
+        offset = RING_HEADER_BYTES + (index - 1) % self._capacity * 64
         # The slot is void (index 0) while its fields change; its index, stored last, makes it valid.
-        _RECORD.pack_into(
+        _RECORD_STRUCT.pack_into(
             self._map, offset,
             0, kind, phase, collective, flags, step, sequence, group, start_ns, end_ns, nbytes, value, peer, 0,
         )  # fmt: skip
@@ -112,7 +112,7 @@ class RingWriter:
                 return place + 1
         return NO_PLACE
 
-    def give_back(self, place: int) -> None:
+    def release_place(self, place: int) -> None:
         if place != NO_PLACE:
             self.state._words[place - 1] = 0
 
@@ -151,20 +151,20 @@ class RingReader:
     def __init__(self, path: Path) -> None:
         """Raises FileNotFoundError where no ring is there yet, InputError where `path` is no ring."""
         self._path = path
-        self._map = _map(path, write=False)
-        self._identity = _identity(path)
-        records = np.frombuffer(self._map, RECORD, offset=HEADER_BYTES)
+        self._map = _map_ring(path, write=False)
+        self._identity = _read_file_identity(path)
+        records = np.frombuffer(self._map, RING_RECORD, offset=RING_HEADER_BYTES)
         self._index = records["index"]
-        self._slots = records.view(f"V{RECORD.itemsize}")  # copied whole, ten times as fast as field by field
+        self._slots = records.view(f"V{RING_RECORD.itemsize}")  # copied whole, ten times as fast as field by field
 
     @property
     def is_current(self) -> bool:
         """False once a later round has put its own ring in this place."""
-        return _identity(self._path) == self._identity
+        return _read_file_identity(self._path) == self._identity
 
     def state(self) -> np.void:
         """A copy of the rank's present state (`records.STATE`)."""
-        copy: np.void = np.frombuffer(self._map[: STATE.itemsize], STATE)[0]
+        copy: np.void = np.frombuffer(self._map[: RING_STATE.itemsize], RING_STATE)[0]
         return copy
 
     def records(self, since: int = 0) -> NDArray[np.void]:
@@ -172,7 +172,7 @@ class RingReader:
 
         Takes as long as there are such. Where the first of them is not `since` + 1, others were overwritten unread.
         """
-        newest, capacity = _newest(self._index), len(self._index)
+        newest, capacity = _find_newest_index(self._index), len(self._index)
         oldest = max(since, newest - capacity) + 1
         begin, end = (oldest - 1) % capacity, (newest - 1) % capacity + 1
         spans = [slice(begin, end)] if begin < end else [slice(begin, None), slice(0, end)]
@@ -181,8 +181,8 @@ class RingReader:
         slots = np.concatenate([self._slots[span] for span in spans])
         behind = np.concatenate([self._index[span] for span in spans])
         expected = np.arange(oldest, oldest + len(slots), dtype=np.uint64)
-        whole = (slots.view(RECORD)["index"] == expected) & (behind == expected)
-        records: NDArray[np.void] = slots[whole].view(RECORD)
+        whole = (slots.view(RING_RECORD)["index"] == expected) & (behind == expected)
+        records: NDArray[np.void] = slots[whole].view(RING_RECORD)
         return records
 
 
@@ -192,47 +192,47 @@ class StateFields:
     __slots__ = ("_doubles", "_halves", "_unsigned", "_words")
 
     def __init__(self, ring: mmap.mmap) -> None:
-        header = memoryview(ring)[:HEADER_BYTES]
+        header = memoryview(ring)[:RING_HEADER_BYTES]
         self._words = header.cast("q")
         self._halves = header.cast("i")
         self._unsigned = header.cast("I")
         self._doubles = header.cast("d")
 
     def __getattr__(self, name: str) -> Any:
-        view, position = self._place(name)
+        view, position = self._locate_field(name)
         return view[position]
 
     def __setattr__(self, name: str, value: float) -> None:
         if name in StateFields.__slots__:
             object.__setattr__(self, name, value)
         else:
-            view, position = self._place(name)
+            view, position = self._locate_field(name)
             view[position] = value
 
-    def _place(self, name: str) -> tuple[Any, int]:
+    def _locate_field(self, name: str) -> tuple[Any, int]:
         try:
-            view, position = _PLACES[name]
+            view, position = _FIELD_LOCATIONS[name]
         except KeyError:
             raise AttributeError(f"a ring's state has no field {name!r}") from None
         return getattr(self, view), position
 
 
-def create_ring(path: Path, rank: int, round_: int, capacity: int = DEFAULT_CAPACITY, owner: int = 0) -> None:
+def create_ring(path: Path, rank: int, round_: int, capacity: int = DEFAULT_RING_CAPACITY, owner: int = 0) -> None:
     """Puts a fresh ring at `path` in one step, for a rank of round `round_` that is still to start.
 
     owner: process id of the only process that may take it (`Runtime.is_lent`); 0: any may, -1: the first that does.
     Raises OSError where the volume has no room for all of it.
     """
-    header = np.zeros((), STATE)
+    header = np.zeros((), RING_STATE)
     for name in ("step", "checkpoint_step", "snapshot_step", "restored_step", "sync_mode", "bad_loss_step", "peer"):
         header[name] = _UNWRITTEN
-    header["magic"], header["capacity"] = MAGIC, capacity
+    header["magic"], header["capacity"] = RING_MAGIC, capacity
     header["rank"], header["round"], header["owner"] = rank, round_, owner
     header["phase"], header["phase_since_ns"] = Phase.START, time.monotonic_ns()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, ring_bytes(capacity))  # or a write to a full volume would be a SIGBUS
+            os.posix_fallocate(file.fileno(), 0, compute_ring_bytes(capacity))  # or a write to a full volume would be a SIGBUS
             file.write(header.tobytes())
         temporary.replace(path)
     except OSError:
@@ -240,7 +240,7 @@ def create_ring(path: Path, rank: int, round_: int, capacity: int = DEFAULT_CAPA
         raise
 
 
-def _newest(index: NDArray[np.uint64]) -> int:
+def _find_newest_index(index: NDArray[np.uint64]) -> int:
     """Index of the newest record; 0: there is none. `index`: of all slots, shape (capacity,).
 
     By bisection, since the slots are filled in order, time and again.
@@ -258,23 +258,23 @@ def _newest(index: NDArray[np.uint64]) -> int:
     return before + low + 1
 
 
-def _map(path: Path, *, write: bool) -> mmap.mmap:
+def _map_ring(path: Path, *, write: bool) -> mmap.mmap:
     with path.open("r+b" if write else "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size < HEADER_BYTES:
+        if size < RING_HEADER_BYTES:
             raise InputError(
                 f"{path}: {size} bytes are not a ring of records; the launcher makes it, do not make it by hand"
             )
         ring = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_WRITE if write else mmap.ACCESS_READ)
-    header = np.frombuffer(ring[: STATE.itemsize], STATE)[0]
-    if header["magic"] != MAGIC or ring_bytes(int(header["capacity"])) != size:
+    header = np.frombuffer(ring[: RING_STATE.itemsize], RING_STATE)[0]
+    if header["magic"] != RING_MAGIC or compute_ring_bytes(int(header["capacity"])) != size:
         raise InputError(
             f"{path}: not a ring of records of this version; do library and launcher have the same version?"
         )
     return ring
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _read_file_identity(path: Path) -> tuple[int, int]:
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -282,25 +282,25 @@ def _identity(path: Path) -> tuple[int, int]:
     return (status.st_dev, status.st_ino)
 
 
-def _place(name: str) -> tuple[str, int]:
+def _compute_field_location(name: str) -> tuple[str, int]:
     """Which view of the header holds the field, and where in it."""
-    dtype, offset = STATE.fields[name][:2]  # type: ignore[index]  # STATE is a structure, so it has fields
+    dtype, offset = RING_STATE.fields[name][:2]  # type: ignore[index]  # STATE is a structure, so it has fields
     view = {"i8": "_words", "u8": "_words", "i4": "_halves", "u4": "_unsigned", "f8": "_doubles"}[dtype.str[1:]]
     return view, offset // dtype.itemsize
 
 
-_PLACES = {name: _place(name) for name in STATE.names or () if name != "entered"}
-_ENTERED_FIRST = STATE.fields["entered"][1] // 8  # type: ignore[index]  # STATE is a structure, so it has fields
-_ENTERED_END = _ENTERED_FIRST + 2 * ENTERED_PLACES
+_FIELD_LOCATIONS = {name: _compute_field_location(name) for name in RING_STATE.names or () if name != "entered"}
+_ENTERED_FIRST = RING_STATE.fields["entered"][1] // 8  # type: ignore[index]  # STATE is a structure, so it has fields
+_ENTERED_END = _ENTERED_FIRST + 2 * MAX_ENTERED_GROUPS
 NO_PLACE = _ENTERED_FIRST + 1
 """For groups that find none free."""
-_COLLECTIVE, _GROUP = _PLACES["collective"][1], _PLACES["group"][1]
+_COLLECTIVE, _GROUP = _FIELD_LOCATIONS["collective"][1], _FIELD_LOCATIONS["group"][1]
 _SEQUENCE, _COLLECTIVE_SINCE, _ENTERED = (
-    _PLACES[name][1] for name in ("sequence", "collective_since_ns", "collectives_entered")
+    _FIELD_LOCATIONS[name][1] for name in ("sequence", "collective_since_ns", "collectives_entered")
 )
-_PHASE, _PHASE_SINCE = _PLACES["phase"][1], _PLACES["phase_since_ns"][1]
-_LONGEST_LOAD = _PLACES["longest_load_ns"][1]
-_STEP, _STEPS_IN_ROUND, _STEP_END = (_PLACES[name][1] for name in ("step", "steps_in_round", "step_end_ns"))
+_PHASE, _PHASE_SINCE = _FIELD_LOCATIONS["phase"][1], _FIELD_LOCATIONS["phase_since_ns"][1]
+_LONGEST_LOAD = _FIELD_LOCATIONS["longest_load_ns"][1]
+_STEP, _STEPS_IN_ROUND, _STEP_END = (_FIELD_LOCATIONS[name][1] for name in ("step", "steps_in_round", "step_end_ns"))
 
 _MAP_FIXED = 0x10
 """Of Linux, on all machines; Python's mmap module does not have it."""
@@ -310,9 +310,9 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _writers: weakref.WeakSet[RingWriter] = weakref.WeakSet()
 
 
-def _leave_all_to_parent() -> None:
+def _detach_all_in_child() -> None:
     for writer in list(_writers):
-        writer.leave_to_parent()
+        writer.detach_in_child()
 
 
-os.register_at_fork(after_in_child=_leave_all_to_parent)
+os.register_at_fork(after_in_child=_detach_all_in_child)

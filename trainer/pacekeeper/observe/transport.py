@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.transport import (
-    COMMUNICATOR,
-    COMMUNICATORS,
-    COMMUNICATORS_AT,
-    FILE_BYTES,
-    HEADER,
-    MAGIC,
-    OPERATION,
-    OPERATIONS,
-    OPERATIONS_AT,
-    STEPS_UNTIL_AT,
+    TRANSPORT_COMMUNICATOR,
+    MAX_RECORDED_COMMUNICATORS,
+    COMMUNICATORS_OFFSET,
+    TRANSPORT_FILE_BYTES,
+    TRANSPORT_HEADER,
+    TRANSPORT_MAGIC,
+    PROXY_OPERATION,
+    MAX_RECORDED_OPERATIONS,
+    OPERATIONS_OFFSET,
+    STEPS_UNTIL_OFFSET,
 )
 
 
@@ -44,23 +44,23 @@ class TransportReader:
         """Raises FileNotFoundError, and InputError where `path` is no such file of this version."""
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size != FILE_BYTES:
-                raise InputError(f"{path}: {size} bytes are not a file of NCCL's transfers; {FILE_BYTES} are")
+            if size != TRANSPORT_FILE_BYTES:
+                raise InputError(f"{path}: {size} bytes are not a file of NCCL's transfers; {TRANSPORT_FILE_BYTES} are")
             self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
         self._path = path
-        header = np.frombuffer(self._map[: HEADER.itemsize], HEADER)[0]
-        if header["magic"] != MAGIC or header["capacity"] != OPERATIONS:
+        header = np.frombuffer(self._map[: TRANSPORT_HEADER.itemsize], TRANSPORT_HEADER)[0]
+        if header["magic"] != TRANSPORT_MAGIC or header["capacity"] != MAX_RECORDED_OPERATIONS:
             raise InputError(f"{path}: not a file of NCCL's transfers of this version; was the plugin built with it?")
-        self._communicators = np.frombuffer(self._map, COMMUNICATOR, COMMUNICATORS, COMMUNICATORS_AT)
-        self._operations = np.frombuffer(self._map, OPERATION, OPERATIONS, OPERATIONS_AT)
+        self._communicators = np.frombuffer(self._map, TRANSPORT_COMMUNICATOR, MAX_RECORDED_COMMUNICATORS, COMMUNICATORS_OFFSET)
+        self._operations = np.frombuffer(self._map, PROXY_OPERATION, MAX_RECORDED_OPERATIONS, OPERATIONS_OFFSET)
 
     def communicators(self) -> NDArray[np.void]:
         """The newest ones (`COMMUNICATOR`), in order of creation."""
-        return _whole(self._communicators, "order")
+        return _select_whole_entries(self._communicators, "order")
 
     def operations(self) -> NDArray[np.void]:
         """The newest ones (`OPERATION`), in the order in which they were started."""
-        return _whole(self._operations, "index")
+        return _select_whole_entries(self._operations, "index")
 
     def measure_steps(self, until_ns: int) -> None:
         """Has the rank measure the steps of its operations until then: exact bytes and waits, for some 2 µs each.
@@ -69,12 +69,12 @@ class TransportReader:
         """
         file = os.open(self._path, os.O_WRONLY)
         try:
-            os.pwrite(file, struct.pack("<q", until_ns), STEPS_UNTIL_AT)
+            os.pwrite(file, struct.pack("<q", until_ns), STEPS_UNTIL_OFFSET)
         finally:
             os.close(file)
 
 
-def _whole(entries: NDArray[np.void], number: str) -> NDArray[np.void]:
+def _select_whole_entries(entries: NDArray[np.void], number: str) -> NDArray[np.void]:
     """A copy of those that were not written meanwhile, by their `number`."""
     before = entries[number].copy()
     copy = entries.copy()

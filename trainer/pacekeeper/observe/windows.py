@@ -10,17 +10,17 @@ from statistics import fmean, median
 import numpy as np
 from numpy.typing import NDArray
 
-from pacekeeper_analysis.diagnose.windows import steps_in_window
-from pacekeeper_analysis.plan import MODES, SyncMode
-from pacekeeper_analysis.records import Kind, Phase
+from pacekeeper_analysis.diagnose.windows import count_window_steps
+from pacekeeper_analysis.plan import SYNC_MODES, SyncMode
+from pacekeeper_analysis.records import RecordKind, Phase
 from pacekeeper_analysis.reports import RankWindow
 
-FIRST_STEPS_SKIPPED = 5
+BASELINE_SKIPPED_STEPS = 5
 """The first steps of a job warm caches and allocators up: the baseline comes after them."""
 BASELINE_WINDOWS = 8
 """The fastest of so many windows is the baseline: while a job starts, its nodes are busy with more than its steps.
 Later ones do not count, or luck would make it ever faster."""
-EARLIER_STEPS = 8
+MAX_EARLIER_SHARE_STEPS = 8
 """So many of the steps that had another share than the newest stay in a rank's window: they tell its fixed cost from
 that of a sample."""
 
@@ -33,7 +33,7 @@ class StepTimes:
     step_seconds: float
     compute_seconds: float
     samples: int
-    garbage_seconds: float
+    gc_seconds: float
     """Of it, in Python garbage collections."""
     lengths: tuple[float, float] | None = None
     """Of its samples in sum, and their squares in sum (0: not known); None: not known."""
@@ -49,7 +49,7 @@ class RankHistory:
         self._window_steps = window_steps
         self._steps: deque[StepTimes] = deque()
         self._seconds = 0.0  # that they took
-        self._earlier: deque[StepTimes] = deque(maxlen=EARLIER_STEPS)
+        self._earlier: deque[StepTimes] = deque(maxlen=MAX_EARLIER_SHARE_STEPS)
         self._transfers: deque[float] = deque(maxlen=window_steps)
         self._mode = 0
         self._garbage = 0.0  # seconds, since the last step
@@ -62,7 +62,7 @@ class RankHistory:
         self.steps_total = 0
         self.samples_total = 0
         self.collective_seconds_total = 0.0
-        self.garbage_seconds_total = 0.0
+        self.gc_seconds_total = 0.0
 
     def add(self, records: NDArray[np.void], behind_gap: bool = False) -> None:
         """Take in new records (`records.RECORD`), oldest first. The first step of a round is no training yet.
@@ -72,27 +72,27 @@ class RankHistory:
         """
         if behind_gap:
             self._garbage, self._lengths, self._is_whole = 0.0, None, False
-        collectives = records[records["kind"] == Kind.COLLECTIVE]
+        collectives = records[records["kind"] == RecordKind.COLLECTIVE]
         self.collective_seconds_total += float((collectives["end_ns"] - collectives["start_ns"]).sum()) * 1e-9
-        self.steps_total += int((records["kind"] == Kind.STEP).sum())
+        self.steps_total += int((records["kind"] == RecordKind.STEP).sum())
         # A step's own work is the record with its start: in Local-SGD modes numbers of steps may come again.
-        own_work = {int(record["start_ns"]): record for record in records[records["kind"] == Kind.COMPUTE]}
-        kept = np.isin(records["kind"], (Kind.STEP, Kind.GARBAGE, Kind.SYNCHRONISATION, Kind.LENGTHS))
+        own_work = {int(record["start_ns"]): record for record in records[records["kind"] == RecordKind.COMPUTE]}
+        kept = np.isin(records["kind"], (RecordKind.STEP, RecordKind.GARBAGE, RecordKind.SYNCHRONISATION, RecordKind.LENGTHS))
         for record in records[kept]:
-            seconds = _seconds(record)
-            if record["kind"] == Kind.GARBAGE:
+            seconds = _compute_duration(record)
+            if record["kind"] == RecordKind.GARBAGE:
                 self._garbage += seconds
-                self.garbage_seconds_total += seconds
-            elif record["kind"] == Kind.SYNCHRONISATION:
+                self.gc_seconds_total += seconds
+            elif record["kind"] == RecordKind.SYNCHRONISATION:
                 self._transfers.append(float(record["value"]))
-            elif record["kind"] == Kind.LENGTHS:
+            elif record["kind"] == RecordKind.LENGTHS:
                 self._lengths = float(record["value"]), float(record["bytes"])
             else:
                 garbage, self._garbage = self._garbage, 0.0
                 lengths, self._lengths = self._lengths, None
                 is_whole, self._is_whole = self._is_whole, True
                 if record["phase"] == Phase.TRAIN and is_whole:
-                    own = _seconds(own_work.get(int(record["start_ns"]), record))
+                    own = _compute_duration(own_work.get(int(record["start_ns"]), record))
                     step = StepTimes(int(record["step"]), seconds, own, int(record["value"]), garbage, lengths)
                     self.append(step, int(record["flags"]))
 
@@ -103,14 +103,14 @@ class RankHistory:
             self.start_round()
         self._steps.append(step)
         self._seconds += step.step_seconds
-        while len(self._steps) > steps_in_window(self._window_steps, self._seconds / len(self._steps)):
+        while len(self._steps) > count_window_steps(self._window_steps, self._seconds / len(self._steps)):
             oldest = self._steps.popleft()
             self._seconds -= oldest.step_seconds
-            if MODES[mode] is SyncMode.SYNC and oldest.samples != step.samples:
+            if SYNC_MODES[mode] is SyncMode.SYNC and oldest.samples != step.samples:
                 self._earlier.append(oldest)
         self.samples_total += step.samples
-        if MODES[mode] is SyncMode.SYNC and self._early_windows < BASELINE_WINDOWS:
-            self._learn_baseline(step)
+        if SYNC_MODES[mode] is SyncMode.SYNC and self._early_windows < BASELINE_WINDOWS:
+            self._update_baseline(step)
 
     def start_round(self) -> None:
         """Steps of another round are no longer comparable: members and shares may differ."""
@@ -119,7 +119,7 @@ class RankHistory:
         self._earlier.clear()
         self._transfers.clear()
 
-    def window(self, rank: int, steered: bool = True, share_grain: int = 1) -> RankWindow:
+    def build_window(self, rank: int, managed: bool = True, share_granularity: int = 1) -> RankWindow:
         """Of steps in one mode only. `steered`: whether the script has modes."""
         steps = [*self._earlier, *self._steps]
         known = [step.lengths for step in steps if step.lengths is not None]
@@ -131,24 +131,24 @@ class RankHistory:
             step_seconds=tuple(step.step_seconds for step in steps),
             compute_seconds=tuple(step.compute_seconds for step in steps),
             samples=tuple(step.samples for step in steps),
-            garbage_seconds=tuple(step.garbage_seconds for step in steps),
+            garbage_seconds=tuple(step.gc_seconds for step in steps),
             lengths=lengths,
             squares=squares if lengths and min(squares) > 0 else (),
-            sync_mode=MODES[self._mode] if steered else "",
+            sync_mode=SYNC_MODES[self._mode] if managed else "",
             transfers=tuple(self._transfers),
             baseline_seconds=self.first_steps_seconds or 0.0,
             baseline_own_seconds=self.first_steps_own_seconds or 0.0,
-            share_grain=share_grain,
+            share_grain=share_granularity,
         )
 
     @property
     def step_seconds(self) -> float | None:
         """Mean over the window; None before the first step."""
-        return _mean(step.step_seconds for step in self._steps)
+        return _compute_mean(step.step_seconds for step in self._steps)
 
     @property
     def compute_seconds(self) -> float | None:
-        return _mean(step.compute_seconds for step in self._steps)
+        return _compute_mean(step.compute_seconds for step in self._steps)
 
     @property
     def wait_seconds(self) -> float | None:
@@ -164,12 +164,12 @@ class RankHistory:
     @property
     def compute_seconds_per_sample(self) -> float | None:
         """A script that is only watched tells no samples and counts as one a step."""
-        return _mean(step.compute_seconds / max(step.samples, 1) for step in self._steps)
+        return _compute_mean(step.compute_seconds / max(step.samples, 1) for step in self._steps)
 
     @property
-    def synchronisation_seconds(self) -> float | None:
+    def synchronization_seconds(self) -> float | None:
         """Mean time that a synchronisation in Local-SGD modes held the rank up; None: there was none."""
-        return _mean(self._transfers)
+        return _compute_mean(self._transfers)
 
     @property
     def first_steps_seconds(self) -> float | None:
@@ -181,8 +181,8 @@ class RankHistory:
         """Median own work in it."""
         return None if self._baseline is None else self._baseline[1]
 
-    def _learn_baseline(self, step: StepTimes) -> None:
-        if self._skipped < FIRST_STEPS_SKIPPED:
+    def _update_baseline(self, step: StepTimes) -> None:
+        if self._skipped < BASELINE_SKIPPED_STEPS:
             self._skipped += 1
             return
         self._early.append(step)
@@ -194,10 +194,10 @@ class RankHistory:
         self._early.clear()
 
 
-def _seconds(record: np.void) -> float:
+def _compute_duration(record: np.void) -> float:
     return float(record["end_ns"] - record["start_ns"]) * 1e-9
 
 
-def _mean(values: Iterable[float]) -> float | None:
+def _compute_mean(values: Iterable[float]) -> float | None:
     found = list(values)
     return fmean(found) if found else None

@@ -22,7 +22,7 @@ from pacekeeper_analysis.errors import InputError
 
 _BUCKET_BYTES = 250 << 20
 
-_REPLICATE = (
+_DDP_OPTIONS = (
     "broadcast_buffers",
     "bucket_cap_mb",
     "find_unused_parameters",
@@ -30,7 +30,7 @@ _REPLICATE = (
     "gradient_as_bucket_view",
     "init_sync",
 )
-_NOT_REPLICATE = {
+_REFUSED_DDP_OPTIONS = {
     "device_ids": "is the job's device; see pk.init(device=…)",
     "output_device": "is the job's device; see pk.init(device=…)",
     "process_group": "is of all ranks; see pk.init(mesh=…)",
@@ -38,23 +38,23 @@ _NOT_REPLICATE = {
     "static_graph": "needs a first backward pass that reduces gradients, which one with several microbatches, or in a "
     "Local-SGD mode, is not; find_unused_parameters=True does without",
 }
-_SHARD = ("ignored_params", "mp_policy", "offload_policy", "reshard_after_forward", "shard_placement_fn")
-_NOT_SHARD = {"mesh": "is the job's; see pk.init(mesh=…)"}
+_FSDP_OPTIONS = ("ignored_params", "mp_policy", "offload_policy", "reshard_after_forward", "shard_placement_fn")
+_REFUSED_FSDP_OPTIONS = {"mesh": "is the job's; see pk.init(mesh=…)"}
 
 Units = Callable[[Any], Iterable[nn.Module]]
 
 
-def check_replicate(options: Mapping[str, Any]) -> None:
+def check_replicate_options(options: Mapping[str, Any]) -> None:
     """Raises InputError that names an option which `replicate` does not hand on."""
-    _check("replicate", options, _REPLICATE, _NOT_REPLICATE)
+    _check_options("replicate", options, _DDP_OPTIONS, _REFUSED_DDP_OPTIONS)
     bucket_cap_mb = options.get("bucket_cap_mb")
     if bucket_cap_mb is not None and not bucket_cap_mb > 0:
         raise InputError(f"replicate: bucket_cap_mb={bucket_cap_mb} must be above 0, or None for 25 MiB")
 
 
-def check_shard(options: Mapping[str, Any]) -> None:
+def check_shard_options(options: Mapping[str, Any]) -> None:
     """Raises InputError that names an option which `shard` does not hand on."""
-    _check("fully_shard", options, _SHARD, _NOT_SHARD)
+    _check_options("fully_shard", options, _FSDP_OPTIONS, _REFUSED_FSDP_OPTIONS)
     if any(parameter.requires_grad for parameter in options.get("ignored_params") or ()):
         raise InputError(
             "fully_shard: ignored_params has parameters that are trained, and FSDP2 would leave each rank its own "
@@ -62,7 +62,7 @@ def check_shard(options: Mapping[str, Any]) -> None:
         )
 
 
-def replicate(model: nn.Module, options: Mapping[str, Any]) -> DistributedDataParallel:
+def replicate_model(model: nn.Module, options: Mapping[str, Any]) -> DistributedDataParallel:
     """`model` as replicas whose gradients are summed. `options`: of DistributedDataParallel. Collective."""
     device = next(model.parameters()).device
     device_ids = [device.index] if device.type == "cuda" else None
@@ -74,7 +74,7 @@ def replicate(model: nn.Module, options: Mapping[str, Any]) -> DistributedDataPa
     return replicated
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, units: Iterable[nn.Module], options: Mapping[str, Any]) -> nn.Module:
+def shard_model(model: nn.Module, mesh: DeviceMesh, units: Iterable[nn.Module], options: Mapping[str, Any]) -> nn.Module:
     """`model` sharded over the dimension "shard" of `mesh`, unit by unit, with gradients that are summed.
 
     Where the mesh has a dimension "sync" before it, its ranks hold replicas of each other's shards, and gradients are
@@ -86,7 +86,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, units: Iterable[nn.Module], option
         fully_shard(unit, mesh=shards, **options)
     fully_shard(model, mesh=shards, **options)
     over_replicas = _SumOverReplicas(mesh.get_group("sync")) if "sync" in names and mesh["sync"].size() > 1 else None
-    for module in _sharded_modules(model):
+    for module in _list_sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if over_replicas is not None:
@@ -94,7 +94,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, units: Iterable[nn.Module], option
     return model
 
 
-def synchronise_gradients(model: nn.Module, wanted: bool, local: bool = False) -> None:
+def synchronize_gradients(model: nn.Module, wanted: bool, local: bool = False) -> None:
     """Whether the next backward pass reduces gradients over the ranks or only adds them up.
 
     local: it leaves other replicas out, and so does the forward pass: whole replicas reduce nothing, sharded ones
@@ -106,13 +106,13 @@ def synchronise_gradients(model: nn.Module, wanted: bool, local: bool = False) -
             model.require_forward_param_sync = False
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(wanted)
-        for module in _sharded_modules(model):
-            for hook in torch_internals.all_reduce_hooks(module):
+        for module in _list_sharded_modules(model):
+            for hook in torch_internals.list_all_reduce_hooks(module):
                 if isinstance(hook, _SumOverReplicas):
-                    hook.wanted = not local
+                    hook.enabled = not local
 
 
-def equalise_buffers(model: nn.Module) -> None:
+def equalize_buffers(model: nn.Module) -> None:
     """Gives all replicas rank 0's buffers, as DDP does before the next forward pass. Collective.
 
     Until then each rank's running means are its own, and a checkpoint would take whichever it came upon.
@@ -121,7 +121,7 @@ def equalise_buffers(model: nn.Module) -> None:
         torch_internals.broadcast_buffers(model, _BUCKET_BYTES)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The script's own module."""
     module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     return module
@@ -134,19 +134,19 @@ class _SumOverReplicas:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.wanted = True
+        self.enabled = True
         self._group = group
 
     def __call__(self, reduced: torch.Tensor) -> None:
-        if self.wanted:
+        if self.enabled:
             dist.all_reduce(reduced, group=self._group)
 
 
-def _sharded_modules(model: nn.Module) -> Iterable[FSDPModule]:
+def _list_sharded_modules(model: nn.Module) -> Iterable[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def _check(call: str, options: Mapping[str, Any], known: Iterable[str], refused: Mapping[str, str]) -> None:
+def _check_options(call: str, options: Mapping[str, Any], known: Iterable[str], refused: Mapping[str, str]) -> None:
     for name in options:
         if name in refused:
             raise InputError(f"{call}: {name} {refused[name]}")

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from pacekeeper_analysis.errors import InputError
 
 from . import parallel
-from .local_sgd import ForwardPass, OuterSGD, Replicas, Synchronisation, equalise
+from .local_sgd import ForwardPass, OuterSGD, Replicas, Synchronization, equalize_replicas
 
-_SYNC, _SHARD = "sync", "shard"
+_SYNC_DIMENSION, _SHARD_DIMENSION = "sync", "shard"
 
 
 class Replication:
@@ -29,11 +29,11 @@ class Replication:
         device: on which this rank trains.
         """
         self.shape = dict(shape)
-        self.local = False
+        self.is_local = False
         """Whether the replicas train by themselves."""
         self._rank = rank
         self._device = device
-        self._models: list[_Model] = []
+        self._models: list[_ReplicatedModel] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._outer = OuterSGD()
         self._replicas: list[Replicas] = []
@@ -41,50 +41,50 @@ class Replication:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """Both dimensions. Collective where it is made."""
-        ranks = torch.arange(self.shape[_SYNC] * self.shape[_SHARD]).view(self.shape[_SYNC], self.shape[_SHARD])
+        ranks = torch.arange(self.shape[_SYNC_DIMENSION] * self.shape[_SHARD_DIMENSION]).view(self.shape[_SYNC_DIMENSION], self.shape[_SHARD_DIMENSION])
         return DeviceMesh.from_group(
-            [self.sync_group, self.shard_group], self._device.type, mesh=ranks, mesh_dim_names=(_SYNC, _SHARD)
+            [self.sync_group, self.shard_group], self._device.type, mesh=ranks, mesh_dim_names=(_SYNC_DIMENSION, _SHARD_DIMENSION)
         )
 
     @cached_property
     def sync_group(self) -> dist.ProcessGroup:
         """The ranks that hold the same part of their replicas as this one."""
-        position = self._rank % self.shape[_SHARD]
-        return _group(range(position, dist.get_world_size(), self.shape[_SHARD]), _SYNC)
+        position = self._rank % self.shape[_SHARD_DIMENSION]
+        return _create_group(range(position, dist.get_world_size(), self.shape[_SHARD_DIMENSION]), _SYNC_DIMENSION)
 
     @cached_property
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that share this one's replica."""
-        first = self._rank - self._rank % self.shape[_SHARD]
-        return _group(range(first, first + self.shape[_SHARD]), _SHARD)
+        first = self._rank - self._rank % self.shape[_SHARD_DIMENSION]
+        return _create_group(range(first, first + self.shape[_SHARD_DIMENSION]), _SHARD_DIMENSION)
 
-    def join(self) -> None:
+    def create_groups(self) -> None:
         """Makes the groups of a mesh that shards: every such job needs them, and so they are made when all ranks come
         together, and split off NCCL's communicator, not in the midst of the first model. Collective."""
-        if self.shape[_SHARD] > 1:
+        if self.shape[_SHARD_DIMENSION] > 1:
             _ = self.mesh
 
     # What the script gives
 
     def replicate(self, model: nn.Module, units: parallel.Units, options: Mapping[str, Any]) -> nn.Module:
-        parallel.check_replicate(options)
-        if self.shape[_SHARD] > 1:
+        parallel.check_replicate_options(options)
+        if self.shape[_SHARD_DIMENSION] > 1:
             raise InputError('mesh: it has "shard" ranks; use job.fully_shard(model, units=…), or leave "shard" out')
         forward = ForwardPass(model.to(self._device), units(model))
-        return self._add(forward, parallel.replicate(model, options))
+        return self._add_model(forward, parallel.replicate_model(model, options))
 
     def fully_shard(self, model: nn.Module, units: parallel.Units, options: Mapping[str, Any]) -> nn.Module:
-        parallel.check_shard(options)
+        parallel.check_shard_options(options)
         modules = list(units(model))
-        sharded = parallel.shard(model, self.mesh, modules, options)
-        return self._add(ForwardPass(model, modules), sharded)
+        sharded = parallel.shard_model(model, self.mesh, modules, options)
+        return self._add_model(ForwardPass(model, modules), sharded)
 
-    def train_with(self, optimizer: torch.optim.Optimizer, outer: OuterSGD | None) -> None:
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, outer: OuterSGD | None) -> None:
         """`outer`: of all models; None: as it is."""
         self._optimizers.append(optimizer)
         self._outer = outer or self._outer
 
-    def check_local(self) -> None:
+    def check_local_sgd(self) -> None:
         """Raises InputError where replicas of this script cannot train by themselves."""
         if not self._optimizers:
             raise InputError("sync_mode: Local-SGD needs the optimizer; give it to job.optimizer(…) in the script")
@@ -93,16 +93,16 @@ class Replication:
 
     # Training
 
-    def synchronise_gradients(self, wanted: bool) -> None:
+    def synchronize_gradients(self, wanted: bool) -> None:
         """Whether the next backward pass reduces gradients over the ranks, or over the replica's, or adds them up."""
         for model in self._models:
-            parallel.synchronise_gradients(model.wrapped, wanted, self.local)
+            parallel.synchronize_gradients(model.wrapped, wanted, self.is_local)
 
     def start(self) -> None:
         """From Sync to Local-SGD: the parameters are the common ones now."""
         for replicas in self.replicas:
             replicas.start()
-        self.local = True
+        self.is_local = True
 
     def begin(self, steps: int, asynchronous: bool, weight: float) -> None:
         """Begins a synchronisation. `steps`, `weight`: of this replica's batches since the last one. Collective."""
@@ -117,23 +117,23 @@ class Replication:
 
     def stop(self) -> None:
         """From Local-SGD to Sync, with one state for all replicas. Collective."""
-        self.equalise()
+        self.equalize()
         for replicas in self._replicas:
             replicas.stop()
-        self.local = False
+        self.is_local = False
 
-    def equalise(self) -> None:
+    def equalize(self) -> None:
         """Gives all replicas one state: parameters, moments and buffers. Collective."""
         self.finish()
-        if not self.local or self.shape[_SYNC] == 1:
+        if not self.is_local or self.shape[_SYNC_DIMENSION] == 1:
             return
         modules = [model.forward.model for model in self._models]
         for optimizer in self._optimizers:
-            equalise(optimizer, modules, self.sync_group)
+            equalize_replicas(optimizer, modules, self.sync_group)
             modules = []  # buffers once
 
     @property
-    def newest(self) -> list[Synchronisation]:
+    def newest_synchronizations(self) -> list[Synchronization]:
         """Of each model, once there was one."""
         return [replicas.last for replicas in self._replicas if replicas.last is not None]
 
@@ -148,7 +148,7 @@ class Replication:
     def replicas(self) -> list[Replicas]:
         """One a model; made when they are first needed, since their momentum takes memory. Collective then."""
         if not self._replicas:
-            shards = self.shard_group if self.shape[_SHARD] > 1 else None
+            shards = self.shard_group if self.shape[_SHARD_DIMENSION] > 1 else None
             for model in self._models:
                 after = self._replicas[-1] if self._replicas else None
                 replicas = Replicas(model.forward, self.sync_group, shards, self._outer, after)
@@ -157,14 +157,14 @@ class Replication:
                 self._replicas.append(replicas)
         return self._replicas
 
-    def settings(self) -> list[list[dict[str, Any]]]:
+    def get_optimizer_settings(self) -> list[list[dict[str, Any]]]:
         """Of the optimizers' groups of parameters: learning rates and their like."""
         return [
             [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
             for optimizer in self._optimizers
         ]
 
-    def set_settings(self, settings: list[list[dict[str, Any]]]) -> None:
+    def set_optimizer_settings(self, settings: list[list[dict[str, Any]]]) -> None:
         """What another rank's `settings` gave."""
         for optimizer, groups in zip(self._optimizers, settings, strict=True):
             for group, its in zip(optimizer.param_groups, groups, strict=True):
@@ -179,19 +179,19 @@ class Replication:
         for replicas in self._replicas:
             replicas.reset()
 
-    def _add(self, forward: ForwardPass, wrapped: nn.Module) -> nn.Module:
-        self._models.append(_Model(forward, wrapped))
+    def _add_model(self, forward: ForwardPass, wrapped: nn.Module) -> nn.Module:
+        self._models.append(_ReplicatedModel(forward, wrapped))
         return wrapped
 
 
 @dataclass(frozen=True)
-class _Model:
+class _ReplicatedModel:
     forward: ForwardPass
     """Of the script's own module."""
     wrapped: nn.Module
 
 
-def _group(ranks: range, name: str) -> dist.ProcessGroup:
+def _create_group(ranks: range, name: str) -> dist.ProcessGroup:
     """Collective over all ranks, each of which makes its own: NCCL splits the communicator of all by their groups."""
     if len(ranks) == dist.get_world_size():
         group: Any = dist.group.WORLD

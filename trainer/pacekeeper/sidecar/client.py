@@ -17,26 +17,26 @@ import aiohttp
 
 from pacekeeper_analysis.plan import WorkerPlan
 from pacekeeper_analysis.reading import parse_json
-from pacekeeper_analysis.reports import Evidence, Fault, Heartbeat
+from pacekeeper_analysis.reports import Evidence, FaultReport, Heartbeat
 
-from .leader import Leader, named_leader
+from .leader import LeaderAddress, parse_named_leader
 from .settings import SidecarSettings
 
-ANSWER_SECONDS = 5.0
+OPERATOR_ANSWER_SECONDS = 5.0
 """How long an answer may take beyond the time that the operator was allowed to hold the call."""
-CONNECT_SECONDS, CONNECT_TO_LEADER_SECONDS = 10.0, 2.0
+OPERATOR_CONNECT_SECONDS, LEADER_CONNECT_SECONDS = 10.0, 2.0
 """With the TLS handshake. Where all sidecars come back at once, whoever gave up sooner would have the operator begin
 anew, again and again; a leader that another operator has named may have gone with its machine."""
-KEEPALIVE_SECONDS, KEEPALIVE_TRIES = 3, 3
+OPERATOR_KEEPALIVE_SECONDS, OPERATOR_KEEPALIVE_TRIES = 3, 3
 """The kernel asks so often whether the operator's machine is still there; without an answer to so many questions, a
 second apart, the connection has ended: a poll may be held for much longer."""
 
 
-class Unavailable(Exception):
+class OperatorUnavailable(Exception):
     """The operator does not answer, or asks to be called again: worth another try."""
 
 
-class Rejected(Exception):
+class RequestRejected(Exception):
     """The operator will never take this; another try is of no use."""
 
 
@@ -46,35 +46,35 @@ class OperatorClient:
     def __init__(self, session: aiohttp.ClientSession, settings: SidecarSettings) -> None:
         self._session = session
         self._settings = settings
-        self._leader = Leader()
+        self._leader = LeaderAddress()
         self._name = urlsplit(settings.operator).hostname
 
-    async def plan(self, heartbeat: Heartbeat, after: int, wait: float, hold: float = 0.0) -> WorkerPlan | None:
+    async def fetch_plan(self, heartbeat: Heartbeat, after: int, wait: float, hold: float = 0.0) -> WorkerPlan | None:
         """This worker's part of the first plan with a version above `after`; None: none came within `wait` seconds, or
         within up to `hold` where the operator has very many workers."""
         query = {"after": str(after), "wait": f"{wait:g}", "hold": f"{hold:g}"}
         beat = replace(heartbeat, sent_at=time.time())
-        answer = await self._post("/v1/plan", beat.to_json(), query, max(wait, hold) + ANSWER_SECONDS)
+        answer = await self._post("/v1/plan", beat.to_json(), query, max(wait, hold) + OPERATOR_ANSWER_SECONDS)
         return None if answer is None else WorkerPlan.from_json(answer)
 
-    async def fault(self, fault: Fault) -> None:
-        await self._post("/v1/faults", replace(fault, sent_at=time.time()).to_json(), {}, ANSWER_SECONDS)
+    async def send_fault(self, fault: FaultReport) -> None:
+        await self._post("/v1/faults", replace(fault, sent_at=time.time()).to_json(), {}, OPERATOR_ANSWER_SECONDS)
 
-    async def evidence(self, evidence: Evidence) -> None:
-        await self._post(f"/v1/evidence/{evidence.request}", evidence.to_json(), {}, ANSWER_SECONDS)
+    async def send_evidence(self, evidence: Evidence) -> None:
+        await self._post(f"/v1/evidence/{evidence.request}", evidence.to_json(), {}, OPERATOR_ANSWER_SECONDS)
 
-    async def pattern(self, window: str, rank: int, answer: bytes) -> None:
+    async def send_pattern(self, window: str, rank: int, answer: bytes) -> None:
         """What a rank has written of a behaviour window."""
-        await self._post(f"/v1/patterns/{window}/{rank}", answer, {}, ANSWER_SECONDS)
+        await self._post(f"/v1/patterns/{window}/{rank}", answer, {}, OPERATOR_ANSWER_SECONDS)
 
     async def _post(self, path: str, body: dict[str, Any] | bytes, query: dict[str, str], seconds: float) -> Any:
         """The parsed answer; None where there is none. Raises Unavailable or Rejected."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         called = self._leader.address
         status, words = await self._call(called, path, data, query, seconds)
-        named = named_leader(words) if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+        named = parse_named_leader(words) if status == HTTPStatus.SERVICE_UNAVAILABLE else None
         if named is not None:
-            self._leader.hear(named, time.monotonic())
+            self._leader.update(named, time.monotonic())
             if self._leader.address not in ("", called):
                 status, words = await self._call(self._leader.address, path, data, query, seconds)
         if status == HTTPStatus.OK and isinstance(words, dict):
@@ -83,15 +83,15 @@ class OperatorClient:
             return None
         said = f"{path}: status {status}: {str(words)[:500]}"
         if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
-            raise Rejected(said)
-        raise Unavailable(said)
+            raise RequestRejected(said)
+        raise OperatorUnavailable(said)
 
     async def _call(
         self, leader: str, path: str, data: bytes, query: dict[str, str], seconds: float
     ) -> tuple[int, Any]:
         """Status and words of the operator there ("": of whomever the Service leads to), which proves by its
         certificate that it is one before anything is sent. Raises Unavailable."""
-        connect = CONNECT_TO_LEADER_SECONDS if leader else CONNECT_SECONDS
+        connect = LEADER_CONNECT_SECONDS if leader else OPERATOR_CONNECT_SECONDS
         try:
             async with self._session.post(
                 f"https://{leader}{path}" if leader else f"{self._settings.operator}{path}",
@@ -105,14 +105,14 @@ class OperatorClient:
                 server_hostname=self._name if leader else None,
                 allow_redirects=False,
             ) as answer:
-                return answer.status, _parsed(await answer.text())
+                return answer.status, _parse_answer(await answer.text())
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if leader:
-                self._leader.gives_no_answer(leader, time.monotonic())
-            raise Unavailable(f"{path}: {error!r}") from error
+                self._leader.mark_unreachable(leader, time.monotonic())
+            raise OperatorUnavailable(f"{path}: {error!r}") from error
 
 
-def _parsed(words: str) -> Any:
+def _parse_answer(words: str) -> Any:
     """As JSON, where it is."""
     try:
         return parse_json(words, finite=True)
@@ -121,23 +121,23 @@ def _parsed(words: str) -> Any:
 
 
 @asynccontextmanager
-async def connect(settings: SidecarSettings) -> AsyncIterator[OperatorClient]:
+async def connect_operator(settings: SidecarSettings) -> AsyncIterator[OperatorClient]:
     context = ssl.create_default_context(cadata=settings.authority or None)
-    connector = aiohttp.TCPConnector(ssl=context, keepalive_timeout=60, socket_factory=_socket)
+    connector = aiohttp.TCPConnector(ssl=context, keepalive_timeout=60, socket_factory=_create_socket)
     async with aiohttp.ClientSession(connector=connector) as session:
         yield OperatorClient(session, settings)
 
 
-def _socket(address: tuple[Any, ...]) -> socket.socket:
+def _create_socket(address: tuple[Any, ...]) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS),
+        (socket.TCP_KEEPIDLE, OPERATOR_KEEPALIVE_SECONDS),
         (socket.TCP_KEEPINTVL, 1),
-        (socket.TCP_KEEPCNT, KEEPALIVE_TRIES),
+        (socket.TCP_KEEPCNT, OPERATOR_KEEPALIVE_TRIES),
         (socket.TCP_SYNCNT, 1),  # a machine that has gone shows after three seconds; a handshake may wait longer
-        (socket.TCP_USER_TIMEOUT, 1000 * (KEEPALIVE_SECONDS + KEEPALIVE_TRIES)),  # of what is on its way
+        (socket.TCP_USER_TIMEOUT, 1000 * (OPERATOR_KEEPALIVE_SECONDS + OPERATOR_KEEPALIVE_TRIES)),  # of what is on its way
     ):
         made.setsockopt(socket.IPPROTO_TCP, option, value)
     return made

@@ -9,33 +9,33 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.reports import Heartbeat
 
-LONGEST_PAUSE = 1.0
+MAX_COUNTED_SILENCE_GAP_SECONDS = 1.0
 """Seconds between two looks that count as silence. If more have passed, the sidecar was not there to listen: the whole
 worker, or its machine, stood still."""
-SILENT_FROM = 1.0
+MIN_SILENCE_SECONDS = 1.0
 """Seconds; less is the pause between two signs of life."""
 
 log = logging.getLogger(__name__)
 
 
-class LauncherSeen:
+class LauncherMonitor:
     """Looks at the launcher's files. A heartbeat that cannot be read leaves the one before in force."""
 
-    def __init__(self, runtime: Runtime, worker: str) -> None:
+    def __init__(self, runtime: RuntimeFolder, worker: str) -> None:
         self._runtime = runtime
         self._heartbeat = Heartbeat(worker=worker)
         self._identity: tuple[int, int] | None = None
-        self._silence = Silence()
+        self._silence = LauncherSilence()
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Call it often. `now`: seconds, monotonic."""
-        self._silence.listen(_touched(self._runtime.alive), now)
-        identity = _identity(self._runtime.heartbeat)
+        self._silence.update(_read_modification_time(self._runtime.liveness), now)
+        identity = _read_file_identity(self._runtime.heartbeat)
         if identity not in (None, self._identity):
             self._identity = identity
             self._read()
@@ -44,7 +44,7 @@ class LauncherSeen:
     def heartbeat(self) -> Heartbeat:
         """As it is to be sent now."""
         seconds = self._silence.seconds
-        return replace(self._heartbeat, launcher_silent_seconds=round(seconds, 1) if seconds >= SILENT_FROM else 0.0)
+        return replace(self._heartbeat, launcher_silent_seconds=round(seconds, 1) if seconds >= MIN_SILENCE_SECONDS else 0.0)
 
     def _read(self) -> None:
         try:
@@ -54,30 +54,30 @@ class LauncherSeen:
 
 
 @dataclass
-class Silence:
+class LauncherSilence:
     """For how long a launcher that runs has given no sign of life, by this process's own clock."""
 
     seconds: float = 0.0
     _sign: int | None = None
-    _listened_at: float = 0.0
+    _checked_at: float = 0.0
 
-    def listen(self, sign: int | None, now: float) -> None:
+    def update(self, sign: int | None, now: float) -> None:
         """`sign`: anything that is another one with each sign of life; None: no launcher runs, or not yet."""
         if sign is None or sign != self._sign:
             self.seconds = 0.0
         else:
-            self.seconds += min(now - self._listened_at, LONGEST_PAUSE)
-        self._sign, self._listened_at = sign, now
+            self.seconds += min(now - self._checked_at, MAX_COUNTED_SILENCE_GAP_SECONDS)
+        self._sign, self._checked_at = sign, now
 
 
-def _touched(path: Path) -> int | None:
+def _read_modification_time(path: Path) -> int | None:
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
+def _read_file_identity(path: Path) -> tuple[int, int] | None:
     try:
         status = path.stat()
     except FileNotFoundError:

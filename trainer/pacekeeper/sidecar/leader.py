@@ -11,12 +11,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-AVOID_SECONDS = 30.0
+LEADER_AVOID_SECONDS = 30.0
 """So long an address that did not answer is not called again: the way there may be closed to this pod for ever."""
 
 
 @dataclass
-class Leader:
+class LeaderAddress:
     """Times are seconds, monotonic."""
 
     address: str = ""
@@ -24,19 +24,19 @@ class Leader:
     _avoided: str = ""
     _avoided_until: float = -math.inf
 
-    def hear(self, said: str, now: float) -> None:
+    def update(self, named: str, now: float) -> None:
         """One that does not lead has answered, and named this one; "": it knows of none."""
-        avoided = said == self._avoided and now < self._avoided_until
-        self.address = "" if avoided else said
+        avoided = named == self._avoided and now < self._avoided_until
+        self.address = "" if avoided else named
 
-    def gives_no_answer(self, address: str, now: float) -> None:
+    def mark_unreachable(self, address: str, now: float) -> None:
         """A call of it has come to nothing."""
-        self._avoided, self._avoided_until = address, now + AVOID_SECONDS
+        self._avoided, self._avoided_until = address, now + LEADER_AVOID_SECONDS
         if self.address == address:
             self.address = ""
 
 
-def named_leader(answer: Any) -> str | None:
+def parse_named_leader(answer: Any) -> str | None:
     """Whom an answer (parsed JSON) names as the leader: "" where nobody; None where it is no such answer, but of an
     operator that leads. What is no address of a machine and a port is nobody."""
     if not isinstance(answer, dict) or "leader" not in answer:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .connections import Connections
-from .ranks import Rank, RankRings
+from .connections import ConnectionSampler
+from .ranks import ObservedRank, RankRings
 from .settings import SidecarSettings
 
-LABELS = ("trainingjob", "worker", "rank")
+RANK_METRIC_LABELS = ("trainingjob", "worker", "rank")
 """Prometheus adds namespace, pod and node by its service discovery; `job` is its own, so ours is `trainingjob`."""
 
-_GAUGES: dict[str, tuple[str, Callable[[Rank], float | None]]] = {
+_RANK_GAUGES: dict[str, tuple[str, Callable[[ObservedRank], float | None]]] = {
     "step": ("Last completed optimizer step.", lambda rank: float(rank.state["step"])),
     "round": ("Round that the rank belongs to.", lambda rank: float(rank.state["round"])),
     "phase": ("What the rank is busy with, as a number of records.Phase.", lambda rank: float(rank.state["phase"])),
@@ -36,26 +36,26 @@ _GAUGES: dict[str, tuple[str, Callable[[Rank], float | None]]] = {
     ),
     "synchronisation_seconds": (
         "Mean time that a synchronisation in Local-SGD modes held the rank up.",
-        lambda rank: rank.history.synchronisation_seconds,
+        lambda rank: rank.history.synchronization_seconds,
     ),
     "share": ("Samples of this rank in a step.", lambda rank: float(rank.state["share"]) or None),
     "loss": ("Training loss of the last step.", lambda rank: float(rank.state["loss"]) or None),
     "checkpoint_step": ("Last step whose checkpoint is published.", lambda rank: float(rank.state["checkpoint_step"])),
     "snapshot_step": ("Last step held in shared memory.", lambda rank: float(rank.state["snapshot_step"])),
 }
-_COUNTERS: dict[str, tuple[str, Callable[[Rank], float]]] = {
+_RANK_COUNTERS: dict[str, tuple[str, Callable[[ObservedRank], float]]] = {
     "steps": ("Optimizer steps.", lambda rank: rank.history.steps_total),
     "samples": ("Samples trained on.", lambda rank: rank.history.samples_total),
-    "garbage_seconds": ("Time in Python garbage collections.", lambda rank: rank.history.garbage_seconds_total),
+    "garbage_seconds": ("Time in Python garbage collections.", lambda rank: rank.history.gc_seconds_total),
     "collective_seconds": ("Time inside collectives.", lambda rank: rank.history.collective_seconds_total),
-    "lost_records": ("Records that were overwritten before they were read.", lambda rank: rank.lost),
+    "lost_records": ("Records that were overwritten before they were read.", lambda rank: rank.lost_records),
 }
 
 
 class WorkerMetrics(Collector):
     """Registers with a prometheus_client registry."""
 
-    def __init__(self, settings: SidecarSettings, ranks: RankRings, connections: Connections) -> None:
+    def __init__(self, settings: SidecarSettings, ranks: RankRings, connections: ConnectionSampler) -> None:
         self._settings = settings
         self._ranks = ranks
         self._connections = connections
@@ -65,45 +65,45 @@ class WorkerMetrics(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        ranks = self._ranks.look()
-        for name, (text, gauge) in _GAUGES.items():
-            family = GaugeMetricFamily(f"pacekeeper_rank_{name}", text, labels=LABELS)
+        ranks = self._ranks.refresh()
+        for name, (text, gauge) in _RANK_GAUGES.items():
+            family = GaugeMetricFamily(f"pacekeeper_rank_{name}", text, labels=RANK_METRIC_LABELS)
             for rank in ranks:
                 value = gauge(rank)
                 if value is not None:
                     family.add_metric(self._labels(rank), value)
             yield family
-        for name, (text, counter) in _COUNTERS.items():
-            total = CounterMetricFamily(f"pacekeeper_rank_{name}", text, labels=LABELS)
+        for name, (text, counter) in _RANK_COUNTERS.items():
+            total = CounterMetricFamily(f"pacekeeper_rank_{name}", text, labels=RANK_METRIC_LABELS)
             for rank in ranks:
                 total.add_metric(self._labels(rank), counter(rank))
             yield total
-        yield from self._sent()
+        yield from self._collect_sent_bytes()
         contact = GaugeMetricFamily(
             "pacekeeper_worker_operator_contact_seconds",
             "Age of the operator's last answer.",
             labels=("trainingjob", "worker"),
         )
-        path = self._settings.runtime.contact
+        path = self._settings.runtime.operator_contact
         if path.exists():
             age = max(0.0, time.time() - path.stat().st_mtime)  # the node's clock may have been set back
             contact.add_metric((self._settings.job, self._settings.worker), age)
         yield contact
 
-    def _sent(self) -> Iterator[Metric]:
+    def _collect_sent_bytes(self) -> Iterator[Metric]:
         """Sums over the connections that are open: they begin anew when a rank closes some."""
         acked = CounterMetricFamily(
-            "pacekeeper_rank_sent_bytes", "Bytes sent to other ranks and acknowledged, by the kernel.", labels=LABELS
+            "pacekeeper_rank_sent_bytes", "Bytes sent to other ranks and acknowledged, by the kernel.", labels=RANK_METRIC_LABELS
         )
         busy = CounterMetricFamily(
-            "pacekeeper_rank_sending_seconds", "Time with something to send or unacknowledged.", labels=LABELS
+            "pacekeeper_rank_sending_seconds", "Time with something to send or unacknowledged.", labels=RANK_METRIC_LABELS
         )
-        for rank, (sent, seconds) in self._connections.totals().items():
+        for rank, (sent, seconds) in self._connections.sum_by_rank().items():
             labels = (self._settings.job, self._settings.worker, str(rank))
             acked.add_metric(labels, sent)
             busy.add_metric(labels, seconds)
         yield acked
         yield busy
 
-    def _labels(self, rank: Rank) -> tuple[str, str, str]:
+    def _labels(self, rank: ObservedRank) -> tuple[str, str, str]:
         return (self._settings.job, self._settings.worker, str(rank.state["rank"]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 from pacekeeper_analysis.errors import InputError
 
 
@@ -15,7 +15,7 @@ from pacekeeper_analysis.errors import InputError
 class SidecarSettings:
     """Durations are seconds."""
 
-    runtime: Runtime
+    runtime: RuntimeFolder
     job: str
     worker: str
     operator: str  # https URL
@@ -31,26 +31,26 @@ class SidecarSettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> SidecarSettings:
         """Raises InputError that names the variable."""
-        missing = [name for name in _REQUIRED if not environment.get(name)]
+        missing = [name for name in _REQUIRED_VARIABLES if not environment.get(name)]
         if missing:
             raise InputError(f"{', '.join(missing)} must be set; the operator sets them on the sidecars that it adds")
         return cls(
-            runtime=Runtime.from_environment(environment),
+            runtime=RuntimeFolder.from_environment(environment),
             job=environment["PACEKEEPER_JOB"],
             worker=environment["PACEKEEPER_WORKER"],
             operator=environment["PACEKEEPER_OPERATOR"].rstrip("/"),
             authority=environment.get("PACEKEEPER_CA", ""),
             token_file=Path(environment["PACEKEEPER_TOKEN_FILE"]),
-            metrics_port=_whole(environment, "PACEKEEPER_METRICS_PORT", cls.metrics_port),
-            window_steps=_whole(environment, "PACEKEEPER_WINDOW_STEPS", cls.window_steps),
+            metrics_port=_read_integer(environment, "PACEKEEPER_METRICS_PORT", cls.metrics_port),
+            window_steps=_read_integer(environment, "PACEKEEPER_WINDOW_STEPS", cls.window_steps),
             poll_seconds=float(environment.get("PACEKEEPER_POLL_SECONDS") or cls.poll_seconds),
         )
 
 
-_REQUIRED = ("PACEKEEPER_JOB", "PACEKEEPER_WORKER", "PACEKEEPER_OPERATOR", "PACEKEEPER_TOKEN_FILE")
+_REQUIRED_VARIABLES = ("PACEKEEPER_JOB", "PACEKEEPER_WORKER", "PACEKEEPER_OPERATOR", "PACEKEEPER_TOKEN_FILE")
 
 
-def _whole(environment: Mapping[str, str], name: str, default: int) -> int:
+def _read_integer(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name) or str(default)
     if not text.isdigit():
         raise InputError(f"{name}={text!r} is not a whole number")

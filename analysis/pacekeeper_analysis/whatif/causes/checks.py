@@ -9,28 +9,28 @@ from enum import StrEnum
 
 import numpy as np
 
-from pacekeeper_analysis.whatif.causes.model import Computations, Parts, pauses, take_apart
-from pacekeeper_analysis.whatif.data_parallel import COMPUTATIONS, DATA
-from pacekeeper_analysis.whatif.figures import NOTHING_TO_DECOMPOSE, WhatIf
-from pacekeeper_analysis.whatif.scenario import AS_RECORDED, IDEAL, Where
+from pacekeeper_analysis.whatif.causes.model import Computations, DurationModel, find_pauses, fit_duration_model
+from pacekeeper_analysis.whatif.data_parallel import COMPUTATION_TYPES, DATA
+from pacekeeper_analysis.whatif.figures import MIN_DECOMPOSED_SLOWDOWN, WhatIf
+from pacekeeper_analysis.whatif.scenario import RECORDED_SCENARIO, IDEAL, OperationSelection
 from pacekeeper_analysis.whatif.simulate import Array
 from pacekeeper_analysis.whatif.trace import GC
 
-EXPLAINS = 0.35
+MIN_EXPLAINED_SLOWDOWN_SHARE = 0.35
 """A cause has to explain at least this share of the slowdown."""
 
-WORTH = 0.012
+MIN_CAUSE_STEP_SHARE = 0.012
 """... and to cost at least this share of the step."""
 
-SLOW_WORKER = 1.05
+MIN_SLOW_WORKER_RATIO = 1.05
 """A worker is slow when its computations take this many times as long as its peers' in half of the window or more."""
 
 
-WORTH_NAMING = 0.25
+MIN_NAMED_LOSS_SHARE = 0.25
 """A slow worker is named when it loses at least this share of what the slowest one loses."""
 
 
-class Cause(StrEnum):
+class SlowdownCause(StrEnum):
     """Why a job is slower than it could be."""
 
     STAGE_IMBALANCE = "stage-imbalance"
@@ -42,10 +42,10 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CauseFinding:
     """What a check found."""
 
-    cause: Cause
+    cause: SlowdownCause
     explains: float
     """Share of the slowdown that goes when the cause goes; may exceed 1."""
     step_s: float
@@ -60,51 +60,51 @@ class Finding:
     """(dp_rank, stage) of the workers concerned, the worst first."""
 
 
-def diagnose(whatif: WhatIf) -> Finding:
+def diagnose_cause(whatif: WhatIf) -> CauseFinding:
     """The cause that explains most of the slowdown, or NONE."""
-    findings = sorted(find_all(whatif), key=lambda finding: -finding.explains)
-    likely = [finding for finding in findings if _is_worth_it(finding, whatif)]
+    findings = sorted(run_all_checks(whatif), key=lambda finding: -finding.explains)
+    likely = [finding for finding in findings if _is_worth_reporting(finding, whatif)]
     if not likely:
-        return _no_cause(whatif, max((finding.explains for finding in findings), default=0.0))
+        return _build_no_cause_finding(whatif, max((finding.explains for finding in findings), default=0.0))
     first = likely[0]
     second = next((finding.explains for finding in findings if finding is not first), 0.0)
     lead = 1.0 - max(second, 0.0) / first.explains
     return replace(first, confidence=float(np.clip(min(first.explains, 1.0) * (0.5 + 0.5 * lead), 0.0, 1.0)))
 
 
-def _no_cause(whatif: WhatIf, best: float) -> Finding:
+def _build_no_cause_finding(whatif: WhatIf, best: float) -> CauseFinding:
     """best: what the best cause explains."""
     step_s = float(whatif.step_s.mean())
-    if whatif.slowdown < NOTHING_TO_DECOMPOSE:
+    if whatif.slowdown < MIN_DECOMPOSED_SLOWDOWN:
         evidence = f"the slowdown is {whatif.slowdown:.3f}, too small to have a cause"
-        return Finding(Cause.NONE, 0.0, step_s, evidence, "Nothing to do.", 1.0)
+        return CauseFinding(SlowdownCause.NONE, 0.0, step_s, evidence, "Nothing to do.", 1.0)
     best = float(np.clip(best, 0.0, 1.0))
     evidence = f"no single cause explains the slowdown of {whatif.slowdown:.3f}; the best one explains {best:.0%} of it"
     remedy = "Record a longer window; look at the slowest workers."
-    return Finding(Cause.NONE, 0.0, step_s, evidence, remedy, 1.0 - best)
+    return CauseFinding(SlowdownCause.NONE, 0.0, step_s, evidence, remedy, 1.0 - best)
 
 
-def find_all(whatif: WhatIf) -> list[Finding]:
+def run_all_checks(whatif: WhatIf) -> list[CauseFinding]:
     """What every check found, whatever it explains; none where the slowdown is too small."""
-    if whatif.slowdown < NOTHING_TO_DECOMPOSE:
+    if whatif.slowdown < MIN_DECOMPOSED_SLOWDOWN:
         return []
-    parts = take_apart(whatif.window)
-    return [finding for check in CHECKS if (finding := check(whatif, parts)) is not None]
+    parts = fit_duration_model(whatif.window)
+    return [finding for check in CAUSE_CHECKS if (finding := check(whatif, parts)) is not None]
 
 
-def stage_imbalance(whatif: WhatIf, parts: Parts | None) -> Finding | None:
+def check_stage_imbalance(whatif: WhatIf, parts: DurationModel | None) -> CauseFinding | None:
     """One stage is slow on every data-parallel rank: usually the last one, where the loss is computed."""
     if parts is None or len(set(parts.forward.stages)) < 2:
         return None
-    balanced = [(part, (part.usual.mean() / _above_zero(part.usual))[:, None, None, None]) for part in _both(parts)]
-    total = np.sum([part.usual for part in _both(parts)], axis=0)
+    balanced = [(part, (part.usual.mean() / _clip_above_zero(part.usual))[:, None, None, None]) for part in _list_directions(parts)]
+    total = np.sum([part.usual for part in _list_directions(parts)], axis=0)
     slowest = int(np.argmax(total))
     stage = parts.forward.stages[slowest]
     times = float(total[slowest] / max(np.median(np.delete(total, slowest)), 1e-12))
-    return _finding(
+    return _build_finding(
         whatif,
-        _without(whatif, balanced),
-        Cause.STAGE_IMBALANCE,
+        _simulate_scaled_computations(whatif, balanced),
+        SlowdownCause.STAGE_IMBALANCE,
         f"stage {stage} takes {times:.2f} times as long as the other stages, on every data-parallel rank",
         f"Move layers away from stage {stage}"
         + (", or split the loss computation" if stage == max(parts.forward.stages) else "")
@@ -113,25 +113,25 @@ def stage_imbalance(whatif: WhatIf, parts: Parts | None) -> Finding | None:
     )
 
 
-def slow_worker(whatif: WhatIf, parts: Parts | None) -> Finding | None:
+def check_slow_worker(whatif: WhatIf, parts: DurationModel | None) -> CauseFinding | None:
     """Single workers are slow all the time, while their peers in the same stage are not."""
     if parts is None:
         return None
-    both = _both(parts)
+    both = _list_directions(parts)
     usual = [part.usual[:, None] * part.nodes.shape[1] for part in both]
     excess = np.sum([own * (part.worker - 1.0) for own, part in zip(usual, both, strict=True)], axis=0)
     factor = 1.0 + excess / np.maximum(np.sum(usual, axis=0), 1e-12)
-    hot = (factor > SLOW_WORKER) & (excess >= WORTH_NAMING * excess.max())
+    hot = (factor > MIN_SLOW_WORKER_RATIO) & (excess >= MIN_NAMED_LOSS_SHARE * excess.max())
     if not hot.any() or hot.mean() > 0.5:
         return None
     places, replicas = np.nonzero(hot)
     order = np.argsort(-excess[hot], kind="stable")
     workers = tuple(dict.fromkeys((int(replicas[at]), parts.forward.stages[places[at]]) for at in order))
-    worst = ", ".join(_worker_name(whatif, worker) for worker in workers[:3])
-    return _finding(
+    worst = ", ".join(_name_worker(whatif, worker) for worker in workers[:3])
+    return _build_finding(
         whatif,
-        _without(whatif, [(part, np.where(hot, 1 / _above_zero(part.worker), 1.0)[:, None, :, None]) for part in both]),
-        Cause.SLOW_WORKER,
+        _simulate_scaled_computations(whatif, [(part, np.where(hot, 1 / _clip_above_zero(part.worker), 1.0)[:, None, :, None]) for part in both]),
+        SlowdownCause.SLOW_WORKER,
         f"worker {worst} computes {float(factor.max()):.2f} times as long as its peers, throughout"
         if len(workers) == 1
         else f"{len(workers)} workers, the worst {worst}, compute up to {float(factor.max()):.2f} times as long",
@@ -140,7 +140,7 @@ def slow_worker(whatif: WhatIf, parts: Parts | None) -> Finding | None:
     )
 
 
-def sequence_length_imbalance(whatif: WhatIf, parts: Parts | None) -> Finding | None:
+def check_sequence_length_imbalance(whatif: WhatIf, parts: DurationModel | None) -> CauseFinding | None:
     """Microbatches differ: forward and backward of the same one are long together, on other workers each step."""
     if parts is None or parts.backward is None or parts.correlation <= 0:
         return None
@@ -149,23 +149,23 @@ def sequence_length_imbalance(whatif: WhatIf, parts: Parts | None) -> Finding | 
     even *= parts.microbatch.mean()
     load = parts.microbatch.sum(axis=0)
     moves = len(set(np.argmax(load, axis=0).tolist()))
-    return _finding(
+    return _build_finding(
         whatif,
-        _without(whatif, [(part, even[None]) for part in _both(parts)]),
-        Cause.SEQUENCE_LENGTH_IMBALANCE,
+        _simulate_scaled_computations(whatif, [(part, even[None]) for part in _list_directions(parts)]),
+        SlowdownCause.SEQUENCE_LENGTH_IMBALANCE,
         f"forward and backward times of a microbatch rise together (correlation {parts.correlation:.2f}); the longest "
         f"takes {float(parts.microbatch.max()):.2f} times the usual time; {moves} ranks take turns in being slow",
         "Balance sequences over ranks and microbatches by their cost (tokens squared), not by their count.",
     )
 
 
-def garbage_collection(whatif: WhatIf, parts: Parts | None) -> Finding | None:
+def check_garbage_collection(whatif: WhatIf, parts: DurationModel | None) -> CauseFinding | None:
     """Rare, long forwards on one worker at a time, whose backwards are as usual."""
     window = whatif.window
     seconds = window.seconds.copy()
     count, longest, by_worker = 0, 0.0, np.zeros(window.replicas)
     if parts is not None:
-        found = pauses(parts.forward, parts.microbatch)
+        found = find_pauses(parts.forward, parts.microbatch)
         if (found > 0).mean() > 0.1:
             return None
         seconds[parts.forward.nodes] -= found
@@ -178,21 +178,21 @@ def garbage_collection(whatif: WhatIf, parts: Parts | None) -> Finding | None:
             seconds[node] = 0.0
     if count == 0:
         return None
-    return _finding(
+    return _build_finding(
         whatif,
-        window.with_seconds(seconds).step_seconds([AS_RECORDED])[0],
-        Cause.GARBAGE_COLLECTION,
+        window.with_seconds(seconds).simulate_step_seconds([RECORDED_SCENARIO])[0],
+        SlowdownCause.GARBAGE_COLLECTION,
         f"{count} forwards pause for up to {longest:.3f} s, on {int((by_worker > 0).sum())} of {window.replicas} "
         "data-parallel ranks, each at another time",
         "Switch automatic garbage collection off and collect on all ranks at the same planned step.",
     )
 
 
-def slow_communication(whatif: WhatIf, parts: Parts | None) -> Finding | None:
+def check_slow_communication(whatif: WhatIf, parts: DurationModel | None) -> CauseFinding | None:
     """Transfers take longer than the same transfers usually do."""
     del parts
     window = whatif.window
-    own = {*COMPUTATIONS, GC, DATA}
+    own = {*COMPUTATION_TYPES, GC, DATA}
     nodes = [node for node, operation in enumerate(window.operations) if operation.type not in own]
     if not nodes:
         return None
@@ -204,10 +204,10 @@ def slow_communication(whatif: WhatIf, parts: Parts | None) -> Finding | None:
     worst = max(by_type, key=lambda name: by_type[name])
     at, replica, step = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
     longest, usual = window.operations[nodes[at]], float(window.ideal[nodes[at]])
-    return _finding(
+    return _build_finding(
         whatif,
-        whatif.ask(AS_RECORDED.but(Where(types=by_type), takes=IDEAL)),
-        Cause.SLOW_COMMUNICATION,
+        whatif.simulate_scenario(RECORDED_SCENARIO.with_change(OperationSelection(types=by_type), takes=IDEAL)),
+        SlowdownCause.SLOW_COMMUNICATION,
         f"{worst} loses most time; the worst transfer, {longest} on dp_rank {replica} in step {window.steps[step]}, "
         f"takes {float(excess[at, replica, step]) + usual:.3f} s instead of {usual:.3f} s",
         "Look at the links of the ranks concerned; plan the traffic around them.",
@@ -215,54 +215,54 @@ def slow_communication(whatif: WhatIf, parts: Parts | None) -> Finding | None:
     )
 
 
-CHECKS: tuple[Callable[[WhatIf, Parts | None], Finding | None], ...] = (
-    stage_imbalance,
-    sequence_length_imbalance,
-    garbage_collection,
-    slow_worker,
-    slow_communication,
+CAUSE_CHECKS: tuple[Callable[[WhatIf, DurationModel | None], CauseFinding | None], ...] = (
+    check_stage_imbalance,
+    check_sequence_length_imbalance,
+    check_garbage_collection,
+    check_slow_worker,
+    check_slow_communication,
 )
 """All checks, by name."""
 
 
-def _finding(
+def _build_finding(
     whatif: WhatIf,
     without_s: Array,
-    cause: Cause,
+    cause: SlowdownCause,
     evidence: str,
     remedy: str,
     workers: tuple[tuple[int, int], ...] = (),
-) -> Finding:
+) -> CauseFinding:
     """A finding from the seconds of each step without the cause [step]."""
     recorded, without = float(whatif.step_s.mean()), float(without_s.mean())
     explains = (recorded - without) / (recorded - whatif.ideal_step_s)
-    return Finding(cause, explains, without, evidence, remedy, workers=workers)
+    return CauseFinding(cause, explains, without, evidence, remedy, workers=workers)
 
 
-def _worker_name(whatif: WhatIf, worker: tuple[int, int]) -> str:
+def _name_worker(whatif: WhatIf, worker: tuple[int, int]) -> str:
     """A worker in words; the stage only where there are several."""
     replica, stage = worker
     several = len({operation.stage for operation in whatif.window.operations}) > 1
     return f"(dp {replica}, stage {stage})" if several else f"dp {replica}"
 
 
-def _above_zero(values: Array) -> Array:
+def _clip_above_zero(values: Array) -> Array:
     """Of what may take no time at all, in a trace that is damaged."""
     return np.maximum(values, 1e-12)
 
 
-def _without(whatif: WhatIf, changes: list[tuple[Computations, Array]]) -> Array:
+def _simulate_scaled_computations(whatif: WhatIf, changes: list[tuple[Computations, Array]]) -> Array:
     """Seconds of each step with computations multiplied [place, microbatch, replica, step] by something."""
     seconds = whatif.window.seconds.copy()
     for part, factor in changes:
         seconds[part.nodes] *= np.broadcast_to(factor, part.seconds.shape)
-    return np.asarray(whatif.window.with_seconds(seconds).step_seconds([AS_RECORDED])[0])
+    return np.asarray(whatif.window.with_seconds(seconds).simulate_step_seconds([RECORDED_SCENARIO])[0])
 
 
-def _both(parts: Parts) -> list[Computations]:
+def _list_directions(parts: DurationModel) -> list[Computations]:
     return [parts.forward] if parts.backward is None else [parts.forward, parts.backward]
 
 
-def _is_worth_it(finding: Finding, whatif: WhatIf) -> bool:
+def _is_worth_reporting(finding: CauseFinding, whatif: WhatIf) -> bool:
     costs = 1.0 - finding.step_s / float(whatif.step_s.mean())
-    return finding.explains >= EXPLAINS and costs >= WORTH
+    return finding.explains >= MIN_EXPLAINED_SLOWDOWN_SHARE and costs >= MIN_CAUSE_STEP_SHARE

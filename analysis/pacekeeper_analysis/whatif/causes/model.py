@@ -14,7 +14,7 @@ import numpy as np
 
 from pacekeeper_analysis.whatif.data_parallel import BACKWARD, COMPUTE, FORWARD
 from pacekeeper_analysis.whatif.simulate import Array
-from pacekeeper_analysis.whatif.window import Window
+from pacekeeper_analysis.whatif.window import RecordedWindow
 
 MAD_TO_SIGMA = 1.4826
 """Standard deviation over median absolute deviation of a normal distribution."""
@@ -41,7 +41,7 @@ class Computations:
         return self.seconds / np.maximum(self.usual[:, None] * self.worker, 1e-12)[:, None, :, None]
 
 
-def computations(window: Window, type_: str) -> Computations | None:
+def collect_computations(window: RecordedWindow, type_: str) -> Computations | None:
     """The computations of one type; None where the window has none, or stages differ in their number."""
     by_place: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for node, operation in enumerate(window.operations):
@@ -61,7 +61,7 @@ def computations(window: Window, type_: str) -> Computations | None:
 
 
 @dataclass(frozen=True)
-class Parts:
+class DurationModel:
     """Forwards and backwards taken apart, and what they have in common."""
 
     forward: Computations
@@ -74,24 +74,24 @@ class Parts:
     steps."""
 
 
-def take_apart(window: Window) -> Parts | None:
+def fit_duration_model(window: RecordedWindow) -> DurationModel | None:
     """The parts of a window's computations; None where it has none that can be compared."""
-    forward, backward = computations(window, FORWARD), computations(window, BACKWARD)
+    forward, backward = collect_computations(window, FORWARD), collect_computations(window, BACKWARD)
     if forward is None:
-        forward = computations(window, COMPUTE)
+        forward = collect_computations(window, COMPUTE)
     if forward is None:
         return None
     ahead = np.median(forward.residual, axis=0)
     if backward is None or backward.nodes.shape[1] != forward.nodes.shape[1]:
-        return Parts(forward, backward, np.ones_like(ahead), 0.0)
+        return DurationModel(forward, backward, np.ones_like(ahead), 0.0)
     back = np.median(backward.residual, axis=0)
     # What both directions agree on; a pause hits one of them only.
     agreed = np.where((ahead > 1) & (back > 1), np.minimum(ahead, back), 1.0)
     agreed = np.where((ahead < 1) & (back < 1), np.maximum(ahead, back), agreed)
-    return Parts(forward, backward, agreed, _rank_correlation(ahead.ravel(), back.ravel()))
+    return DurationModel(forward, backward, agreed, _compute_rank_correlation(ahead.ravel(), back.ravel()))
 
 
-def pauses(part: Computations, microbatch: Array) -> Array:
+def find_pauses(part: Computations, microbatch: Array) -> Array:
     """Seconds by which single computations exceed what stage, worker and microbatch explain, far beyond the noise.
 
     [place, microbatch, replica, step]; 0 where there is no pause.
@@ -103,7 +103,7 @@ def pauses(part: Computations, microbatch: Array) -> Array:
     return np.where(excess > limit, excess, 0.0)
 
 
-def _rank_correlation(first: Array, second: Array) -> float:
+def _compute_rank_correlation(first: Array, second: Array) -> float:
     """Spearman's correlation, which a few extreme values do not decide."""
     if len(first) < 3:
         return 0.0

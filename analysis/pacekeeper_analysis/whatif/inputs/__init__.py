@@ -6,27 +6,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pacekeeper_analysis.whatif.inputs.parquet import metadata_of, read_metadata, read_parquet
-from pacekeeper_analysis.whatif.inputs.records import is_ring, read_ring, window_from_records
-from pacekeeper_analysis.whatif.published import window_from_trace
+from pacekeeper_analysis.whatif.inputs.parquet import find_metadata, read_metadata, read_parquet
+from pacekeeper_analysis.whatif.inputs.records import is_ring, read_ring, build_window_from_records
+from pacekeeper_analysis.whatif.published import build_window_from_trace
 from pacekeeper_analysis.whatif.trace import TraceError
-from pacekeeper_analysis.whatif.window import Window
+from pacekeeper_analysis.whatif.window import RecordedWindow
 
-PARQUET, GZIP = b"PAR1", b"\x1f\x8b"
+PARQUET_SIGNATURE, GZIP_SIGNATURE = b"PAR1", b"\x1f\x8b"
 """What such files begin with."""
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedWindow:
     """A window read from files."""
 
-    window: Window
+    window: RecordedWindow
     title: str
     worker_ranks: Mapping[tuple[int, int], int] | None = None
     """Global rank of each worker (dp_rank, stage), where the trace says so."""
 
 
-def load(paths: Sequence[Path], meta: Path | None = None) -> Loaded:
+def load_window(paths: Sequence[Path], meta: Path | None = None) -> LoadedWindow:
     """Reads a window; what kind of trace the files are, their content tells.
 
     Raises TraceError where the content cannot be analysed, OSError where a file cannot be read.
@@ -34,14 +34,14 @@ def load(paths: Sequence[Path], meta: Path | None = None) -> Loaded:
     first, notes = paths[0], tuple[str, ...]()
     if is_ring(first):
         rings = dict(read_ring(path) for path in paths)
-        return Loaded(window_from_records(rings), f"{len(rings)} ranks, from their records")
-    if _begins_with(first, PARQUET):
+        return LoadedWindow(build_window_from_records(rings), f"{len(rings)} ranks, from their records")
+    if _begins_with(first, PARQUET_SIGNATURE):
         if len(paths) > 1:
             raise TraceError(f"{len(paths)} parquet files; give one, it holds all ranks")
-        metadata = read_metadata(meta if meta is not None else metadata_of(first))
+        metadata = read_metadata(meta if meta is not None else find_metadata(first))
         trace = read_parquet(first, metadata)
         title = f"{metadata.trial_name or first.stem}: {metadata}"
-    elif _begins_with(first, GZIP) or _begins_with(first, b"{"):
+    elif _begins_with(first, GZIP_SIGNATURE) or _begins_with(first, b"{"):
         from pacekeeper_analysis.whatif.inputs.kineto import read_kineto
 
         trace, notes = read_kineto(paths)
@@ -51,7 +51,7 @@ def load(paths: Sequence[Path], meta: Path | None = None) -> Loaded:
             f"{first} is empty, damaged or of an unknown kind; give a parquet file in the published schema, "
             "or the PyTorch profiler's traces or the rings of all ranks"
         )
-    return Loaded(replace(window_from_trace(trace), notes=notes), title, trace.worker_ranks())
+    return LoadedWindow(replace(build_window_from_trace(trace), notes=notes), title, trace.map_worker_ranks())
 
 
 def _begins_with(path: Path, signature: bytes) -> bool:

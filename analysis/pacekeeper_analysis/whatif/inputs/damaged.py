@@ -17,14 +17,14 @@ from typing import Any
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.reading import parse_json
 
-_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
-_ABOUT = re.compile(r'"distributedInfo"\s*:\s*')
-_BETWEEN_EVENTS = re.compile(r"\}\s*,\s*\{")
+_EVENTS_START = re.compile(r'"traceEvents"\s*:\s*\[')
+_DISTRIBUTED_INFO = re.compile(r'"distributedInfo"\s*:\s*')
+_EVENT_BOUNDARY = re.compile(r"\}\s*,\s*\{")
 _SEPARATORS = re.compile(r"[\s,]*")
-_LAST = re.compile(r"\}\s*\]\s*[,}]")
+_EVENTS_END = re.compile(r"\}\s*\]\s*[,}]")
 _NO_NUMBER = re.compile(r"([:\[,]\s*)[-+]?(?:inf(?:inity)?|nan)(?=\s*[,}\]])", re.IGNORECASE)
-_CHUNK_BYTES = 1 << 20
-_GZIP = b"\x1f\x8b"
+_DECOMPRESS_CHUNK_BYTES = 1 << 20
+_GZIP_MAGIC = b"\x1f\x8b"
 
 _decoder = json.JSONDecoder(strict=False)
 
@@ -40,7 +40,7 @@ class Readable:
 
 def read_trace(raw: bytes) -> Readable:
     """Reads a trace as the profiler has written it, compressed or not. Raises InputError where it has no events."""
-    unpacked, is_whole = _unpack(raw)
+    unpacked, is_whole = _decompress_trace(raw)
     try:
         content = parse_json(unpacked)
     except InputError as error:
@@ -54,23 +54,23 @@ def read_trace(raw: bytes) -> Readable:
     return Readable(content, [] if is_whole else ["its compression is damaged behind the last event"])
 
 
-def _unpack(raw: bytes) -> tuple[bytes, bool]:
+def _decompress_trace(raw: bytes) -> tuple[bytes, bool]:
     """The trace, as far as it can be unpacked; and whether that is all of it."""
-    if not raw.startswith(_GZIP):
+    if not raw.startswith(_GZIP_MAGIC):
         return raw, True
     try:
         return gzip.decompress(raw), True
     except (EOFError, OSError, zlib.error):
         unpacked, stream = bytearray(), zlib.decompressobj(wbits=31)
         with contextlib.suppress(zlib.error):  # what is damaged ends it
-            for start in range(0, len(raw), _CHUNK_BYTES):
-                unpacked += stream.decompress(raw[start : start + _CHUNK_BYTES])
+            for start in range(0, len(raw), _DECOMPRESS_CHUNK_BYTES):
+                unpacked += stream.decompress(raw[start : start + _DECOMPRESS_CHUNK_BYTES])
         return bytes(unpacked), False
 
 
 def _read_events(text: str, error: InputError) -> Readable:
     """Raises `error` where there are none."""
-    start = _EVENTS.search(text)
+    start = _EVENTS_START.search(text)
     if start is None:
         raise error
     events: list[Any] = []
@@ -80,7 +80,7 @@ def _read_events(text: str, error: InputError) -> Readable:
         if text.startswith("]", at):
             has_end = True
             continue
-        following = _BETWEEN_EVENTS.search(text, at)
+        following = _EVENT_BOUNDARY.search(text, at)
         end = len(text) if following is None else following.start() + 1
         event, rest = _read_event(text[at:end])
         if rest >= 0:
@@ -89,14 +89,14 @@ def _read_events(text: str, error: InputError) -> Readable:
         elif following is not None:
             unreadable += 1
             at = end
-        elif _LAST.search(text, at):
+        elif _EVENTS_END.search(text, at):
             unreadable, has_end = unreadable + 1, True
         else:
             break
     if not events:
         raise error
     content: dict[str, Any] = {"traceEvents": events}
-    if about := _ABOUT.search(text):
+    if about := _DISTRIBUTED_INFO.search(text):
         with contextlib.suppress(ValueError, RecursionError):  # the reader complains where the rank is not known
             content["distributedInfo"] = _decoder.raw_decode(text, about.end())[0]
     notes = []

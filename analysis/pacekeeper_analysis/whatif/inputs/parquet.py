@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reading import brief, parse_json
-from pacekeeper_analysis.whatif.trace import COLUMNS, TYPES, Metadata, Trace, TraceError, trace_from_columns
+from pacekeeper_analysis.reading import abbreviate_value, parse_json
+from pacekeeper_analysis.whatif.trace import TRACE_COLUMNS, OPERATION_TYPES, TraceMetadata, JobTrace, TraceError, build_trace_from_columns
 
-WHOLE = re.compile(r"-?[0-9]{1,18}")
+WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
-def read_parquet(path: Path, metadata: Metadata) -> Trace:
+def read_parquet(path: Path, metadata: TraceMetadata) -> JobTrace:
     """Reads a trace. Raises TraceError where the file is damaged or lacks columns, OSError where it cannot be
     read."""
     try:
@@ -26,11 +26,11 @@ def read_parquet(path: Path, metadata: Metadata) -> Trace:
         raise TraceError("parquet traces need pyarrow: pip install 'pacekeeper[whatif]'") from error
     try:
         with parquet.ParquetFile(path, read_dictionary=["optype"], page_checksum_verification=True) as file:
-            table = file.read(columns=[name for name in COLUMNS if name in file.schema_arrow.names])
+            table = file.read(columns=[name for name in TRACE_COLUMNS if name in file.schema_arrow.names])
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # the last two: names and sizes that are none
         raise TraceError(f"{path} is not a readable parquet file ({error}); write it again") from error
     columns: dict[str, NDArray[np.generic]] = {}
-    type_names: Sequence[str] = TYPES
+    type_names: Sequence[str] = OPERATION_TYPES
     for name in table.column_names:
         column = table.column(name).combine_chunks()
         if column.null_count:
@@ -40,10 +40,10 @@ def read_parquet(path: Path, metadata: Metadata) -> Trace:
             columns[name] = column.indices.to_numpy(zero_copy_only=False)
         else:
             columns[name] = column.to_numpy(zero_copy_only=False)
-    return trace_from_columns(columns, metadata, type_names)
+    return build_trace_from_columns(columns, metadata, type_names)
 
 
-def write_parquet(path: Path, trace: Trace) -> None:
+def write_parquet(path: Path, trace: JobTrace) -> None:
     """Writes a trace in the published schema."""
     import pyarrow
     import pyarrow.parquet as parquet
@@ -51,7 +51,7 @@ def write_parquet(path: Path, trace: Trace) -> None:
     parquet.write_table(pyarrow.table(trace.to_columns()), path, write_page_checksum=True)
 
 
-def metadata_of(trace: Path) -> Path:
+def find_metadata(trace: Path) -> Path:
     """The metadata file beside a trace: meta-NAME.yaml or .json for trace-NAME.parquet. Raises TraceError if none
     is."""
     name = trace.stem.removeprefix("trace-")
@@ -61,7 +61,7 @@ def metadata_of(trace: Path) -> Path:
     raise TraceError(f"{trace} has no meta-{name}.yaml beside it; give the job's sizes with --meta")
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path) -> TraceMetadata:
     """Reads a metadata file: JSON, or lines `key: value` (flat YAML). Raises TraceError, and OSError where it cannot be
     read."""
     try:
@@ -70,7 +70,7 @@ def read_metadata(path: Path) -> Metadata:
         raise TraceError(f"{path}: is no text in UTF-8; write it again") from error
     if text.lstrip().startswith("{"):
         try:
-            return Metadata.from_mapping(parse_json(text))
+            return TraceMetadata.from_mapping(parse_json(text))
         except InputError as error:
             raise TraceError(f"{path}: {error}") from error
     values: dict[str, object] = {}
@@ -80,6 +80,6 @@ def read_metadata(path: Path) -> Metadata:
             continue
         key, colon, value = (part.strip() for part in content.partition(":"))
         if not colon:
-            raise TraceError(f"{path}, line {number}: {brief(line)} is not `key: value`")
-        values[key] = int(value) if WHOLE.fullmatch(value) else value.strip("'\"")
-    return Metadata.from_mapping(values)
+            raise TraceError(f"{path}, line {number}: {abbreviate_value(line)} is not `key: value`")
+        values[key] = int(value) if WHOLE_NUMBER.fullmatch(value) else value.strip("'\"")
+    return TraceMetadata.from_mapping(values)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pacekeeper_analysis.whatif.causes import Finding
+from pacekeeper_analysis.whatif.causes import CauseFinding
 from pacekeeper_analysis.whatif.figures import WhatIf
 
 
-def document(whatif: WhatIf, finding: Finding) -> dict[str, Any]:
+def build_document(whatif: WhatIf, finding: CauseFinding) -> dict[str, Any]:
     """All figures: seconds and ratios as numbers, null where there is nothing to decompose or nothing was
     measured."""
     parts, measured = whatif.decomposition, whatif.window.measured_s

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...state import Draft
+from ...state import DesiredState
 
 
 @dataclass(frozen=True)
-class Applied:
+class ActionResult:
     """The draft after them, and what became of them for people, where there is something to add."""
 
-    draft: Draft
-    words: tuple[str, ...] = ()
+    desired: DesiredState
+    notes: tuple[str, ...] = ()

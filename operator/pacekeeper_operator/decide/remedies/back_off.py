@@ -5,13 +5,13 @@ from __future__ import annotations
 from ...decision import BackOff, Decision
 from ...observation import Observation
 from .. import workforce
-from .applied import Applied
-from .count_restart import count
+from .applied import ActionResult
+from .count_restart import count_launcher_restart
 
 
-def apply(_action: BackOff, decision: Decision, observation: Observation) -> Applied:
+def apply_back_off(_action: BackOff, decision: Decision, observation: Observation) -> ActionResult:
     """Let the next round wait longer than the one before. A round that the launchers have begun meanwhile counts."""
-    draft = count(observation) if observation.round > decision.round else observation.draft
+    draft = count_launcher_restart(observation) if observation.round > decision.round else observation.desired
     backoffs = observation.state.budget.backoffs
-    pause = workforce.backoff(observation.job.uid, backoffs)
-    return Applied(draft.with_budget(backoffs=backoffs + 1, next_round_at=observation.now + pause))
+    pause = workforce.compute_backoff(observation.job.uid, backoffs)
+    return ActionResult(draft.with_budget(backoffs=backoffs + 1, next_round_at=observation.now + pause))

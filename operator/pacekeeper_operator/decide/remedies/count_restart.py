@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from ...decision import CountRestart, Decision
 from ...observation import Observation
-from ...state import Draft
-from .applied import Applied
+from ...state import DesiredState
+from .applied import ActionResult
 
 
-def apply(_action: CountRestart, _decision: Decision, observation: Observation) -> Applied:
-    return Applied(count(observation))
+def apply_count_restart(_action: CountRestart, _decision: Decision, observation: Observation) -> ActionResult:
+    return ActionResult(count_launcher_restart(observation))
 
 
-def count(observation: Observation) -> Draft:
+def count_launcher_restart(observation: Observation) -> DesiredState:
     """Return the draft with one more restart that the launchers have made in this membership."""
-    draft = observation.draft.count_restart(observation.now)
+    draft = observation.desired.count_restart(observation.now)
     return draft.with_budget(in_membership=draft.state.budget.in_membership + 1)

@@ -9,19 +9,19 @@ from dataclasses import replace
 
 from ...decision import Decision, QuarantineNode
 from ...observation import Observation
-from ...state import Draft, WantedQuarantine
-from .applied import Applied
+from ...state import DesiredState, QuarantineRequest
+from .applied import ActionResult
 
 
-def apply(action: QuarantineNode, decision: Decision, observation: Observation) -> Applied:
+def apply_quarantine_node(action: QuarantineNode, decision: Decision, observation: Observation) -> ActionResult:
     if action.withheld:
-        return Applied(observation.draft, (f"no quarantine of {action.node}: {action.withheld}",))
-    return Applied(want(observation, action, decision.incident_name(observation.job)))
+        return ActionResult(observation.desired, (f"no quarantine of {action.node}: {action.withheld}",))
+    return ActionResult(request_quarantine(observation, action, decision.incident_name(observation.job)))
 
 
-def want(observation: Observation, action: QuarantineNode, incident: str) -> Draft:
+def request_quarantine(observation: Observation, action: QuarantineNode, incident: str) -> DesiredState:
     """The same on behalf of an incident that is written already."""
-    wanted = WantedQuarantine(action.node, action.uid, action.reason, incident, action.witness, action.weak)
+    wanted = QuarantineRequest(action.node, action.uid, action.reason, incident, action.witness, action.weak)
     wanted = replace(wanted, at=observation.now)
     others = tuple(w for w in observation.state.incidents.quarantines if w.node != action.node)
-    return observation.draft.with_incidents(quarantines=(*others, wanted))
+    return observation.desired.with_incidents(quarantines=(*others, wanted))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ... import rounds
 from ...decision import Decision, RestartRanks
 from ...observation import Observation
-from .applied import Applied
+from .applied import ActionResult
 
 
-def apply(_action: RestartRanks, _decision: Decision, observation: Observation) -> Applied:
-    return Applied(rounds.begin(observation, observation.plan.members).count_restart(observation.now))
+def apply_restart_ranks(_action: RestartRanks, _decision: Decision, observation: Observation) -> ActionResult:
+    return ActionResult(rounds.begin_round(observation, observation.plan.members).count_restart(observation.now))

@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pacekeeper_analysis.behaviour.localise import judge, localise
-from pacekeeper_analysis.behaviour.page import MOST_BYTES, Page, page
-from pacekeeper_analysis.behaviour.pattern import MOST_ANSWER_BYTES, Answer, RankPattern, Setup
-from pacekeeper_analysis.behaviour.table import MOST_COLUMNS, read_table
+from pacekeeper_analysis.behaviour.localise import localize_in_table, localize_fault
+from pacekeeper_analysis.behaviour.page import MAX_PAGE_BYTES, ProfilePage, write_profile_page
+from pacekeeper_analysis.behaviour.pattern import MAX_PROFILE_ANSWER_BYTES, ProfileAnswer, RankPattern, ProcessSetup
+from pacekeeper_analysis.behaviour.table import MAX_TABLE_COLUMNS, read_table
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import Sources
-from tests.support.patterns import SLOW, WORK, answers, pattern
+from pacekeeper_analysis.plan import SourceNaming
+from tests.support.patterns import SLOW_FUNCTION, HEALTHY_WORK, build_answers, build_pattern
 
-ONE = pattern(3, {**WORK, SLOW: 0.05}, 0.5, setup=Setup(threads=2, variables=("OMP_NUM_THREADS=2",)))
+ONE = build_pattern(3, {**HEALTHY_WORK, SLOW_FUNCTION: 0.05}, 0.5, setup=ProcessSetup(threads=2, variables=("OMP_NUM_THREADS=2",)))
 
 
 def test_what_is_written_is_read() -> None:
-    answer = Answer.from_bytes(Answer(ONE, ONE).to_bytes())
-    assert answer.pattern.by_function[0].name == ONE.by_function[0].name
+    answer = ProfileAnswer.from_bytes(ProfileAnswer(ONE, ONE).to_bytes())
+    assert answer.pattern.function_patterns[0].name == ONE.function_patterns[0].name
     assert np.allclose(answer.pattern.figures, ONE.figures, atol=1e-4)
     assert (answer.pattern.setup, answer.pattern.step_seconds) == (ONE.setup, 0.5)
     assert answer.pattern.stacks[0].looks == 900
     assert answer.baseline is not None
-    assert Answer.from_bytes(Answer(ONE).to_bytes(), stacks=False).pattern.folded == ()
+    assert ProfileAnswer.from_bytes(ProfileAnswer(ONE).to_bytes(), stacks=False).pattern.folded == ()
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -75,56 +75,56 @@ def test_what_is_no_pattern_is_named(change: Change, field: str) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[]", b"{}", b"\xff", b"[" * 10_000, b"x" * (MOST_ANSWER_BYTES + 1), b'{"pattern":7}', b"1" * 10_000],
+    [b"", b"[]", b"{}", b"\xff", b"[" * 10_000, b"x" * (MAX_PROFILE_ANSWER_BYTES + 1), b'{"pattern":7}', b"1" * 10_000],
     ids=["empty", "list", "without", "no text", "deep", "long", "number", "long number"],
 )
 def test_what_is_no_answer_is_an_input_error(data: bytes) -> None:
     with pytest.raises(InputError):
-        Answer.from_bytes(data)
+        ProfileAnswer.from_bytes(data)
 
 
 def test_nothing_but_input_errors_comes_of_what_is_broken_anywhere() -> None:
     chance = random.Random(1)
-    whole = Answer(ONE, ONE).to_bytes()
+    whole = ProfileAnswer(ONE, ONE).to_bytes()
     for _ in range(300):
         broken = bytearray(whole)
         for _ in range(chance.randint(1, 4)):
             broken[chance.randrange(len(broken))] = chance.choice(b'0123456789-.eE"[]{},:xn')
-        found = localise([(3, bytes(broken))], 1)
+        found = localize_fault([(3, bytes(broken))], 1)
         assert found.heard in (0, 1)
 
 
 def test_names_that_have_become_longer_push_stacks_out() -> None:
     deep = tuple((5, *range(len(ONE.names)), 0, 1, 2) for _ in range(400))
     full = replace(ONE, folded=deep)
-    answer = Answer(full, full).renamed(lambda name: f"#{name}", Sources.SHOW)
+    answer = ProfileAnswer(full, full).rename_functions(lambda name: f"#{name}", SourceNaming.SHOW)
     data = answer.to_bytes()
-    assert len(data) <= MOST_ANSWER_BYTES
-    found = Answer.from_bytes(data)
+    assert len(data) <= MAX_PROFILE_ANSWER_BYTES
+    found = ProfileAnswer.from_bytes(data)
     assert found.pattern.names[0].startswith("#")
     assert 0 < len(found.pattern.folded) < 400
 
 
 def test_a_rank_with_names_of_its_own_takes_nobodys_room() -> None:
-    hostile = pattern(0, {(f"x{i}", SLOW[1]): 0.003 for i in range(120)}, 0.5)
-    others = [pattern(rank, {**WORK, **({SLOW: 0.1} if rank == 5 else {})}, 0.5) for rank in range(1, 8)]
-    found = localise(answers([hostile, *others]), 8)
+    hostile = build_pattern(0, {(f"x{i}", SLOW_FUNCTION[1]): 0.003 for i in range(120)}, 0.5)
+    others = [build_pattern(rank, {**HEALTHY_WORK, **({SLOW_FUNCTION: 0.1} if rank == 5 else {})}, 0.5) for rank in range(1, 8)]
+    found = localize_fault(build_answers([hostile, *others]), 8)
     assert "train.py:augment" in {explanation.function for explanation in found.explanations}
-    assert len(read_table(answers([hostile, *others])).functions) <= MOST_COLUMNS
+    assert len(read_table(build_answers([hostile, *others])).functions) <= MAX_TABLE_COLUMNS
 
 
 def test_the_page_has_suspects_beside_usual_ranks_and_keeps_its_bounds() -> None:
-    now = [pattern(rank, {**WORK, SLOW: 0.2} if rank == 7 else WORK, 0.6) for rank in range(3000)]
-    sent = dict(answers(now))
+    now = [build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2} if rank == 7 else HEALTHY_WORK, 0.6) for rank in range(3000)]
+    sent = dict(build_answers(now))
     table = read_table(sent.items())
-    found = judge(table, 3000)
-    data = page(found, table, sent)
-    assert len(data) <= MOST_BYTES
-    read = Page.from_json(data)
+    found = localize_in_table(table, 3000)
+    data = write_profile_page(found, table, sent)
+    assert len(data) <= MAX_PAGE_BYTES
+    read = ProfilePage.from_json(data)
     assert read.answers[0].pattern.rank == 7
     assert len(read.answers) == 3
     assert 7 in read.plots[0].ranks
     assert len(read.plots[0].ranks) <= 2000
     assert read.localisation.finding.culprit == "train.py:augment on rank 7"
     with pytest.raises(InputError):
-        Page.from_json(json.dumps({"plots": 1}).encode())
+        ProfilePage.from_json(json.dumps({"plots": 1}).encode())

@@ -12,27 +12,27 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.behaviour.command import main
-from pacekeeper_analysis.behaviour.localise import judge
-from pacekeeper_analysis.behaviour.page import MOST_BYTES, Page, page
-from pacekeeper_analysis.behaviour.pattern import Answer, RankPattern, Setup, Stack
-from pacekeeper_analysis.behaviour.report import LEFT_OUT, flame, html, report, usual_range
+from pacekeeper_analysis.behaviour.localise import localize_in_table
+from pacekeeper_analysis.behaviour.page import MAX_PAGE_BYTES, ProfilePage, write_profile_page
+from pacekeeper_analysis.behaviour.pattern import ProfileAnswer, RankPattern, ProcessSetup, FoldedStack
+from pacekeeper_analysis.behaviour.report import OMITTED_STACKS, build_flame_graph, render_profile_html, build_report_data, compute_usual_range
 from pacekeeper_analysis.behaviour.table import read_table
 from pacekeeper_analysis.errors import InputError
-from tests.support.patterns import SLOW, WORK, answers, pattern
+from tests.support.patterns import SLOW_FUNCTION, HEALTHY_WORK, build_answers, build_pattern
 
 RECORDED = Path(__file__).with_name("recorded.json")
 """Four ranks over gloo, of which rank 1's `colour` took twelve times as long from a step on."""
 
 
-def kept(now: Sequence[RankPattern], early: Sequence[RankPattern] | None = None) -> Page:
+def kept(now: Sequence[RankPattern], early: Sequence[RankPattern] | None = None) -> ProfilePage:
     """What the operator keeps of such ranks' window."""
-    sent = answers([*now], None if early is None else [*early])
+    sent = build_answers([*now], None if early is None else [*early])
     table = read_table(sent)
-    return Page.from_json(page(judge(table, len(now)), table, dict(sent)))
+    return ProfilePage.from_json(write_profile_page(localize_in_table(table, len(now)), table, dict(sent)))
 
 
 def ranks(count: int, slow: int | None = 1, step: float = 0.6) -> list[RankPattern]:
-    return [pattern(rank, {**WORK, SLOW: 0.2} if rank == slow else WORK, step) for rank in range(count)]
+    return [build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2} if rank == slow else HEALTHY_WORK, step) for rank in range(count)]
 
 
 def paths(shown: dict[str, Any], place: int) -> dict[tuple[str, ...], int]:
@@ -51,7 +51,7 @@ def paths(shown: dict[str, Any], place: int) -> dict[tuple[str, ...], int]:
 
 class TestRecorded:
     def test_the_suspect_stands_first_and_its_function_has_grown(self) -> None:
-        shown = report(Page.from_json(RECORDED.read_bytes()), "why")
+        shown = build_report_data(ProfilePage.from_json(RECORDED.read_bytes()), "why")
         assert (shown["verdict"]["fault"], shown["verdict"]["culprit"]) == ("Code", "./train.py:colour on rank 1")
         labels = [one["label"] for one in shown["patterns"]]
         assert labels[:2] == ["rank 1 (suspect)", "rank 1, early steps"]
@@ -64,14 +64,14 @@ class TestRecorded:
             assert below == looks["(a whole step)",]
 
     def test_the_point_of_the_suspect_lies_outside_the_usual_range(self) -> None:
-        plot = report(Page.from_json(RECORDED.read_bytes()), "why")["plots"][0]
+        plot = build_report_data(ProfilePage.from_json(RECORDED.read_bytes()), "why")["plots"][0]
         assert plot["function"] == "./train.py:colour"
         for rank, share, use, _ in plot["points"]:
             _, low, high = min(plot["expected"], key=lambda row: abs(row[0] - use))
             assert (low <= share <= high) == (rank != 1)
 
     def test_the_file_needs_nothing_else(self) -> None:
-        text = html(Page.from_json(RECORDED.read_bytes()), "why")
+        text = render_profile_html(ProfilePage.from_json(RECORDED.read_bytes()), "why")
         assert "/*" + "DATA*/" not in text
         assert "default-src 'none'" in text
         assert "src=" not in text
@@ -80,16 +80,16 @@ class TestRecorded:
 
 class TestFlame:
     def test_stacks_with_the_same_callers_lie_together(self) -> None:
-        root = flame([Stack(3, ("a", "b")), Stack(2, ("a", "c")), Stack(4, ("a",))], looks=10)
+        root = build_flame_graph([FoldedStack(3, ("a", "b")), FoldedStack(2, ("a", "c")), FoldedStack(4, ("a",))], looks=10)
         assert (root.looks, root.callees["a"].looks, root.callees["a"].callees["b"].looks) == (10, 9, 3)
-        assert root.callees[LEFT_OUT].looks == 1
+        assert root.callees[OMITTED_STACKS].looks == 1
 
     def test_recursion_is_a_path(self) -> None:
-        root = flame([Stack(3, ("a", "a", "a"))], looks=3)
+        root = build_flame_graph([FoldedStack(3, ("a", "a", "a"))], looks=3)
         assert root.callees["a"].callees["a"].callees["a"].looks == 3
 
     def test_frames_that_all_stacks_begin_with_are_left_out(self) -> None:
-        shown = report(Page.from_json(RECORDED.read_bytes()), "why")
+        shown = build_report_data(ProfilePage.from_json(RECORDED.read_bytes()), "why")
         assert shown["outer"][0] == "./record.py:<module>"
         assert [shown["names"][callee[0]] for callee in shown["patterns"][0]["tree"][2]] == ["./train.py:train"]
 
@@ -99,7 +99,7 @@ class TestUsualRange:
         shares, busy = np.array([0.30, 0.31, 0.29, 0.35]), np.array([0.27, 0.28, 0.26, 0.10])
         share, part = 0.305, 0.265
         spread = max(1.48 * float(np.median(np.abs(shares - share))), 0.02)
-        rows = usual_range(shares, busy)
+        rows = compute_usual_range(shares, busy)
         assert rows
         for use, low, high in rows:
             for bound in (low, high):
@@ -109,17 +109,17 @@ class TestUsualRange:
             assert abs(middle - share) + abs(middle * use - part) <= 5 * spread + 1e-4
 
     def test_a_use_far_from_the_usual_one_is_never_usual(self) -> None:
-        rows = usual_range(np.full(4, 0.9), np.full(4, 0.9))
+        rows = compute_usual_range(np.full(4, 0.9), np.full(4, 0.9))
         assert [use for use, *_ in rows if use < 0.8] == []
 
     def test_of_no_ranks_there_is_none(self) -> None:
-        assert usual_range(np.zeros(0), np.zeros(0)) == []
+        assert compute_usual_range(np.zeros(0), np.zeros(0)) == []
 
 
 class TestWhoIsCompared:
     def test_all_ranks_slow_alike_have_their_early_steps_as_the_usual(self) -> None:
-        works = [pattern(rank, {**WORK, SLOW: 0.2}, 0.6) for rank in range(3)]
-        shown = report(kept(works, ranks(3, slow=None, step=0.4)), "why")
+        works = [build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2}, 0.6) for rank in range(3)]
+        shown = build_report_data(kept(works, ranks(3, slow=None, step=0.4)), "why")
         assert shown["verdict"]["culprit"] == "train.py:augment on all ranks"
         assert not any(one["suspect"] for one in shown["patterns"])
         plot = shown["plots"][0]
@@ -127,18 +127,18 @@ class TestWhoIsCompared:
         assert all(share > max(high for _, _, high in plot["expected"]) for _, share, _, _ in plot["points"])
 
     def test_a_job_of_one_rank_without_early_steps_is_shown_alone(self) -> None:
-        shown = report(kept(ranks(1, slow=None)), "why")
+        shown = build_report_data(kept(ranks(1, slow=None)), "why")
         assert [one["label"] for one in shown["patterns"]] == ["rank 0"]
         assert shown["verdict"]["fault"] == "Unknown"
 
     def test_nobody_has_answered(self) -> None:
         table = read_table([])
-        shown = report(Page.from_json(page(judge(table, 4), table, {})), "why")
+        shown = build_report_data(ProfilePage.from_json(write_profile_page(localize_in_table(table, 4), table, {})), "why")
         assert (shown["patterns"], shown["plots"], shown["heard"]) == ([], [], 0)
 
     def test_settings_are_told_as_far_as_they_are_known(self) -> None:
-        setup = Setup(threads=1, throttled=0.5, variables=("OMP_NUM_THREADS=1",))
-        shown = report(kept([replace(ranks(1)[0], setup=setup)]), "why")
+        setup = ProcessSetup(threads=1, throttled=0.5, variables=("OMP_NUM_THREADS=1",))
+        shown = build_report_data(kept([replace(ranks(1)[0], setup=setup)]), "why")
         assert shown["patterns"][0]["setup"] == [
             ("threads of an operation", "1"),
             ("held up by its quota, of the periods", "50%"),
@@ -150,7 +150,7 @@ class TestHostile:
     def test_markup_stays_text(self) -> None:
         evil = "</script><!--<script><img src=x onerror=alert(1)>"
         one = replace(ranks(1)[0], names=(evil, *ranks(1)[0].names[1:]))
-        text = html(kept([one]), evil)
+        text = render_profile_html(kept([one]), evil)
         assert "<img" not in text
         assert text.count("<script>") == text.count("</script>") == 1
         assert text.count("<!--") == 0
@@ -158,8 +158,8 @@ class TestHostile:
     def test_deep_stacks_of_long_names_stay_small(self) -> None:
         names = tuple(f"{place:03}" + "x" * 157 for place in range(12))
         stacks = tuple((1, *((seed * place) % 12 for place in range(64))) for seed in range(1, 25))
-        one = replace(pattern(0, WORK, 0.5), names=pattern(0, WORK, 0.5).names + names, folded=stacks)
-        assert len(html(kept([one]), "why")) < 300_000
+        one = replace(build_pattern(0, HEALTHY_WORK, 0.5), names=build_pattern(0, HEALTHY_WORK, 0.5).names + names, folded=stacks)
+        assert len(render_profile_html(kept([one]), "why")) < 300_000
 
     @pytest.mark.parametrize(
         ("change", "words"),
@@ -175,18 +175,18 @@ class TestHostile:
     def test_what_is_no_page_is_refused_by_name(self, change: dict[str, Any], words: str) -> None:
         content = json.loads(RECORDED.read_bytes()) | change
         with pytest.raises(InputError, match=words):
-            Page.from_json(json.dumps(content).encode())
+            ProfilePage.from_json(json.dumps(content).encode())
 
     def test_a_plot_needs_a_figure_for_each_rank(self) -> None:
         content = json.loads(RECORDED.read_bytes())
         content["plots"][0]["busy"].pop()
         with pytest.raises(InputError, match=r"plots\[0\]\.busy: must have a figure for each of the 4 ranks"):
-            Page.from_json(json.dumps(content).encode())
+            ProfilePage.from_json(json.dumps(content).encode())
 
-    @pytest.mark.parametrize("data", [b"", b"[]", b"[" * 100_000, b"\xff", b" " * (MOST_BYTES + 1)])
+    @pytest.mark.parametrize("data", [b"", b"[]", b"[" * 100_000, b"\xff", b" " * (MAX_PAGE_BYTES + 1)])
     def test_bytes_that_are_no_page_are_refused(self, data: bytes) -> None:
         with pytest.raises(InputError, match="page: "):
-            Page.from_json(data)
+            ProfilePage.from_json(data)
 
 
 class TestCommand:
@@ -215,5 +215,5 @@ class TestCommand:
 
 
 def test_an_answer_survives_the_way_to_the_page() -> None:
-    (first, *_) = Page.from_json(RECORDED.read_bytes()).answers
-    assert Answer.from_bytes(first.to_bytes()).pattern.stacks == first.pattern.stacks
+    (first, *_) = ProfilePage.from_json(RECORDED.read_bytes()).answers
+    assert ProfileAnswer.from_bytes(first.to_bytes()).pattern.stacks == first.pattern.stacks

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper_analysis.behaviour.localise import judge
-from pacekeeper_analysis.behaviour.page import Page, page
-from pacekeeper_analysis.behaviour.report import html
+from pacekeeper_analysis.behaviour.localise import localize_in_table
+from pacekeeper_analysis.behaviour.page import ProfilePage, write_profile_page
+from pacekeeper_analysis.behaviour.report import render_profile_html
 from pacekeeper_analysis.behaviour.table import read_table
-from tests.support.browser import in_frame, needs_browser, noted, rendered
-from tests.support.patterns import SLOW, WORK, answers, pattern
+from tests.support.browser import wrap_in_frame, needs_browser, read_notes, load_in_browser
+from tests.support.patterns import SLOW_FUNCTION, HEALTHY_WORK, build_answers, build_pattern
 
 pytestmark = needs_browser
 
@@ -45,32 +45,32 @@ document.documentElement.dataset.seen = seen.join("|");
 
 def hostile() -> str:
     """Two ranks whose names are markup, and whose stacks are as deep as can be."""
-    now = [pattern(rank, {**WORK, SLOW: 0.2} if rank else WORK, 0.6) for rank in range(2)]
+    now = [build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2} if rank else HEALTHY_WORK, 0.6) for rank in range(2)]
     now = [
         replace(one, names=(*one.names[:-1], EVIL), folded=((900, *[len(one.names) - 1] * 64), (100, 0))) for one in now
     ]
-    sent = answers(now)
+    sent = build_answers(now)
     table = read_table(sent)
-    return html(Page.from_json(page(judge(table, 2), table, dict(sent))), EVIL)
+    return render_profile_html(ProfilePage.from_json(write_profile_page(localize_in_table(table, 2), table, dict(sent))), EVIL)
 
 
 def nobody() -> str:
     table = read_table([])
-    return html(Page.from_json(page(judge(table, 4), table, {})), "why")
+    return render_profile_html(ProfilePage.from_json(write_profile_page(localize_in_table(table, 4), table, {})), "why")
 
 
 def alone() -> str:
-    sent = answers([pattern(0, WORK, 0.5)])
+    sent = build_answers([build_pattern(0, HEALTHY_WORK, 0.5)])
     table = read_table(sent)
-    return html(Page.from_json(page(judge(table, 1), table, dict(sent))), "why")
+    return render_profile_html(ProfilePage.from_json(write_profile_page(localize_in_table(table, 1), table, dict(sent))), "why")
 
 
 def recorded() -> str:
-    return html(Page.from_json(RECORDED.read_bytes()), "why")
+    return render_profile_html(ProfilePage.from_json(RECORDED.read_bytes()), "why")
 
 
 def test_a_suspect_beside_a_usual_rank(tmp_path: Path) -> None:
-    seen = noted(rendered(recorded(), tmp_path, USE_THE_PAGE, width=1600)).split("|")
+    seen = read_notes(load_in_browser(recorded(), tmp_path, USE_THE_PAGE, width=1600)).split("|")
     assert seen[:2] == ["Code: ./train.py:colour on rank 1", "rank 1 (suspect) beside rank 0"]
     assert seen[2:4] == ["▲▼", "colour ./train.py"]
     assert seen[4] == "calc(100% - 1px)"
@@ -83,17 +83,17 @@ def test_a_suspect_beside_a_usual_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [recorded, hostile, nobody, alone])
 def test_it_fits_a_phone(make: Callable[[], str], tmp_path: Path) -> None:
-    wider, state = noted(rendered(in_frame(make(), 360), tmp_path)).split("|")
+    wider, state = read_notes(load_in_browser(wrap_in_frame(make(), 360), tmp_path)).split("|")
     assert (wider, state) == ("0", "well")
 
 
 def test_markup_in_names_is_shown_as_it_is_written(tmp_path: Path) -> None:
     look = "const there = [document.images.length, document.scripts.length, document.title];"
     look += "document.documentElement.dataset.seen = there.join('|');"
-    images, scripts, title = noted(rendered(hostile(), tmp_path, look)).split("|")
+    images, scripts, title = read_notes(load_in_browser(hostile(), tmp_path, look)).split("|")
     assert (images, scripts, title) == ("0", "3", EVIL)  # scripts: the page's own, and two of this test
 
 
 def test_one_rank_alone_has_nothing_beside_it(tmp_path: Path) -> None:
-    document = rendered(alone(), tmp_path)
+    document = load_in_browser(alone(), tmp_path)
     assert "Nothing is kept to compare it with." in document

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.fabric.assign import Assignment, Flows, assign, bound
-from pacekeeper_analysis.fabric.topology import WITHIN, Topology, uniform
+from pacekeeper_analysis.fabric.assign import RouteAssignment, Flows, assign_routes, compute_load_bound
+from pacekeeper_analysis.fabric.topology import NO_ROUTE, Topology, build_uniform_topology
 
 
 def flows(*pairs: tuple[int, int], weight: Sequence[int] | None = None) -> Flows:
@@ -24,11 +24,11 @@ def drawn(seed: int, groups: int, count: int) -> Flows:
     return flows(*draws.integers(groups, size=(count, 2)).tolist())
 
 
-def checked(topology: Topology, of: Flows, found: Assignment) -> Assignment:
+def checked(topology: Topology, of: Flows, found: RouteAssignment) -> RouteAssignment:
     """What is said of it is so: no dead link is used, and no link carries more than the level."""
     up, down = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for source, destination, weight, way in zip(of.source, of.destination, of.weight, found.ways, strict=True):
-        if way != WITHIN:
+        if way != NO_ROUTE:
             up[int(source), int(way)] += int(weight)
             down[int(destination), int(way)] += int(weight)
     for links, loads in ((topology.up, up), (topology.down, down)):
@@ -36,16 +36,16 @@ def checked(topology: Topology, of: Flows, found: Assignment) -> Assignment:
             assert links[group, way] > 0
             assert load * topology.unit <= found.level * links[group, way]
     within = of.source == of.destination
-    assert (found.ways[within] == WITHIN).all()
-    assert set(np.flatnonzero((found.ways == WITHIN) & ~within).tolist()) == set(found.lost)
-    assert found.level >= found.bound == bound(topology, of) or found.lost
+    assert (found.ways[within] == NO_ROUTE).all()
+    assert set(np.flatnonzero((found.ways == NO_ROUTE) & ~within).tolist()) == set(found.lost)
+    assert found.level >= found.bound == compute_load_bound(topology, of) or found.lost
     return found
 
 
 def damaged(seed: int, groups: int, spines: int, dead: int) -> Topology:
     draws = np.random.default_rng(seed)
     links = draws.integers((groups, spines), size=(2 * dead, 2)).tolist()
-    return uniform(groups, spines).without(up=map(tuple, links[:dead]), down=map(tuple, links[dead:]))
+    return build_uniform_topology(groups, spines).with_dead_links(up=map(tuple, links[:dead]), down=map(tuple, links[dead:]))
 
 
 class TestBySymmetry:
@@ -53,8 +53,8 @@ class TestBySymmetry:
     def test_nothing_can_do_better(self, seed: int) -> None:
         draws = np.random.default_rng(1000 + seed)
         groups, spines = int(draws.integers(2, 12)), int(draws.integers(1, 9))
-        of, topology = drawn(seed, groups, int(draws.integers(1, 200))), uniform(groups, spines)
-        found = checked(topology, of, assign(topology, of))
+        of, topology = drawn(seed, groups, int(draws.integers(1, 200))), build_uniform_topology(groups, spines)
+        found = checked(topology, of, assign_routes(topology, of))
         crosses = of.source != of.destination
         degree = max(
             np.bincount(of.source[crosses]).max(initial=0), np.bincount(of.destination[crosses]).max(initial=0)
@@ -63,14 +63,14 @@ class TestBySymmetry:
 
     def test_two_jobs_that_collide_are_put_apart(self) -> None:
         of = flows((0, 1), (1, 2), (2, 0), (0, 1), (1, 2), (2, 0))
-        found = checked(uniform(3, 3), of, assign(uniform(3, 3), of, present=[0] * 6))
+        found = checked(build_uniform_topology(3, 3), of, assign_routes(build_uniform_topology(3, 3), of, present=[0] * 6))
         assert found.level == 1
         assert len(found.moved) == 3, "one job's"
 
     def test_by_hand_a_chain_of_two_makes_room(self) -> None:
         """0→0' is on way 0 and 1→1' on way 1; for 0→1' neither is free at both ends until one has changed."""
         of = flows((0, 2), (1, 3), (0, 3))
-        found = checked(uniform(4, 2), of, assign(uniform(4, 2), of, present=[0, 1, WITHIN]))
+        found = checked(build_uniform_topology(4, 2), of, assign_routes(build_uniform_topology(4, 2), of, present=[0, 1, NO_ROUTE]))
         assert found.level == 1
         assert len(found.moved) == 1
 
@@ -80,7 +80,7 @@ class TestDamaged:
     def test_one_above_the_bound_at_most(self, seed: int) -> None:
         topology = damaged(seed, 8, 6, 6)
         of = drawn(seed, 8, 120)
-        found = checked(topology, of, assign(topology, of))
+        found = checked(topology, of, assign_routes(topology, of))
         assert found.level <= found.bound + 1
 
     @pytest.mark.parametrize("seed", range(10))
@@ -88,17 +88,17 @@ class TestDamaged:
         links = np.full((6, 4), 4, dtype=np.int64)
         links[:, 0] = 2
         topology, of = Topology(links, links.copy()), drawn(seed, 6, 150)
-        found = checked(topology, of, assign(topology, of))
+        found = checked(topology, of, assign_routes(topology, of))
         assert found.level <= found.bound + 1
 
     @pytest.mark.parametrize("seed", range(10))
     def test_a_link_more_moves_few(self, seed: int) -> None:
         topology = damaged(seed, 64, 32, 47)
         of = drawn(seed, 64, 10_000)
-        before = assign(topology, of)
+        before = assign_routes(topology, of)
         way = int(before.ways[of.source == 7][0])
-        worse = topology.without(up=[(7, way)])
-        after = checked(worse, of, assign(worse, of, before.ways.tolist()))
+        worse = topology.with_dead_links(up=[(7, way)])
+        after = checked(worse, of, assign_routes(worse, of, before.ways.tolist()))
         assert len(after.moved) <= 8
         assert after.level <= after.bound + 1
         stays = (before.ways == after.ways) | ((of.source == 7) & (before.ways == way))
@@ -106,39 +106,39 @@ class TestDamaged:
 
     def test_room_is_made_at_both_ends_of_a_flow(self) -> None:
         """0→2 has way 0 alone, which 0→1 has taken where it leaves, and 1→2 where it comes in: both have another."""
-        topology = uniform(3, 3).without(up=[(0, 2)], down=[(2, 1)])
+        topology = build_uniform_topology(3, 3).with_dead_links(up=[(0, 2)], down=[(2, 1)])
         of = flows((0, 1), (1, 2), (0, 2))
-        found = checked(topology, of, assign(topology, of, present=[0, 0, WITHIN]))
+        found = checked(topology, of, assign_routes(topology, of, present=[0, 0, NO_ROUTE]))
         assert found.ways.tolist() == [1, 2, 0]
         assert (found.level, found.moved) == (1, (0, 1))
 
     def test_what_has_few_ways_in_common_bounds_the_level(self) -> None:
         """All four leave group 0 by way 0, though its cut has two and each pair asks for two only."""
-        topology = uniform(3, 2).without(down=[(1, 1), (2, 1)])
+        topology = build_uniform_topology(3, 2).with_dead_links(down=[(1, 1), (2, 1)])
         of = flows((0, 1), (0, 1), (0, 2), (0, 2))
-        assert bound(topology, of) == 4
-        assert checked(topology, of, assign(topology, of)).level == 4
+        assert compute_load_bound(topology, of) == 4
+        assert checked(topology, of, assign_routes(topology, of)).level == 4
 
     def test_who_has_no_way_bounds_nobody(self) -> None:
-        topology = uniform(3, 2).without(up=[(0, 1)], down=[(1, 0)])
+        topology = build_uniform_topology(3, 2).with_dead_links(up=[(0, 1)], down=[(1, 0)])
         of = flows(*[(0, 1)] * 5, (2, 1))
-        assert bound(topology, of) == 1
-        found = assign(topology, of)
+        assert compute_load_bound(topology, of) == 1
+        found = assign_routes(topology, of)
         assert (found.level, found.lost) == (1, (0, 1, 2, 3, 4))
 
     def test_who_has_no_way_left_is_lost_and_nobody_else(self) -> None:
-        topology = uniform(3, 2).without(up=[(0, 0), (0, 1)])
+        topology = build_uniform_topology(3, 2).with_dead_links(up=[(0, 0), (0, 1)])
         of = flows((0, 1), (1, 2), (2, 0), (1, 1))
-        found = checked(topology, of, assign(topology, of, present=[0, 1, 0, WITHIN]))
+        found = checked(topology, of, assign_routes(topology, of, present=[0, 1, 0, NO_ROUTE]))
         assert found.lost == (0,)
-        assert found.ways.tolist()[1:] == [1, 0, WITHIN]
+        assert found.ways.tolist()[1:] == [1, 0, NO_ROUTE]
 
 
 class TestPresent:
     def test_what_is_good_stays(self) -> None:
         of = drawn(3, 8, 200)
-        first = assign(uniform(8, 4), of)
-        again = assign(uniform(8, 4), of, first.ways.tolist())
+        first = assign_routes(build_uniform_topology(8, 4), of)
+        again = assign_routes(build_uniform_topology(8, 4), of, first.ways.tolist())
         assert again.moved == ()
         assert (again.ways == first.ways).all()
 
@@ -149,45 +149,45 @@ class TestPresent:
         up, down = draws.choice([0, 1, 2, 4], p=[0.1, 0.1, 0.2, 0.6], size=(2, 5, 4))
         topology, ends = Topology(up, down), drawn(seed, 5, 100)
         of = Flows(ends.source, ends.destination, draws.integers(1, 5, size=100))
-        first = assign(topology, of)
-        again = assign(topology, of, first.ways.tolist())
+        first = assign_routes(topology, of)
+        again = assign_routes(topology, of, first.ways.tolist())
         assert again.moved == () or again.level < first.level
 
     def test_a_new_job_finds_its_place_beside_the_others(self) -> None:
-        topology, of = uniform(8, 4), drawn(4, 8, 150)
-        first = assign(topology, Flows(of.source[:120], of.destination[:120], of.weight[:120]))
-        found = checked(topology, of, assign(topology, of, [*first.ways.tolist(), *[WITHIN] * 30]))
+        topology, of = build_uniform_topology(8, 4), drawn(4, 8, 150)
+        first = assign_routes(topology, Flows(of.source[:120], of.destination[:120], of.weight[:120]))
+        found = checked(topology, of, assign_routes(topology, of, [*first.ways.tolist(), *[NO_ROUTE] * 30]))
         assert found.level == found.bound
         assert len(found.moved) <= 30
 
     def test_who_is_fixed_is_not_moved_but_from_a_dead_link(self) -> None:
         of = flows((0, 1), (0, 1), (0, 1), (0, 1))
         fixed = [True, True, False, False]
-        found = checked(uniform(2, 4), of, assign(uniform(2, 4), of, [0, 0, 0, 0], fixed))
+        found = checked(build_uniform_topology(2, 4), of, assign_routes(build_uniform_topology(2, 4), of, [0, 0, 0, 0], fixed))
         assert found.ways.tolist()[:2] == [0, 0]
         assert found.level == 2
         assert sorted(found.ways.tolist()[2:]) != [0, 0]
-        dead = uniform(2, 5).without(up=[(0, 0)])
-        assert checked(dead, of, assign(dead, of, [0, 0, 1, 2], fixed)).level == 1
+        dead = build_uniform_topology(2, 5).with_dead_links(up=[(0, 0)])
+        assert checked(dead, of, assign_routes(dead, of, [0, 0, 1, 2], fixed)).level == 1
 
     def test_a_way_that_is_none_is_no_way(self) -> None:
         of = flows((0, 1), (1, 0))
-        assert checked(uniform(2, 2), of, assign(uniform(2, 2), of, [7, -3])).level == 1
+        assert checked(build_uniform_topology(2, 2), of, assign_routes(build_uniform_topology(2, 2), of, [7, -3])).level == 1
 
 
 def test_heavy_flows_are_placed_first() -> None:
     of = flows((0, 1), (0, 1), (0, 1), weight=[1, 1, 2])
-    assert checked(uniform(2, 2), of, assign(uniform(2, 2), of)).level == 2
+    assert checked(build_uniform_topology(2, 2), of, assign_routes(build_uniform_topology(2, 2), of)).level == 2
 
 
 def test_a_heavy_flow_and_a_lighter_one_change_places() -> None:
     """Heaviest first, both ways have 7 + 6 + 5, and 4 is left; 7 + 7 + 6 and 6 + 5 + 5 + 4 fit."""
     of = flows(*[(0, 1)] * 7, weight=[7, 7, 6, 6, 5, 5, 4])
-    assert checked(uniform(2, 2), of, assign(uniform(2, 2), of)).level == 20
+    assert checked(build_uniform_topology(2, 2), of, assign_routes(build_uniform_topology(2, 2), of)).level == 20
 
 
 def test_without_flows_nothing_is_planned() -> None:
-    nobody = assign(uniform(2, 2), flows())
+    nobody = assign_routes(build_uniform_topology(2, 2), flows())
     assert (nobody.level, nobody.bound, nobody.ways.tolist()) == (0, 0, [])
 
 
@@ -197,7 +197,7 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(InputError, match="differ in number"):
         Flows(np.array([0]), np.array([1, 2]), np.array([1]))
     with pytest.raises(InputError, match="each must be 1 at least"):
-        uniform(0, 3)
+        build_uniform_topology(0, 3)
     with pytest.raises(InputError, match="cannot be those of 3 planes"):
         Topology(np.ones((2, 4), int), np.ones((2, 4), int), planes=3)
     with pytest.raises(InputError, match="negative"):

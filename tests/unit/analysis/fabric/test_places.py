@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pacekeeper_analysis.fabric.order import Place
-from pacekeeper_analysis.fabric.places import places
+from pacekeeper_analysis.fabric.order import TopologyLocation
+from pacekeeper_analysis.fabric.places import locate_nodes
 
 TOPOGRAPH = "fabric.topograph.run/tier-"
 NVIDIA = "network.topology.nvidia.com/"
@@ -31,32 +31,32 @@ ZONE = "topology.kubernetes.io/zone"
         ({}, ()),
     ],
 )
-def test_each_scheme_from_the_leaf_outward(labels: dict[str, str], place: Place) -> None:
-    assert places({"n": labels}) == {"n": place}
+def test_each_scheme_from_the_leaf_outward(labels: dict[str, str], place: TopologyLocation) -> None:
+    assert locate_nodes({"n": labels}) == {"n": place}
 
 
 def test_the_finer_scheme_goes_first_and_what_a_fabric_names_before_it() -> None:
     node = {f"{TOPOGRAPH}0": "leaf", ZONE: "z", "rack": "r", "row": "w"}
-    assert places({"n": node}) == {"n": ("leaf",)}
-    assert places({"n": node}, ["rack", "row"]) == {"n": ("r", "w")}
-    assert places({"n": node}, ["nobody/has-it"]) == {"n": ("leaf",)}
+    assert locate_nodes({"n": node}) == {"n": ("leaf",)}
+    assert locate_nodes({"n": node}, ["rack", "row"]) == {"n": ("r", "w")}
+    assert locate_nodes({"n": node}, ["nobody/has-it"]) == {"n": ("leaf",)}
 
 
 def test_a_scheme_that_few_nodes_have_does_not_hide_where_the_others_are() -> None:
     labels = {name: {ZONE: name} for name in "abc"}
     labels["a"][f"{TOPOGRAPH}0"] = "leaf"
-    assert places(labels) == {name: (name,) for name in "abc"}
+    assert locate_nodes(labels) == {name: (name,) for name in "abc"}
     labels["b"][f"{TOPOGRAPH}0"] = "leaf"
-    assert places(labels) == {"a": ("leaf",), "b": ("leaf",), "c": ()}, "half of them have it, so it counts"
+    assert locate_nodes(labels) == {"a": ("leaf",), "b": ("leaf",), "c": ()}, "half of them have it, so it counts"
     few = {"a": {f"{TOPOGRAPH}0": "leaf"}, "b": {}, "c": {}}
-    assert places(few) == {"a": ("leaf",), "b": (), "c": ()}, "nobody says better"
+    assert locate_nodes(few) == {"a": ("leaf",), "b": (), "c": ()}, "nobody says better"
 
 
 def test_what_a_fabric_names_counts_however_few_nodes_have_it() -> None:
     labels = {"a": {"rack": "r", ZONE: "z"}, "b": {ZONE: "z"}, "c": {ZONE: "z"}}
-    assert places(labels, ["rack"]) == {"a": ("r",), "b": (), "c": ()}
+    assert locate_nodes(labels, ["rack"]) == {"a": ("r",), "b": (), "c": ()}
 
 
 def test_labels_of_two_schemes_are_not_mixed() -> None:
-    found = places({"a": {f"{TOPOGRAPH}0": "l1", f"{TOPOGRAPH}1": "b"}, "b": {ZONE: "z"}, "c": {f"{TOPOGRAPH}1": "b"}})
+    found = locate_nodes({"a": {f"{TOPOGRAPH}0": "l1", f"{TOPOGRAPH}1": "b"}, "b": {ZONE: "z"}, "c": {f"{TOPOGRAPH}1": "b"}})
     assert found == {"a": ("l1", "b"), "b": (), "c": ("", "b")}

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.diagnose.repetition import Repetition
-from pacekeeper_operator.api import Cause, Class, ExitCodesSpec, Reason, Remedy
+from pacekeeper_analysis.diagnose.repetition import RepeatedFailure
+from pacekeeper_operator.api import IncidentCause, IncidentClass, ExitCodesSpec, Reason, Remedy
 from pacekeeper_operator.decide import crash
-from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.decide.think import evaluate_job
 from pacekeeper_operator.decision import CountRestart, Decision, FailJob, ReplaceWorker
 from pacekeeper_operator.observation import Observation
-from pacekeeper_operator.state import Past
+from pacekeeper_operator.state import PastIncident
 from tests.support import worlds
-from tests.support.worlds import NOW, change_members, policy, training, untrained
+from tests.support.worlds import NOW, change_members, build_policy, build_training, build_untrained
 
 ERROR = "Traceback …\nValueError: no such file"
 BARREN: dict[str, Any] = {"completed_step": False, "exit_code": 1, "error": ERROR}
@@ -23,40 +23,40 @@ BARREN: dict[str, Any] = {"completed_step": False, "exit_code": 1, "error": ERRO
 
 def crashed(world: Observation, round_: int = 2, **changes: Any) -> Decision:
     """Rank 1 in that round, whose next one has begun."""
-    fault = worlds.crash("j-w1-0", 1, round_, **changes)
-    decision = crash.check(replace(change_members(world, round=round_ + 1), faults=(fault,)), policy())
+    fault = worlds.build_crash("j-w1-0", 1, round_, **changes)
+    decision = crash.check_crashes(replace(change_members(world, round=round_ + 1), faults=(fault,)), build_policy())
     assert decision is not None
     return decision
 
 
 def after_a_barren_round(round_: int = 1, spares: int = 1) -> Observation:
-    world = untrained(spares=spares)
+    world = build_untrained(spares=spares)
     budget = {"barren_round": round_, "barren_error": "ValueError: no such file", "barren_worker": "j-w1-0"}
-    return world.with_draft(world.draft.with_budget(**budget))
+    return world.with_desired(world.desired.with_budget(**budget))
 
 
 @pytest.mark.parametrize(
     ("how", "message", "class_"),
     [
-        ({"exit_code": 3}, "exited with 3 after step 500", Class.APPLICATION),
-        ({"exit_code": -9}, "was killed by signal 9 after step 500", Class.UNKNOWN),
-        ({"exit_code": 1, "step": 0}, "exited with 1 after step 0", Class.APPLICATION),
-        ({"exit_code": 1, "step": -1}, "exited with 1 before its first step", Class.APPLICATION),
-        ({"exit_code": 0, "step": -1}, "exited with 0 before its first step", Class.UNKNOWN),
-        ({"exit_code": -9, "out_of_memory": True}, "was killed for want of memory after step 500", Class.UNKNOWN),
+        ({"exit_code": 3}, "exited with 3 after step 500", IncidentClass.APPLICATION),
+        ({"exit_code": -9}, "was killed by signal 9 after step 500", IncidentClass.UNKNOWN),
+        ({"exit_code": 1, "step": 0}, "exited with 1 after step 0", IncidentClass.APPLICATION),
+        ({"exit_code": 1, "step": -1}, "exited with 1 before its first step", IncidentClass.APPLICATION),
+        ({"exit_code": 0, "step": -1}, "exited with 0 before its first step", IncidentClass.UNKNOWN),
+        ({"exit_code": -9, "out_of_memory": True}, "was killed for want of memory after step 500", IncidentClass.UNKNOWN),
     ],
 )
-def test_what_is_said_and_whose_doing_it_is(how: dict[str, Any], message: str, class_: Class) -> None:
-    decision = crashed(training(), **how)
+def test_what_is_said_and_whose_doing_it_is(how: dict[str, Any], message: str, class_: IncidentClass) -> None:
+    decision = crashed(build_training(), **how)
     assert decision.message == f"rank 1 on j-w1-0 {message}"
     assert decision.class_ is class_
 
 
 def test_a_trainer_that_ended_well_too_early_is_known_by_that() -> None:
-    ended = worlds.crash("j-w1-0", 1, exit_code=0, error=" \n")
-    assert crash.error_of(ended) == "exited with 0"
-    assert crash.error_of(replace(ended, exit_code=-9)) == ""
-    assert crash.error_of(replace(ended, error="a\nb \n")) == "b"
+    ended = worlds.build_crash("j-w1-0", 1, exit_code=0, error=" \n")
+    assert crash.extract_error_signature(ended) == "exited with 0"
+    assert crash.extract_error_signature(replace(ended, exit_code=-9)) == ""
+    assert crash.extract_error_signature(replace(ended, error="a\nb \n")) == "b"
 
 
 class TestRepetition:
@@ -70,7 +70,7 @@ class TestRepetition:
 
     def test_a_spare_that_is_to_be_made_is_waited_for(self) -> None:
         """The one there was is lost at the same moment, as on a node that takes both."""
-        world = replace(after_a_barren_round(spares=0), job=worlds.job(4, 1))
+        world = replace(after_a_barren_round(spares=0), job=worlds.build_job(4, 1))
         assert crashed(world, **BARREN).actions == (CountRestart(),)
 
     def test_a_step_in_between_begins_anew(self) -> None:
@@ -87,8 +87,8 @@ class TestTheSameStep:
     """Rounds that end after a step which an earlier one has come to as well."""
 
     def after(self, ends: int, spares: int = 0) -> Observation:
-        world = training(spares=spares)
-        return world.with_draft(world.draft.with_budget(repetition=Repetition(500, ends, round=1)))
+        world = build_training(spares=spares)
+        return world.with_desired(world.desired.with_budget(repetition=RepeatedFailure(500, ends, round=1)))
 
     def test_the_job_fails_by_the_limit_with_step_rank_code_and_words(self) -> None:
         decision = crashed(self.after(2), exit_code=3, error=ERROR)
@@ -110,12 +110,12 @@ class TestTheSameStep:
 
     def test_it_is_remembered(self) -> None:
         world = change_members(self.after(1), round=3)
-        draft = think(replace(world, faults=(worlds.crash("j-w1-0", 1, 2, exit_code=3),)), policy()).draft
-        assert draft.state.budget.repetition == Repetition(500, 2, round=2)
+        draft = evaluate_job(replace(world, faults=(worlds.build_crash("j-w1-0", 1, 2, exit_code=3),)), build_policy()).desired
+        assert draft.state.budget.repetition == RepeatedFailure(500, 2, round=2)
 
     def test_without_a_limit_it_goes_on(self) -> None:
-        world = replace(change_members(self.after(9), round=3), faults=(worlds.crash("j-w1-0", 1, 2, exit_code=3),))
-        decision = crash.check(world, policy(rounds_without_progress=0))
+        world = replace(change_members(self.after(9), round=3), faults=(worlds.build_crash("j-w1-0", 1, 2, exit_code=3),))
+        decision = crash.check_crashes(world, build_policy(rounds_without_progress=0))
         assert decision is not None
         assert decision.actions == (CountRestart(),)
 
@@ -124,9 +124,9 @@ class TestTheSameStep:
 def test_exit_codes_that_the_script_gives_a_meaning(spares: int, code: int) -> None:
     codes = ExitCodesSpec(do_not_retry=(43,), replace_node=(42,))
     world = replace(
-        change_members(training(spares=spares), round=3), faults=(worlds.crash("j-w1-0", 1, 2, exit_code=code),)
+        change_members(build_training(spares=spares), round=3), faults=(worlds.build_crash("j-w1-0", 1, 2, exit_code=code),)
     )
-    decision = crash.check(world, policy(exit_codes=codes))
+    decision = crash.check_crashes(world, build_policy(exit_codes=codes))
     assert decision is not None
     (action,) = decision.actions
     expected = {42: ReplaceWorker if spares else CountRestart, 43: FailJob, 44: CountRestart}[code]
@@ -136,37 +136,37 @@ def test_exit_codes_that_the_script_gives_a_meaning(spares: int, code: int) -> N
 
 
 def test_who_waited_in_vain_for_a_rank_that_had_ended_well_is_told_so() -> None:
-    decision = crashed(training(), exit_code=1, error="Connection closed by peer", ended_peer=0)
+    decision = crashed(build_training(), exit_code=1, error="Connection closed by peer", ended_peer=0)
     assert "rank 0 had come to its end with code 0" in decision.message
     assert decision.repetition is not None
     assert decision.repetition.ends == 1
 
 
 class TestOutOfMemory:
-    def after(self, cause: Cause, worker: str, rank: int = 1) -> Observation:
-        world = training()
-        past = Past(cause, NOW - 60, 3.0, rank=rank, worker=worker)
-        return world.with_draft(world.draft.with_incidents(past=(past,)))
+    def after(self, cause: IncidentCause, worker: str, rank: int = 1) -> Observation:
+        world = build_training()
+        past = PastIncident(cause, NOW - 60, 3.0, rank=rank, worker=worker)
+        return world.with_desired(world.desired.with_incidents(past=(past,)))
 
     @pytest.mark.parametrize(
         ("cause", "worker", "rank"),
-        [(Cause.OUT_OF_MEMORY, "j-w1-0", 1), (Cause.HANG, "j-w7-0", 1), (Cause.OUT_OF_MEMORY, "j-w7-0", 2)],
+        [(IncidentCause.OUT_OF_MEMORY, "j-w1-0", 1), (IncidentCause.HANG, "j-w7-0", 1), (IncidentCause.OUT_OF_MEMORY, "j-w7-0", 2)],
         ids=["on this worker", "another trouble", "another rank"],
     )
-    def test_it_does_not_follow_the_rank(self, cause: Cause, worker: str, rank: int) -> None:
+    def test_it_does_not_follow_the_rank(self, cause: IncidentCause, worker: str, rank: int) -> None:
         decision = crashed(self.after(cause, worker, rank), out_of_memory=True)
-        assert (decision.remedy, decision.class_) == (Remedy.REPLACE_WORKER, Class.UNKNOWN)
+        assert (decision.remedy, decision.class_) == (Remedy.REPLACE_WORKER, IncidentClass.UNKNOWN)
 
     def test_it_does(self) -> None:
-        decision = crashed(self.after(Cause.OUT_OF_MEMORY, "j-w7-0"), out_of_memory=True)
-        assert (decision.remedy, decision.class_) == (Remedy.RESTART_RANKS, Class.APPLICATION)
+        decision = crashed(self.after(IncidentCause.OUT_OF_MEMORY, "j-w7-0"), out_of_memory=True)
+        assert (decision.remedy, decision.class_) == (Remedy.RESTART_RANKS, IncidentClass.APPLICATION)
 
     def test_another_crash_does_not_follow_it(self) -> None:
-        assert crashed(self.after(Cause.OUT_OF_MEMORY, "j-w7-0")).class_ is Class.UNKNOWN
+        assert crashed(self.after(IncidentCause.OUT_OF_MEMORY, "j-w7-0")).class_ is IncidentClass.UNKNOWN
 
 
 def test_without_any_remedy_that_is_allowed_none_is_named() -> None:
-    world = replace(change_members(training(), round=2), faults=(worlds.crash("j-w1-0", 1),))
-    decision = crash.check(world, policy(allow=frozenset()))
+    world = replace(change_members(build_training(), round=2), faults=(worlds.build_crash("j-w1-0", 1),))
+    decision = crash.check_crashes(world, build_policy(allow=frozenset()))
     assert decision is not None
     assert decision.remedy is None

@@ -23,12 +23,12 @@ from pacekeeper_operator.api import (
     PathControlSpec,
 )
 from pacekeeper_operator.decide import traffic
-from pacekeeper_operator.decide.fabric_status import MAX_LINKS, Seen, in_force, report, report_idle, report_planning
-from pacekeeper_operator.decide.link_state import Doubts
-from pacekeeper_operator.decide.wiring import wire
-from pacekeeper_operator.network import JobTraffic, Seat
+from pacekeeper_operator.decide.fabric_status import MAX_REPORTED_LINKS, FabricState, select_active_fabric, build_fabric_status, build_inactive_status, build_planning_status
+from pacekeeper_operator.decide.link_state import DegradedLinks
+from pacekeeper_operator.decide.wiring import build_wiring
+from pacekeeper_operator.network import JobTraffic, NodeRanks
 from pacekeeper_operator.observation import NodeView
-from tests.support.schema import faults, schema
+from tests.support.schema import find_schema_errors, read_schema
 
 NOW = 1_000_000.0
 HOPS = {"10.0.0.1": "s1", "10.0.0.2": "s2"}
@@ -40,11 +40,11 @@ def fabric(mode: PathControl = PathControl.PROBE, **changes: Any) -> Fabric:
     return Fabric("f", "uid", 7, NOW - 100, FabricSpec(path_control=PathControlSpec(mode), **values))
 
 
-def seen(of: Fabric, leaves: str = "ab", jobs: int = 1, **changes: Any) -> Seen:
+def seen(of: Fabric, leaves: str = "ab", jobs: int = 1, **changes: Any) -> FabricState:
     nodes = [NodeView(f"{leaf}{n}", leaf, labels={"leaf": leaf}) for leaf in leaves for n in range(9)]
-    wiring = wire(of.spec, nodes, changes.pop("told", {}))
-    each = [JobTraffic(("team", f"j{n}"), (Seat(f"a{n}", (0,)), Seat(f"b{n}", (1,)))) for n in range(jobs)]
-    return Seen(wiring, traffic.plan(wiring, each), **changes)
+    wiring = build_wiring(of.spec, nodes, changes.pop("told", {}))
+    each = [JobTraffic(("team", f"j{n}"), (NodeRanks(f"a{n}", (0,)), NodeRanks(f"b{n}", (1,)))) for n in range(jobs)]
+    return FabricState(wiring, traffic.plan_joint_traffic(wiring, each), **changes)
 
 
 def condition(status: FabricStatus, name: FabricCondition) -> tuple[str, str, str]:
@@ -53,7 +53,7 @@ def condition(status: FabricStatus, name: FabricCondition) -> tuple[str, str, st
 
 
 def test_a_fabric_whose_flows_have_all_their_ways() -> None:
-    status = report(fabric(), seen(fabric(), jobs=3), NOW)
+    status = build_fabric_status(fabric(), seen(fabric(), jobs=3), NOW)
     assert (status.leaves, status.flows, status.max_load, status.bound, status.dead, status.moved) == (2, 6, 2, 2, 0, 0)
     assert status.observed_generation == 7
     assert condition(status, FabricCondition.IN_FORCE)[:2] == ("True", FabricReason.OLDEST)
@@ -67,8 +67,8 @@ def test_a_fabric_whose_flows_have_all_their_ways() -> None:
 
 def test_it_fits_the_schema_and_is_read_as_it_was_written() -> None:
     of = fabric(exceptions=(LinkException("a", "s1"), LinkException("b", "s2", LinkState.SLOW, 1e11)))
-    status = report(of, seen(of), NOW)
-    assert faults(status.to_json(), schema("fabrics")["status"]) == []
+    status = build_fabric_status(of, seen(of), NOW)
+    assert find_schema_errors(status.to_json(), read_schema("fabrics")["status"]) == []
     assert FabricStatus.parse(status.to_json()) == status
     assert {(link.leaf, link.spine): link.state for link in status.links} == {
         ("a", "s1"): LinkState.DOWN,
@@ -81,47 +81,47 @@ def test_it_fits_the_schema_and_is_read_as_it_was_written() -> None:
 
 def test_people_are_shown_what_was_written() -> None:
     of = fabric(exceptions=(LinkException("a", "s1"),))
-    status = report(of, seen(of, jobs=3), NOW)
+    status = build_fabric_status(of, seen(of, jobs=3), NOW)
     body = {"metadata": {"name": "f"}, "spec": {"spines": 2, "planes": 1}, "status": status.to_json()}
     view = FabricView.from_json(body)
     assert (view.name, view.spines, view.leaves, view.flows) == ("f", 2, 2, 6)
     assert (view.max_load, view.bound, view.dead, view.links) == (status.max_load, status.bound, 1, status.links)
-    assert (view.in_force, view.most_elsewhere) == (True, None)
+    assert (view.is_in_force, view.max_unlisted_load) == (True, None)
     (planned,) = [one for one in view.conditions if one.type == FabricCondition.PLANNED]
     assert (planned.status, planned.reason) == condition(status, FabricCondition.PLANNED)[:2]
 
 
 def test_while_a_plan_takes_long_all_else_stays_as_it_was_said() -> None:
     of = fabric()
-    before = report(of, seen(of, jobs=3), NOW)
-    found = report_planning(replace(of, status=before, generation=8), "9 jobs", NOW + 5)
+    before = build_fabric_status(of, seen(of, jobs=3), NOW)
+    found = build_planning_status(replace(of, status=before, generation=8), "9 jobs", NOW + 5)
     assert condition(found, FabricCondition.PLANNED) == ("Unknown", FabricReason.PLANNING, "9 jobs")
     others = [one for one in before.conditions if one.type != FabricCondition.PLANNED]
     assert replace(found, conditions=()) == replace(before, conditions=())
     assert [one for one in found.conditions if one.type != FabricCondition.PLANNED] == others
-    assert faults(found.to_json(), schema("fabrics")["status"]) == []
-    again = report(replace(of, status=found), seen(of, jobs=3), NOW + 9)
+    assert find_schema_errors(found.to_json(), read_schema("fabrics")["status"]) == []
+    again = build_fabric_status(replace(of, status=found), seen(of, jobs=3), NOW + 9)
     (planned,) = [one for one in again.conditions if one.type == FabricCondition.PLANNED]
     assert (planned.status, planned.last_transition_time) == ("True", NOW + 9)
 
 
 def test_without_path_control_nobody_knows_the_loads() -> None:
     of = fabric(PathControl.OFF)
-    status = report(of, seen(of), NOW)
+    status = build_fabric_status(of, seen(of), NOW)
     assert (status.flows, status.max_load, status.bound, status.moved) == (2, None, 1, None)
     assert condition(status, FabricCondition.PLANNED)[:2] == ("Unknown", FabricReason.PATH_CONTROL_OFF)
     assert {(link.up, link.down) for link in status.links} == {(0, 0)}
 
 
 def test_no_jobs() -> None:
-    status = report(fabric(), seen(fabric(), jobs=0), NOW)
+    status = build_fabric_status(fabric(), seen(fabric(), jobs=0), NOW)
     assert (status.flows, status.max_load, status.bound) == (0, 0, 0)
     assert condition(status, FabricCondition.PLANNED)[:2] == ("True", FabricReason.NO_FLOWS)
 
 
 def test_all_spines_dead() -> None:
     dead = {(leaf, spine): 0.0 for leaf in "ab" for spine in ("s1", "s2")}
-    status = report(fabric(), seen(fabric(), told=dead), NOW)
+    status = build_fabric_status(fabric(), seen(fabric(), told=dead), NOW)
     assert status.dead == 4
     assert condition(status, FabricCondition.PLANNED) == (
         "False",
@@ -134,7 +134,7 @@ def test_a_plan_that_is_not_at_the_bound_says_so() -> None:
     found = seen(fabric())
     assert found.traffic is not None
     above = replace(found, traffic=replace(found.traffic, level=3, bound=2))
-    assert condition(report(fabric(), above, NOW), FabricCondition.PLANNED) == (
+    assert condition(build_fabric_status(fabric(), above, NOW), FabricCondition.PLANNED) == (
         "True",
         FabricReason.ABOVE_THE_BOUND,
         "the fullest link carries 3, and no plan is below 2",
@@ -142,7 +142,7 @@ def test_a_plan_that_is_not_at_the_bound_says_so() -> None:
 
 
 def test_labels_that_nobody_has() -> None:
-    status = report(fabric(), seen(fabric(), leaves=""), NOW)
+    status = build_fabric_status(fabric(), seen(fabric(), leaves=""), NOW)
     assert (status.leaves, status.flows, status.bound, status.links) == (0, 0, None, ())
     assert condition(status, FabricCondition.LEAVES_KNOWN)[:2] == ("False", FabricReason.NO_LEAVES)
     assert condition(status, FabricCondition.PLANNED)[:2] == ("False", FabricReason.NOT_PLANNED)
@@ -151,7 +151,7 @@ def test_labels_that_nobody_has() -> None:
 def test_a_fabric_that_is_too_large() -> None:
     of = fabric(spines=1024)
     nodes = [NodeView(f"n{n}", "u", labels={"leaf": f"l{n}"}) for n in range(300)]
-    status = report(of, Seen(wire(of.spec, nodes, {}), None), NOW)
+    status = build_fabric_status(of, FabricState(build_wiring(of.spec, nodes, {}), None), NOW)
     assert condition(status, FabricCondition.LEAVES_KNOWN)[:2] == ("False", FabricReason.TOO_MANY_LEAVES)
 
 
@@ -164,14 +164,14 @@ def test_a_fabric_that_is_too_large() -> None:
     ],
 )
 def test_what_does_not_fit(changes: Any, name: FabricCondition, reason: FabricReason, words: str) -> None:
-    status, why, message = condition(report(fabric(), seen(fabric(), **changes), NOW), name)
+    status, why, message = condition(build_fabric_status(fabric(), seen(fabric(), **changes), NOW), name)
     assert (status, why) == ("False", reason)
     assert words in message
 
 
 def test_hops_to_nowhere() -> None:
     of = fabric(hops={"10.0.0.1": "s9"})
-    assert condition(report(of, seen(of), NOW), FabricCondition.LINKS_KNOWN)[:2] == (
+    assert condition(build_fabric_status(of, seen(of), NOW), FabricCondition.LINKS_KNOWN)[:2] == (
         "False",
         FabricReason.UNKNOWN_SPINES,
     )
@@ -179,26 +179,26 @@ def test_hops_to_nowhere() -> None:
 
 def test_spines_that_nothing_answers_for() -> None:
     of = fabric(hops={"10.0.0.1": "s1"})
-    status, reason, message = condition(report(of, seen(of), NOW), FabricCondition.LINKS_KNOWN)
+    status, reason, message = condition(build_fabric_status(of, seen(of), NOW), FabricCondition.LINKS_KNOWN)
     assert (status, reason) == ("False", FabricReason.UNKNOWN_SPINES)
     assert "no address of s2" in message
     unprobed = fabric(PathControl.OFF, hops={})
-    assert condition(report(unprobed, seen(unprobed), NOW), FabricCondition.LINKS_KNOWN)[0] == "True"
+    assert condition(build_fabric_status(unprobed, seen(unprobed), NOW), FabricCondition.LINKS_KNOWN)[0] == "True"
 
 
 def test_of_many_links_the_dead_and_the_full_ones_are_shown() -> None:
-    of = fabric(spines=MAX_LINKS, exceptions=(LinkException("b", f"s{MAX_LINKS}"),))
-    status = report(of, seen(of, jobs=5), NOW)
-    assert len(status.links) == MAX_LINKS
-    assert (status.links[0].spine, status.links[0].state) == (f"s{MAX_LINKS}", LinkState.DOWN)
+    of = fabric(spines=MAX_REPORTED_LINKS, exceptions=(LinkException("b", f"s{MAX_REPORTED_LINKS}"),))
+    status = build_fabric_status(of, seen(of, jobs=5), NOW)
+    assert len(status.links) == MAX_REPORTED_LINKS
+    assert (status.links[0].spine, status.links[0].state) == (f"s{MAX_REPORTED_LINKS}", LinkState.DOWN)
     assert sum(link.up for link in status.links) == 10, "all that carry anything"
 
 
 def test_times_of_transition_stay_while_nothing_changes() -> None:
-    first = report(fabric(), seen(fabric()), NOW)
-    later = report(replace(fabric(), status=first), seen(fabric()), NOW + 60)
+    first = build_fabric_status(fabric(), seen(fabric()), NOW)
+    later = build_fabric_status(replace(fabric(), status=first), seen(fabric()), NOW + 60)
     assert later == first
-    changed = report(replace(fabric(), status=first), seen(fabric(), query_failed="away"), NOW + 60)
+    changed = build_fabric_status(replace(fabric(), status=first), seen(fabric(), query_failed="away"), NOW + 60)
     since = {one.type: one.last_transition_time for one in changed.conditions}
     assert (since[FabricCondition.LINKS_KNOWN], since[FabricCondition.PLANNED]) == (NOW + 60, NOW)
 
@@ -206,9 +206,9 @@ def test_times_of_transition_stay_while_nothing_changes() -> None:
 class TestOfSeveral:
     def test_the_oldest_counts_and_the_others_say_so(self) -> None:
         old, young = fabric(), replace(fabric(), name="young", created_at=NOW)
-        assert in_force([young, old]) == old
-        assert in_force([]) is None
-        status = report_idle(young, old, NOW)
+        assert select_active_fabric([young, old]) == old
+        assert select_active_fabric([]) is None
+        status = build_inactive_status(young, old, NOW)
         assert condition(status, FabricCondition.IN_FORCE) == (
             "False",
             FabricReason.ANOTHER_IS_OLDER,
@@ -217,13 +217,13 @@ class TestOfSeveral:
         assert (status.flows, status.links) == (None, ())
 
     def test_of_two_of_an_age_the_first_by_name(self) -> None:
-        assert in_force([replace(fabric(), name="b"), replace(fabric(), name="a")]) == replace(fabric(), name="a")
+        assert select_active_fabric([replace(fabric(), name="b"), replace(fabric(), name="a")]) == replace(fabric(), name="a")
 
     def test_one_that_cannot_be_read_counts_for_nothing_and_says_why(self) -> None:
         body = {"metadata": {"name": "g", "uid": "u"}, "spec": {"spines": "many"}}
         broken = Fabric.parse(body)
-        assert in_force([broken]) is None
-        assert condition(report_idle(broken, None, NOW), FabricCondition.IN_FORCE) == (
+        assert select_active_fabric([broken]) is None
+        assert condition(build_inactive_status(broken, None, NOW), FabricCondition.IN_FORCE) == (
             "False",
             FabricReason.UNREADABLE,
             "spec.spines: 'many' must be of type int",
@@ -283,11 +283,11 @@ def test_links_and_conditions_on_the_wire() -> None:
 def test_moves_that_nobody_may_make_are_recommended_not_planned() -> None:
     of, found = fabric(), seen(fabric())
     ways = {(0, 1): 0, (1, 0): 0}
-    seats = [(Seat(f"a{n}", (0,)), Seat(f"b{n}", (1,))) for n in range(2)]
+    seats = [(NodeRanks(f"a{n}", (0,)), NodeRanks(f"b{n}", (1,))) for n in range(2)]
     held = [JobTraffic(("team", f"j{n}"), seats[n], 1, ways, waiting=0.5, round_seconds=5.0) for n in range(2)]
     for acts, moved, words in ((True, 2, "no plan is below that"), (False, 0, "recommended, and nobody may take them")):
-        plan = traffic.plan(found.wiring, [replace(one, acts=acts) for one in held])
-        status = report(of, replace(found, traffic=plan), NOW)
+        plan = traffic.plan_joint_traffic(found.wiring, [replace(one, acts=acts) for one in held])
+        status = build_fabric_status(of, replace(found, traffic=plan), NOW)
         assert status.moved == moved
         assert words in condition(status, FabricCondition.PLANNED)[2]
     assert condition(status, FabricCondition.PLANNED)[2].endswith("(mode Recommend): team/j0")
@@ -296,8 +296,8 @@ def test_moves_that_nobody_may_make_are_recommended_not_planned() -> None:
 def test_links_that_flows_have_shown_to_be_slow_are_named() -> None:
     of = fabric()
     nodes = [NodeView(leaf, leaf, labels={"leaf": leaf}) for leaf in "ab"]
-    wiring = wire(of.spec, nodes, {}, Doubts({("a", "s1"): 0.25, ("b", "s2"): 0.0}))
-    status = report(of, Seen(wiring, traffic.plan(wiring, [])), NOW)
+    wiring = build_wiring(of.spec, nodes, {}, DegradedLinks({("a", "s1"): 0.25, ("b", "s2"): 0.0}))
+    status = build_fabric_status(of, FabricState(wiring, traffic.plan_joint_traffic(wiring, [])), NOW)
     assert {(link.leaf, link.spine): link.state for link in status.links if link.state is not LinkState.UP} == {
         ("a", "s1"): LinkState.SLOW,
         ("b", "s2"): LinkState.DOWN,

@@ -8,23 +8,23 @@ import pytest
 
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator.decide import frozen
-from pacekeeper_operator.observation import FROZEN_SECONDS
-from tests.support.worlds import change_worker, crash, policy, training
+from pacekeeper_operator.observation import LAUNCHER_UNRESPONSIVE_SECONDS
+from tests.support.worlds import change_worker, build_crash, build_policy, build_training
 
 
 @pytest.mark.parametrize(("worker", "explains"), [("j-w1-0", True), ("j-w4-0", False)], ids=["a member", "a spare"])
 def test_only_who_holds_ranks_holds_the_others_up(worker: str, explains: bool) -> None:
-    world = change_worker(training(), worker, heartbeat={"launcher_silent_seconds": FROZEN_SECONDS})
-    decision = frozen.check(replace(world, faults=(crash("j-w0-0", 0),)), policy())
+    world = change_worker(build_training(), worker, heartbeat={"launcher_silent_seconds": LAUNCHER_UNRESPONSIVE_SECONDS})
+    decision = frozen.check_unresponsive_workers(replace(world, faults=(build_crash("j-w0-0", 0),)), build_policy())
     assert decision is not None
-    assert (decision.worker, bool(decision.settles), decision.live) == (worker, explains, not explains)
+    assert (decision.worker, bool(decision.settled_faults), decision.live) == (worker, explains, not explains)
 
 
 def test_suspected_is_a_member_that_is_there_and_missed_already() -> None:
-    assert not frozen.suspected(training())
+    assert not frozen.has_unresponsive_member(build_training())
     missed = {"launcher_silent_seconds": 0.6}
-    assert frozen.suspected(change_worker(training(), "j-w1-0", heartbeat=missed))
-    assert not frozen.suspected(change_worker(training(), "j-w4-0", heartbeat=missed)), "it holds no ranks"
-    assert not frozen.suspected(change_worker(training(), "j-w1-0", heartbeat=missed, pod={"deleting": True}))
+    assert frozen.has_unresponsive_member(change_worker(build_training(), "j-w1-0", heartbeat=missed))
+    assert not frozen.has_unresponsive_member(change_worker(build_training(), "j-w4-0", heartbeat=missed)), "it holds no ranks"
+    assert not frozen.has_unresponsive_member(change_worker(build_training(), "j-w1-0", heartbeat=missed, pod={"deleting": True}))
     stuck = {"unkillable_ranks": (1,), "state": LauncherState.FAILED}
-    assert frozen.suspected(change_worker(training(), "j-w1-0", heartbeat=stuck))
+    assert frozen.has_unresponsive_member(change_worker(build_training(), "j-w1-0", heartbeat=stuck))

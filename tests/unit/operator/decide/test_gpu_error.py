@@ -7,41 +7,41 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.reports import Fault, FaultKind
-from pacekeeper_operator.api import Cause, Class, Remedy, Witness
+from pacekeeper_analysis.reports import FaultReport, FaultKind
+from pacekeeper_operator.api import IncidentCause, IncidentClass, Remedy, Witness
 from pacekeeper_operator.decide import gpu_error
-from pacekeeper_operator.decide.gpu_error import TOGETHER_SECONDS, XID
+from pacekeeper_operator.decide.gpu_error import SHARED_GPU_ERROR_SECONDS, DCGM_XID_METRIC
 from pacekeeper_operator.decision import Decision, QuarantineNode, ReplaceWorker
-from pacekeeper_operator.observation import GpuValue, Metrics, Observation
-from pacekeeper_operator.state import GpusSeen, Past
-from tests.support.worlds import NOW, change_worker, policy, training
+from pacekeeper_operator.observation import GpuValue, JobMetrics, Observation
+from pacekeeper_operator.state import GpuReadings, PastIncident
+from tests.support.worlds import NOW, change_worker, build_policy, build_training
 
 DBE = "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"
 
 
 def measured(metric: str, value: float, node: str = "node-1", *, seen: float = 0.0, **changes: Any) -> Observation:
     """The series of GPU 3 of a node, which showed `seen` when the job looked at it first."""
-    world = training()
+    world = build_training()
     found = GpuValue(node, "3", metric, value, **changes)
-    known = GpusSeen(nodes=tuple(f"node-{n}" for n in range(5)), values={found.key: seen} if seen else {})
-    world = world.with_draft(world.draft.with_gpus(nodes=known.nodes, values=known.values))
-    return replace(world, metrics=Metrics(step_seconds=0.1, gpu=(found,)))
+    known = GpuReadings(nodes=tuple(f"node-{n}" for n in range(5)), values={found.key: seen} if seen else {})
+    world = world.with_desired(world.desired.with_gpus(nodes=known.nodes, values=known.values))
+    return replace(world, metrics=JobMetrics(step_seconds=0.1, gpu=(found,)))
 
 
 def reported(xid: int, worker: str = "j-w1-0", **changes: Any) -> Observation:
-    fault = Fault(f"{worker}-gpu-{xid}", FaultKind.GPU_ERROR, worker, 1, NOW - 2, 1, xid=xid, **changes)
-    return replace(training(), faults=(fault,))
+    fault = FaultReport(f"{worker}-gpu-{xid}", FaultKind.GPU_ERROR, worker, 1, NOW - 2, 1, xid=xid, **changes)
+    return replace(build_training(), faults=(fault,))
 
 
 def decided(world: Observation) -> Decision:
-    decision = gpu_error.check(world, policy())
+    decision = gpu_error.check_gpu_errors(world, build_policy())
     assert decision is not None
     return decision
 
 
 class TestMeasured:
     def test_a_fatal_xid_takes_the_worker_from_the_node(self) -> None:
-        decision = decided(measured(XID, 79.0, vouched=True))
+        decision = decided(measured(DCGM_XID_METRIC, 79.0, vouched=True))
         moved, blamed = decision.actions
         assert isinstance(moved, ReplaceWorker)
         assert isinstance(blamed, QuarantineNode)
@@ -59,27 +59,27 @@ class TestMeasured:
             (DBE, 7.0, 8.0, True),
             (DBE, 7.0, 7.0, False),
             (DBE, 7.0, 6.0, False),
-            (XID, 79.0, 79.0, False),
-            (XID, 94.0, 79.0, True),
-            (XID, 79.0, 94.0, True),
+            (DCGM_XID_METRIC, 79.0, 79.0, False),
+            (DCGM_XID_METRIC, 94.0, 79.0, True),
+            (DCGM_XID_METRIC, 79.0, 94.0, True),
         ],
     )
     def test_only_what_changes_is_news(self, metric: str, seen: float, value: float, news: bool) -> None:
         """A counter never falls but by a reset; the gauge of XIDs holds the last one."""
-        found = gpu_error.check(measured(metric, value, seen=seen), policy())
+        found = gpu_error.check_gpu_errors(measured(metric, value, seen=seen), build_policy())
         assert (found is not None) is news
 
     def test_nodes_that_the_job_is_not_on_are_not_its_business(self) -> None:
-        assert gpu_error.check(measured(XID, 79.0, node="node-9"), policy()) is None
-        world = measured(XID, 79.0)
+        assert gpu_error.check_gpu_errors(measured(DCGM_XID_METRIC, 79.0, node="node-9"), build_policy()) is None
+        world = measured(DCGM_XID_METRIC, 79.0)
         leaving = replace(world.state.placement.workers[1], leaving="it is given up")
-        assert gpu_error.check(world.with_draft(world.draft.with_worker(leaving)), policy()) is None
+        assert gpu_error.check_gpu_errors(world.with_desired(world.desired.with_worker(leaving)), build_policy()) is None
 
 
 class TestReported:
     def test_what_may_come_of_the_application_touches_nothing(self) -> None:
         decision = decided(reported(13))
-        assert (decision.actions, decision.class_, decision.remedy) == ((), Class.APPLICATION, None)
+        assert (decision.actions, decision.class_, decision.remedy) == ((), IncidentClass.APPLICATION, None)
         assert (
             decision.message == "a GPU of j-w1-0: XID 13 (graphics engine exception); may come of the application alone"
         )
@@ -90,21 +90,21 @@ class TestReported:
         blamed = decision.actions[-1]
         assert isinstance(blamed, QuarantineNode)
         assert (blamed.witness, decision.remedy, decision.rank) == (Witness.NONE, Remedy.REPLACE_WORKER, 1)
-        assert (decision.first_sign, decision.settles) == (NOW - 2, ("j-w1-0-gpu-79",))
+        assert (decision.first_sign, decision.settled_faults) == (NOW - 2, ("j-w1-0-gpu-79",))
         assert decision.evidence[-1] == "Xid (PCI:0000:01:00): 79"
 
     def test_the_same_error_of_a_worker_is_the_same_trouble_under_whatever_name(self) -> None:
         one, again = reported(79), reported(79)
         renamed = replace(again, faults=(replace(again.faults[0], name="j-w1-0-gpu-once-more"),))
-        assert decided(one).subject == decided(renamed).subject
-        assert decided(one).subject != decided(reported(94)).subject
-        assert decided(one).subject != decided(reported(79, worker="j-w2-0")).subject
+        assert decided(one).incident_key == decided(renamed).incident_key
+        assert decided(one).incident_key != decided(reported(94)).incident_key
+        assert decided(one).incident_key != decided(reported(79, worker="j-w2-0")).incident_key
 
     def test_all_that_is_in_no_catalogue_is_one_trouble(self) -> None:
         """A script can make numbers without end, and each would be an Incident that is kept for a month."""
-        assert decided(reported(10_000)).subject == decided(reported(10_001)).subject
-        assert decided(reported(10_000)).subject != decided(reported(13)).subject
-        assert decided(reported(10_000)).subject != decided(reported(10_001, worker="j-w2-0")).subject
+        assert decided(reported(10_000)).incident_key == decided(reported(10_001)).incident_key
+        assert decided(reported(10_000)).incident_key != decided(reported(13)).incident_key
+        assert decided(reported(10_000)).incident_key != decided(reported(10_001, worker="j-w2-0")).incident_key
 
     def test_of_a_spare_the_job_trains_on(self) -> None:
         decision = decided(reported(79, worker="j-w4-0"))
@@ -126,30 +126,30 @@ class TestSeveralNodes:
         decision = decided(self.both())
         words = "XID 13 (graphics engine exception) on 2 nodes at once (node-1, node-2): the application's own"
         assert decision.message == words
-        assert (decision.class_, decision.actions, decision.live) == (Class.APPLICATION, (), True)
-        assert decision.settles == ("j-w1-0-gpu-13", "j-w2-0-gpu-31")
+        assert (decision.class_, decision.actions, decision.live) == (IncidentClass.APPLICATION, (), True)
+        assert decision.settled_faults == ("j-w1-0-gpu-13", "j-w2-0-gpu-31")
         assert decision.evidence == ("kernel",)
         assert decision.first_sign == NOW - 2
 
     def test_what_dcgm_says_of_them_is_dealt_with_too(self) -> None:
-        world = training()
-        values = tuple(GpuValue(f"node-{n}", "0", XID, 13.0) for n in (1, 2))
-        decision = decided(replace(world, metrics=Metrics(gpu=values)))
+        world = build_training()
+        values = tuple(GpuValue(f"node-{n}", "0", DCGM_XID_METRIC, 13.0) for n in (1, 2))
+        decision = decided(replace(world, metrics=JobMetrics(gpu=values)))
         assert "on 2 nodes at once" in decision.message
-        assert (decision.gpu_seen, decision.first_sign) == (values, NOW)
+        assert (decision.gpu_readings, decision.first_sign) == (values, NOW)
 
     def test_one_that_came_a_moment_before_counts(self) -> None:
         def after(seconds: float, **changes: Any) -> Observation:
-            past = Past(Cause.GPU_ERROR, NOW - seconds, 0.0, node="node-2", class_=Class.APPLICATION)
+            past = PastIncident(IncidentCause.GPU_ERROR, NOW - seconds, 0.0, node="node-2", class_=IncidentClass.APPLICATION)
             world = reported(13)
-            return world.with_draft(world.draft.with_incidents(past=(replace(past, **changes),)))
+            return world.with_desired(world.desired.with_incidents(past=(replace(past, **changes),)))
 
-        assert "on 2 nodes at once (node-1, node-2)" in decided(after(TOGETHER_SECONDS - 1)).message
+        assert "on 2 nodes at once (node-1, node-2)" in decided(after(SHARED_GPU_ERROR_SECONDS - 1)).message
         for alone in (
-            after(TOGETHER_SECONDS),
+            after(SHARED_GPU_ERROR_SECONDS),
             after(1, node="node-1"),
-            after(1, class_=Class.INFRASTRUCTURE),
-            after(1, cause=Cause.CRASH),
+            after(1, class_=IncidentClass.INFRASTRUCTURE),
+            after(1, cause=IncidentCause.CRASH),
         ):
             assert decided(alone).message.endswith("may come of the application alone")
 
@@ -159,14 +159,14 @@ class TestSeveralNodes:
 
     def test_an_error_of_the_hardware_is_its_nodes_own(self) -> None:
         decision = decided(self.both(79, 13))
-        assert (decision.class_, decision.node) == (Class.INFRASTRUCTURE, "node-1")
+        assert (decision.class_, decision.node) == (IncidentClass.INFRASTRUCTURE, "node-1")
         assert decided(self.both(13, 79)).message.endswith("may come of the application alone")
 
 
 class TestContained:
     def test_it_costs_one_process_and_moves_nobody(self) -> None:
         decision = decided(reported(94))
-        assert (decision.actions, decision.remedy, decision.class_) == ((), None, Class.INFRASTRUCTURE)
+        assert (decision.actions, decision.remedy, decision.class_) == ((), None, IncidentClass.INFRASTRUCTURE)
         assert decision.message.endswith(
             "XID 94 (contained memory error); it has cost one process, which is started again"
         )
@@ -174,8 +174,8 @@ class TestContained:
     def test_the_memory_error_that_is_counted_with_it_is_the_same(self) -> None:
         def with_xid(xid: float, gpu: str = "3") -> Decision:
             world = measured(DBE, 1.0)
-            last = GpuValue("node-1", gpu, XID, xid)
-            world = world.with_draft(world.draft.with_gpus(values={last.key: xid}))
+            last = GpuValue("node-1", gpu, DCGM_XID_METRIC, xid)
+            world = world.with_desired(world.desired.with_gpus(values={last.key: xid}))
             return decided(replace(world, metrics=replace(world.metrics, gpu=(*world.metrics.gpu, last))))
 
         assert with_xid(94.0).actions == ()
@@ -188,29 +188,29 @@ class TestLearned:
 
     def moved(self, **metrics: Any) -> Observation:
         values = {f"node-{n}/0/{DBE}": float(n) for n in range(5)}
-        world = training()
-        world = world.with_draft(world.draft.with_gpus(values=values))
+        world = build_training()
+        world = world.with_desired(world.desired.with_gpus(values=values))
         record = replace(world.state.placement.workers[4], node="node-7")
-        world = world.with_draft(world.draft.with_worker(record))
+        world = world.with_desired(world.desired.with_worker(record))
         found = tuple(GpuValue(f"node-{n}", "0", DBE, 9.0) for n in (1, 6, 7))
-        return replace(world, metrics=Metrics(gpu=found, **metrics))
+        return replace(world, metrics=JobMetrics(gpu=found, **metrics))
 
     def test_a_new_node_is_known_as_it_is_and_one_that_was_left_is_forgotten(self) -> None:
-        gpus = gpu_error.learn(self.moved(), policy()).state.gpus
+        gpus = gpu_error.record_gpu_baseline(self.moved(), build_policy()).state.gpus
         assert gpus.nodes == ("node-0", "node-1", "node-2", "node-3", "node-7")
         kept = {f"node-{n}/0/{DBE}": float(n) for n in range(4)}
         assert gpus.values == {**kept, f"node-7/0/{DBE}": 9.0}
 
     def test_nothing_is_learned_while_prometheus_is_away(self) -> None:
         world = self.moved(unavailable="away")
-        assert gpu_error.learn(world, policy()) is world.draft
+        assert gpu_error.record_gpu_baseline(world, build_policy()) is world.desired
 
     def test_nor_where_nobody_has_moved(self) -> None:
-        world = replace(training(), metrics=Metrics(gpu=(GpuValue("node-1", "0", DBE, 9.0),)))
-        assert gpu_error.learn(world, policy()) is world.draft
+        world = replace(build_training(), metrics=JobMetrics(gpu=(GpuValue("node-1", "0", DBE, 9.0),)))
+        assert gpu_error.record_gpu_baseline(world, build_policy()) is world.desired
 
     def test_a_worker_without_a_node_is_on_none(self) -> None:
-        world = training()
+        world = build_training()
         record = replace(world.state.placement.workers[4], node="")
-        world = change_worker(world.with_draft(world.draft.with_worker(record)), "j-w4-0", pod={"node": ""})
-        assert "" not in gpu_error.learn(world, policy()).state.gpus.nodes
+        world = change_worker(world.with_desired(world.desired.with_worker(record)), "j-w4-0", pod={"node": ""})
+        assert "" not in gpu_error.record_gpu_baseline(world, build_policy()).state.gpus.nodes

@@ -8,27 +8,27 @@ from dataclasses import replace
 
 import pytest
 
-from pacekeeper_operator.decide.link_state import KEPT_SECONDS, TOGETHER_SECONDS, accuse, judge
-from pacekeeper_operator.network import Link
-from pacekeeper_operator.state import WaySeen
+from pacekeeper_operator.decide.link_state import ROUTE_REPORT_TTL_SECONDS, ACQUITTAL_WINDOW_SECONDS, find_accused_links, find_degraded_links
+from pacekeeper_operator.network import LeafSpinePair
+from pacekeeper_operator.state import RouteObservation
 from tests.support.worlds import NOW
 
 SLOW = 4.0
 
 
-def word(way: str, ends: str = "", ratio: float = SLOW, at: float = NOW) -> WaySeen:
+def word(way: str, ends: str = "", ratio: float = SLOW, at: float = NOW) -> RouteObservation:
     """`a1b`: from leaf a by spine s1 to leaf b. `ends`: numbers of the nodes there, by default nobody else's."""
     source, destination = way[0], way[2]
     sender, receiver = (ends[0], ends[1]) if ends else (way, way)
-    return WaySeen(at, source, f"s{way[1]}", destination, f"{source}{sender}", f"{destination}{receiver}", ratio)
+    return RouteObservation(at, source, f"s{way[1]}", destination, f"{source}{sender}", f"{destination}{receiver}", ratio)
 
 
-def fast(way: str, ends: str = "", at: float = NOW) -> WaySeen:
+def fast(way: str, ends: str = "", at: float = NOW) -> RouteObservation:
     return word(way, ends, 1.0, at)
 
 
-def accused(*words: WaySeen, now: float = NOW) -> Mapping[Link, float]:
-    return accuse(words, now)
+def accused(*words: RouteObservation, now: float = NOW) -> Mapping[LeafSpinePair, float]:
+    return find_accused_links(words, now)
 
 
 class TestIntersection:
@@ -88,8 +88,8 @@ class TestDead:
 
 class TestTime:
     def test_words_are_forgotten(self) -> None:
-        assert accused(word("a1b"), now=NOW + KEPT_SECONDS - 1)
-        assert accused(word("a1b"), now=NOW + KEPT_SECONDS) == {}
+        assert accused(word("a1b"), now=NOW + ROUTE_REPORT_TTL_SECONDS - 1)
+        assert accused(word("a1b"), now=NOW + ROUTE_REPORT_TTL_SECONDS) == {}
 
     def test_words_of_times_to_come_count_for_nothing(self) -> None:
         assert accused(word("a1b"), now=NOW - 1) == {}
@@ -99,8 +99,8 @@ class TestTime:
         assert set(accused(fast("a1b", at=NOW - 5), word("a1b"))) == {("a", "s1"), ("b", "s1")}
 
     def test_who_was_fast_long_before_acquits_of_nothing(self) -> None:
-        assert set(accused(word("a1b"), fast("b1c", at=NOW - TOGETHER_SECONDS))) == {("a", "s1")}
-        assert len(accused(word("a1b"), fast("b1c", at=NOW - TOGETHER_SECONDS - 1))) == 2
+        assert set(accused(word("a1b"), fast("b1c", at=NOW - ACQUITTAL_WINDOW_SECONDS))) == {("a", "s1")}
+        assert len(accused(word("a1b"), fast("b1c", at=NOW - ACQUITTAL_WINDOW_SECONDS - 1))) == 2
 
     def test_a_link_that_is_found_fast_again_is_well(self) -> None:
         assert accused(word("a1b", at=NOW - 600), fast("a1c"), fast("c1b")) == {}
@@ -108,29 +108,29 @@ class TestTime:
 
 class TestTenants:
     def test_what_one_namespace_says_counts_for_itself(self) -> None:
-        found = judge({"liar": [word("a1b", ratio=9.0)], "other": []}, NOW)
-        assert found.of_all == {}
-        assert set(found.of_one) == {"liar"}
-        assert set(found.of_one["liar"]) == {("a", "s1"), ("b", "s1")}
+        found = find_degraded_links({"liar": [word("a1b", ratio=9.0)], "other": []}, NOW)
+        assert found.agreed_shares == {}
+        assert set(found.shares_by_namespace) == {"liar"}
+        assert set(found.shares_by_namespace["liar"]) == {("a", "s1"), ("b", "s1")}
 
     def test_what_two_say_counts_for_all_as_the_milder_one_has_it(self) -> None:
-        found = judge({"one": [word("a1b", ratio=2.0)], "two": [word("c1a", ratio=0.0)], "third": []}, NOW)
-        assert found.of_all == {("a", "s1"): 0.5}
-        assert set(found.of_one) == {"one"}
-        assert set(found.of_one["one"]) == {("b", "s1")}
+        found = find_degraded_links({"one": [word("a1b", ratio=2.0)], "two": [word("c1a", ratio=0.0)], "third": []}, NOW)
+        assert found.agreed_shares == {("a", "s1"): 0.5}
+        assert set(found.shares_by_namespace) == {"one"}
+        assert set(found.shares_by_namespace["one"]) == {("b", "s1")}
 
     def test_where_there_is_nobody_else_it_counts_at_once(self) -> None:
-        found = judge({"one": [word("a1b"), fast("b1c")]}, NOW)
-        assert (found.of_all, found.of_one) == ({("a", "s1"): 0.25}, {})
+        found = find_degraded_links({"one": [word("a1b"), fast("b1c")]}, NOW)
+        assert (found.agreed_shares, found.shares_by_namespace) == ({("a", "s1"): 0.25}, {})
 
     def test_praise_helps_no_slow_link_of_others(self) -> None:
         """Or a liar would keep its neighbours on it."""
         flatterer = [fast("a1b"), fast("b1a")]
-        alone = judge({"honest": [word("a1b")], "liar": []}, NOW)
-        assert judge({"honest": [word("a1b")], "liar": flatterer}, NOW) == alone
+        alone = find_degraded_links({"honest": [word("a1b")], "liar": []}, NOW)
+        assert find_degraded_links({"honest": [word("a1b")], "liar": flatterer}, NOW) == alone
 
     def test_no_jobs(self) -> None:
-        assert judge({}, NOW) == judge({"one": []}, NOW)
+        assert find_degraded_links({}, NOW) == find_degraded_links({"one": []}, NOW)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -143,7 +143,7 @@ def test_a_slow_link_is_found_among_many_flows(seed: int) -> None:
         source, destination = draw.sample("abcdef", 2)
         spine = f"s{draw.randint(1, 4)}"
         is_slow = guilty in ((source, spine), (destination, spine))
-        seen = WaySeen(NOW, source, spine, destination, f"{source}{number}", f"{destination}{number}")
+        seen = RouteObservation(NOW, source, spine, destination, f"{source}{number}", f"{destination}{number}")
         words.append(replace(seen, ratio=3.0 if is_slow else 1.0))
     if any(one.ratio > 1 for one in words):
-        assert accuse(words, NOW) == {guilty: pytest.approx(1 / 3)}
+        assert find_accused_links(words, NOW) == {guilty: pytest.approx(1 / 3)}

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pacekeeper_operator.api import Cause, Class, Remedy
+from pacekeeper_operator.api import IncidentCause, IncidentClass, Remedy
 from pacekeeper_operator.decide import loss
-from pacekeeper_operator.decide.loss import Loss
+from pacekeeper_operator.decide.loss import LostWorker
 from pacekeeper_operator.decision import Decision, FailJob, ReplaceWorker
 from pacekeeper_operator.observation import Observation
-from tests.support.worlds import NOW, policy, training
+from tests.support.worlds import NOW, build_policy, build_training
 
 
-def losses(world: Observation, names: list[str], class_: Class = Class.UNKNOWN) -> list[Loss]:
-    views = (world.worker(name) for name in names)
-    return [Loss(view, Cause.WORKER_LOST, class_, "it is gone", NOW - 1) for view in views if view is not None]
+def losses(world: Observation, names: list[str], class_: IncidentClass = IncidentClass.UNKNOWN) -> list[LostWorker]:
+    views = (world.find_worker(name) for name in names)
+    return [LostWorker(view, IncidentCause.WORKER_LOST, class_, "it is gone", NOW - 1) for view in views if view is not None]
 
 
-def decided(names: list[str], class_: Class = Class.UNKNOWN, *, left: int = 1, allowed: bool = True) -> Decision:
+def decided(names: list[str], class_: IncidentClass = IncidentClass.UNKNOWN, *, left: int = 1, allowed: bool = True) -> Decision:
     """`left`: restarts that the budget has left."""
-    world = training(8, 2)
-    world = world.with_draft(world.draft.with_budget(restarts=tuple(NOW - n for n in range(1, 3 - left))))
+    world = build_training(8, 2)
+    world = world.with_desired(world.desired.with_budget(restarts=tuple(NOW - n for n in range(1, 3 - left))))
     allow = frozenset(Remedy) - (set() if allowed else {Remedy.REPLACE_WORKER})
-    return loss.decide(world, policy(max_restarts=2, allow=allow), losses(world, names, class_))
+    return loss.decide_lost_workers(world, build_policy(max_restarts=2, allow=allow), losses(world, names, class_))
 
 
 def test_one_is_told_by_name_and_rank() -> None:
@@ -44,10 +44,10 @@ def test_three_are_named_and_more_are_counted() -> None:
 
 
 def test_one_that_has_no_node_yet_names_none() -> None:
-    world = training()
+    world = build_training()
     (found,) = losses(world, ["j-w1-0"])
     nowhere = replace(found, view=replace(found.view, record=replace(found.view.record, node="")))
-    assert loss.decide(world, policy(), [nowhere]).node is None
+    assert loss.decide_lost_workers(world, build_policy(), [nowhere]).node is None
 
 
 class TestBudget:
@@ -57,7 +57,7 @@ class TestBudget:
         assert end.message == "no restart is left: worker j-w1-0 (rank 1) is lost: it is gone"
 
     def test_what_somebody_wanted_needs_none(self) -> None:
-        (action,) = decided(["j-w1-0"], Class.DISRUPTION, left=0).actions
+        (action,) = decided(["j-w1-0"], IncidentClass.DISRUPTION, left=0).actions
         assert isinstance(action, ReplaceWorker)
         assert action.disruption
 

@@ -10,15 +10,15 @@ import pytest
 
 from pacekeeper_operator.api import (
     ConditionStatus,
-    Inconclusive,
+    InconclusiveReason,
     ProbeResult,
     QuarantinePhase,
     QuarantineSpec,
     QuarantineStatus,
-    Sign,
+    NodeSuspicion,
     Witness,
 )
-from pacekeeper_operator.decide.node_census import AT_ONCE_SECONDS, Census, unheard, worth_a_look
+from pacekeeper_operator.decide.node_census import SIMULTANEOUS_FAILURE_SECONDS, QuarantineUsage, is_unverifiable, is_worth_probing
 from pacekeeper_operator.decide.node_steps import Quarantine
 
 START = 1_000_000.0
@@ -30,7 +30,7 @@ NO_GPU = (
 
 def drawn(chance: random.Random, name: str) -> Quarantine:
     signs = tuple(
-        Sign(f"team-{i}", "i", "XID 79", START + chance.uniform(0, 400), weak=chance.random() < 0.3)
+        NodeSuspicion(f"team-{i}", "i", "XID 79", START + chance.uniform(0, 400), weak=chance.random() < 0.3)
         for i in range(chance.randrange(4))
     )
     passed = chance.choice((None, True, False))
@@ -46,7 +46,7 @@ def failing_at_once(quarantine: Quarantine, others: list[Quarantine], *, settled
     """By looking at every other one."""
     counts = [
         sum(
-            any(abs(sign.at - at) <= AT_ONCE_SECONDS for sign in other.spec.signs if sign.at <= cleared(other))
+            any(abs(sign.at - at) <= SIMULTANEOUS_FAILURE_SECONDS for sign in other.spec.signs if sign.at <= cleared(other))
             for other in others
             if blamed(other) and (settled_too or other.cleared_at is None)
         )
@@ -63,11 +63,11 @@ def blamed(quarantine: Quarantine) -> bool:
     signs = tuple(sign for sign in quarantine.spec.signs if sign.at <= cleared(quarantine))
     probes = () if quarantine.cleared_at is not None else quarantine.status.probes
     said = replace(quarantine, spec=replace(quarantine.spec, signs=signs), status=QuarantineStatus(probes=probes))
-    return not quarantine.over and worth_a_look(said) and not unheard(quarantine)
+    return not quarantine.is_over and is_worth_probing(said) and not is_unverifiable(quarantine)
 
 
 def test_it_counts_as_a_look_at_all_others_does_whatever_comes_and_goes() -> None:
-    chance, known, census = random.Random(7), dict[str, Quarantine](), Census()
+    chance, known, census = random.Random(7), dict[str, Quarantine](), QuarantineUsage()
     for _ in range(1500):
         name = f"node-{chance.randrange(12)}"
         if chance.random() < 0.2:
@@ -75,29 +75,29 @@ def test_it_counts_as_a_look_at_all_others_does_whatever_comes_and_goes() -> Non
             census.remove(name)
         else:
             known[name] = drawn(chance, name)
-            census.put(known[name])
+            census.update(known[name])
         judged = known.get(name) or drawn(chance, name)
         others = [other for other in known.values() if other.name != name]
-        assert census.failing_at_once(judged) == failing_at_once(judged, others)
-        assert census.unsettled(judged) == failing_at_once(judged, others, settled_too=False) - 1
+        assert census.count_failing_together(judged) == failing_at_once(judged, others)
+        assert census.count_unsettled(judged) == failing_at_once(judged, others, settled_too=False) - 1
         approved = sum(other.spec.approved for other in others)
         asked = sum(not o.spec.approved and o.status.phase is QuarantinePhase.PENDING for o in others)
-        assert census.spent(name, asked_too=False) == approved
-        assert census.spent(name, asked_too=True) == approved + asked
-        assert census.probing(name) == sum(other.suspicion and other.probe_runs for other in others)
+        assert census.count_used_budget(name, include_requests=False) == approved
+        assert census.count_used_budget(name, include_requests=True) == approved + asked
+        assert census.count_probing(name) == sum(other.is_suspicion and other.is_probing for other in others)
 
 
 def suspected(name: str, *probes: ProbeResult, witness: Witness = Witness.NONE) -> Quarantine:
-    spec = QuarantineSpec("why", "uid", signs=(Sign("a", "i", "w", START, witness),))
+    spec = QuarantineSpec("why", "uid", signs=(NodeSuspicion("a", "i", "w", START, witness),))
     return Quarantine(name, f"q-{name}", spec, QuarantineStatus(probes=probes))
 
 
-def in_vain(inconclusive: Inconclusive, message: str, at: float = START) -> ProbeResult:
+def in_vain(inconclusive: InconclusiveReason, message: str, at: float = START) -> ProbeResult:
     return ProbeResult("p", at, at + 2, None, message, inconclusive)
 
 
 def refused(at: float = START, message: str = NO_GPU) -> ProbeResult:
-    return in_vain(Inconclusive.NOT_RUN, message, at)
+    return in_vain(InconclusiveReason.NOT_RUN, message, at)
 
 
 class TestBlame:
@@ -116,10 +116,10 @@ class TestBlame:
     def test_ends_where_others_have_left_the_probes_no_room(self, words: str) -> None:
         once, twice = refused(message=words), refused(START + 70, words)
         judged = suspected("node-1")
-        assert Census.of([suspected("node-2", once)]).failing_at_once(judged) == 2, "series may still show something"
-        assert Census.of([suspected("node-2", once, twice)]).failing_at_once(judged) == 1
+        assert QuarantineUsage.from_quarantines([suspected("node-2", once)]).count_failing_together(judged) == 2, "series may still show something"
+        assert QuarantineUsage.from_quarantines([suspected("node-2", once, twice)]).count_failing_together(judged) == 1
         runs = ProbeResult("p", START + 200)
-        assert Census.of([suspected("node-2", once, twice, runs)]).failing_at_once(judged) == 1, "it is asked once more"
+        assert QuarantineUsage.from_quarantines([suspected("node-2", once, twice, runs)]).count_failing_together(judged) == 1, "it is asked once more"
 
     @pytest.mark.parametrize(
         "probe",
@@ -128,58 +128,58 @@ class TestBlame:
             refused(message="Terminated: Pod was terminated in response to imminent node shutdown."),
             refused(message="UnexpectedAdmissionError: Allocate failed due to no healthy devices present"),
             refused(message="did not end within 60 s"),
-            in_vain(Inconclusive.IMAGE, "ErrImagePull: dial tcp: i/o timeout"),
-            in_vain(Inconclusive.OVERTAKEN, "another witness has spoken meanwhile"),
-            in_vain(Inconclusive.SLOW, "slow: it sends 6 MB/s"),
+            in_vain(InconclusiveReason.IMAGE, "ErrImagePull: dial tcp: i/o timeout"),
+            in_vain(InconclusiveReason.OVERTAKEN, "another witness has spoken meanwhile"),
+            in_vain(InconclusiveReason.SLOW, "slow: it sends 6 MB/s"),
             ProbeResult("p", START, START + 60, False, "did not end within 60 s"),
             ProbeResult("p", START, START + 60, False, "OutOfMemoryError: said by the probe itself"),
         ],
     )
     def test_stays_where_a_fault_of_many_nodes_may_have_been_in_the_probes_way(self, probe: ProbeResult) -> None:
         for probes in ((probe, probe), (refused(), probe), (probe, refused(START + 70))):
-            assert Census.of([suspected("node-2", *probes)]).failing_at_once(suspected("node-1")) == 2
+            assert QuarantineUsage.from_quarantines([suspected("node-2", *probes)]).count_failing_together(suspected("node-1")) == 2
 
     @pytest.mark.parametrize("witness", [Witness.GPU_SERIES, Witness.PROBE, Witness.NODE_CONDITION])
     def test_stays_where_a_sign_has_a_witness(self, witness: Witness) -> None:
         blamed = suspected("node-2", refused(), refused(START + 70), witness=witness)
-        assert Census.of([blamed]).failing_at_once(suspected("node-1")) == 2
+        assert QuarantineUsage.from_quarantines([blamed]).count_failing_together(suspected("node-1")) == 2
 
     def test_stays_where_the_node_has_a_witness_now(self) -> None:
         blamed = suspected("node-2", refused(), refused(START + 70))
         down = ConditionStatus("Witnessed", "True", "NodeCondition", "the node is not Ready", START + 80, 1)
-        census = Census.of([replace(blamed, status=replace(blamed.status, conditions=(down,)))])
-        assert census.failing_at_once(suspected("node-1")) == 2
+        census = QuarantineUsage.from_quarantines([replace(blamed, status=replace(blamed.status, conditions=(down,)))])
+        assert census.count_failing_together(suspected("node-1")) == 2
         away = replace(down, status="Unknown", reason="ProbeInconclusive")
-        census.put(replace(blamed, status=replace(blamed.status, conditions=(away,))))
-        assert census.failing_at_once(suspected("node-1")) == 1
+        census.update(replace(blamed, status=replace(blamed.status, conditions=(away,))))
+        assert census.count_failing_together(suspected("node-1")) == 1
 
 
 class TestApprovalsOnTheirWay:
     def test_one_counts_before_it_is_written_whatever_is_heard_of_the_node(self) -> None:
-        census = Census.of([suspected("node-1")])
+        census = QuarantineUsage.from_quarantines([suspected("node-1")])
         census.grant("node-1")
-        assert census.spent("node-2", asked_too=False) == 1
-        census.put(suspected("node-1"))
-        assert census.spent("node-2", asked_too=False) == 1, "the watch is behind"
-        assert census.spent("node-1", asked_too=False) == 0, "nobody stands in its own way"
+        assert census.count_used_budget("node-2", include_requests=False) == 1
+        census.update(suspected("node-1"))
+        assert census.count_used_budget("node-2", include_requests=False) == 1, "the watch is behind"
+        assert census.count_used_budget("node-1", include_requests=False) == 0, "nobody stands in its own way"
 
     def test_one_that_is_not_written_counts_no_longer_once_that_is_known(self) -> None:
-        census = Census.of([suspected("node-1")])
+        census = QuarantineUsage.from_quarantines([suspected("node-1")])
         census.grant("node-1")
         census.settle(suspected("node-1"), "node-1")
-        assert census.spent("node-2", asked_too=False) == 0
+        assert census.count_used_budget("node-2", include_requests=False) == 0
 
     def test_one_that_is_written_counts_once(self) -> None:
-        census = Census.of([suspected("node-1")])
+        census = QuarantineUsage.from_quarantines([suspected("node-1")])
         census.grant("node-1")
         written = suspected("node-1")
         written = replace(written, spec=replace(written.spec, approved=True))
-        census.put(written)
+        census.update(written)
         census.settle(written, "node-1")
-        assert census.spent("node-2", asked_too=False) == 1
+        assert census.count_used_budget("node-2", include_requests=False) == 1
 
     def test_with_the_object_goes_what_was_on_its_way_to_it(self) -> None:
-        census = Census.of([suspected("node-1")])
+        census = QuarantineUsage.from_quarantines([suspected("node-1")])
         census.grant("node-1")
         census.remove("node-1")
-        assert census.spent("node-2", asked_too=False) == 0
+        assert census.count_used_budget("node-2", include_requests=False) == 0

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_operator.api import Inconclusive, ProbeResult
-from pacekeeper_operator.decide.node_probes import result
+from pacekeeper_operator.api import InconclusiveReason, ProbeResult
+from pacekeeper_operator.decide.node_probes import evaluate_node_probe
 from pacekeeper_operator.decide.node_steps import ProbePod
 from pacekeeper_operator.probe import DRIVER, GPUS, MEMORY, NETWORK
 
@@ -18,16 +18,16 @@ PROBE = ProbeResult("p", START)
 
 
 def pod(phase: str, check: str = "", node: str = "node-2", gpus: bool = False, **changes: Any) -> ProbePod:
-    return replace(ProbePod(phase, "words", node=node, check=check, gpus=gpus), **changes)
+    return replace(ProbePod(phase, "words", node=node, reported_check=check, has_gpus=gpus), **changes)
 
 
-def ended(failed: ProbePod, *others: ProbePod, seconds: float = 5.0) -> tuple[bool | None, Inconclusive | None] | None:
-    found = result(PROBE, replace(failed, others=others), 60.0, START + seconds)
+def ended(failed: ProbePod, *others: ProbePod, seconds: float = 5.0) -> tuple[bool | None, InconclusiveReason | None] | None:
+    found = evaluate_node_probe(PROBE, replace(failed, others=others), 60.0, START + seconds)
     return None if found is None else (found.passed, found.inconclusive)
 
 
 FAILS = (False, None)
-SHARED, ALONE = (None, Inconclusive.SHARED), (None, Inconclusive.ALONE)
+SHARED, ALONE = (None, InconclusiveReason.SHARED), (None, InconclusiveReason.ALONE)
 
 
 @pytest.mark.parametrize(
@@ -49,11 +49,11 @@ SHARED, ALONE = (None, Inconclusive.SHARED), (None, Inconclusive.ALONE)
         ("", [pod("Failed", NETWORK)], FAILS),  # it has not even run, or is of another version and says no check
         ("", [pod("Succeeded")], FAILS),
         ("", [pod("Failed")], SHARED),
-        (NETWORK, [pod("Failed", "Evicted", inconclusive=Inconclusive.NOT_RUN)], ALONE),
+        (NETWORK, [pod("Failed", "Evicted", inconclusive=InconclusiveReason.NOT_RUN)], ALONE),
     ],
 )
 def test_a_check_counts_where_another_node_passes_it(
-    check: str, others: list[ProbePod], expected: tuple[bool | None, Inconclusive | None]
+    check: str, others: list[ProbePod], expected: tuple[bool | None, InconclusiveReason | None]
 ) -> None:
     gpus = check in (DRIVER, GPUS)
     assert ended(pod("Failed", check, "node-1", gpus), *others) == expected
@@ -65,9 +65,9 @@ def test_the_others_are_waited_for_as_long_as_they_may_tell() -> None:
     assert ended(failed, pod("Running"), pod("Succeeded", node="node-3")) == FAILS
     assert ended(failed, pod("Running"), seconds=60.0) == ALONE
     assert ended(pod("Failed", GPUS, "node-1", gpus=True), pod("Running", gpus=True)) is None
-    assert ended(pod("Failed", node="node-1", inconclusive=Inconclusive.NOT_RUN), pod("Running")) == (
+    assert ended(pod("Failed", node="node-1", inconclusive=InconclusiveReason.NOT_RUN), pod("Running")) == (
         None,
-        Inconclusive.NOT_RUN,
+        InconclusiveReason.NOT_RUN,
     )
 
 
@@ -81,7 +81,7 @@ def test_the_others_are_waited_for_as_long_as_they_may_tell() -> None:
     ],
 )
 def test_a_pod_that_does_not_end_counts_where_another_one_does(
-    others: list[ProbePod], expected: tuple[bool | None, Inconclusive | None]
+    others: list[ProbePod], expected: tuple[bool | None, InconclusiveReason | None]
 ) -> None:
     assert ended(pod("Pending", node="node-1"), *others, seconds=60.0) == expected
 

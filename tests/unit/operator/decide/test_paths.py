@@ -11,13 +11,13 @@ import pytest
 from pacekeeper_analysis.plan import Hop
 from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, PathControl, PathControlSpec
 from pacekeeper_operator.decide import paths, traffic
-from pacekeeper_operator.decide.paths import PORTS, among_of, hops_of, ways_of
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.decide.wiring import wire
-from pacekeeper_operator.network import NO_FABRIC, JobName, JobTraffic, Network, Pair, Seat
+from pacekeeper_operator.decide.paths import PORTS_PER_JOB, get_route_fingerprints, list_spine_hops, get_planned_routes
+from pacekeeper_operator.decide.think import evaluate_job
+from pacekeeper_operator.decide.wiring import build_wiring
+from pacekeeper_operator.network import NO_FABRIC, JobName, JobTraffic, NetworkState, RankPair, NodeRanks
 from pacekeeper_operator.observation import NodeView, Observation
-from pacekeeper_operator.state import Draft
-from tests.support.worlds import NOW, change_members, change_worker, job, policy, training
+from pacekeeper_operator.state import DesiredState
+from tests.support.worlds import NOW, change_members, change_worker, build_job, build_policy, build_training
 
 HOPS = {"10.98.1.1": "s1", "10.98.1.2": "s2", "10.98.2.2": "s2"}
 
@@ -28,43 +28,43 @@ def spec(mode: PathControl = PathControl.PROBE, **changes: Any) -> FabricSpec:
     return FabricSpec(**(values | changes))
 
 
-def network(*others: JobTraffic, leaves: str = "abab", planned: bool = False, **changes: Any) -> Network:
+def network(*others: JobTraffic, leaves: str = "abab", planned: bool = False, **changes: Any) -> NetworkState:
     """node-0 is in the leaf of the first letter. `planned`: the job of `training` has been looked at, too."""
     nodes = [NodeView(f"node-{n}", f"u{n}", labels={"leaf": leaf}) for n, leaf in enumerate(leaves)]
     fabric = spec(**changes)
-    wiring = wire(fabric, nodes, {})
+    wiring = build_wiring(fabric, nodes, {})
     known = [*others, *([JobTraffic(("ns", "j"), seats(4))] if planned else [])]
-    return Network(fabric, wiring, {one.name: one for one in known}, traffic.plan(wiring, known) if planned else None)
+    return NetworkState(fabric, wiring, {one.name: one for one in known}, traffic.plan_joint_traffic(wiring, known) if planned else None)
 
 
-def seats(count: int) -> tuple[Seat, ...]:
-    return tuple(Seat(f"node-{n}", (n,)) for n in range(count))
+def seats(count: int) -> tuple[NodeRanks, ...]:
+    return tuple(NodeRanks(f"node-{n}", (n,)) for n in range(count))
 
 
-def under(found: Network | None, world: Observation | None = None) -> Observation:
-    world = world or training(4, 1)
-    return replace(world, surroundings=replace(world.surroundings, network=found))
+def under(found: NetworkState | None, world: Observation | None = None) -> Observation:
+    world = world or build_training(4, 1)
+    return replace(world, surroundings=replace(world.cluster_view, network=found))
 
 
-def starting(found: Network | None, world: Observation | None = None) -> Observation:
+def starting(found: NetworkState | None, world: Observation | None = None) -> Observation:
     """Before its first step."""
     return change_members(under(found, world), first_step_at=0.0)
 
 
-def step(world: Observation) -> Draft:
-    return paths.step(world, policy())
+def step(world: Observation) -> DesiredState:
+    return paths.update_planned_paths(world, build_policy())
 
 
-def ways(draft: Draft) -> Mapping[Pair, int]:
-    return ways_of(draft.plan)
+def ways(draft: DesiredState) -> Mapping[RankPair, int]:
+    return get_planned_routes(draft.plan)
 
 
-def with_ways(world: Observation, draft: Draft, changes: Mapping[Pair, str]) -> Observation:
+def with_ways(world: Observation, draft: DesiredState, changes: Mapping[RankPair, str]) -> Observation:
     """The plan names other spines for some pairs."""
     found = draft.plan.paths
     assert found is not None
     wanted = tuple(replace(one, spine=changes.get((one.source, one.destination), one.spine)) for one in found.wanted)
-    return world.with_draft(draft.with_plan(paths=replace(found, wanted=wanted)))
+    return world.with_desired(draft.with_plan(paths=replace(found, wanted=wanted)))
 
 
 class TestWanted:
@@ -73,7 +73,7 @@ class TestWanted:
         assert found is not None
         assert {(one.source, one.destination) for one in found.wanted} == {(1, 0), (2, 1), (3, 2), (0, 3)}
         assert found.hops == (Hop("10.98.1.1", "s1"), Hop("10.98.1.2", "s2"), Hop("10.98.2.2", "s2"))
-        assert (found.first_port, found.last_port) == (20000, 20000 + PORTS - 1)
+        assert (found.first_port, found.last_port) == (20000, 20000 + PORTS_PER_JOB - 1)
         up_of_a = [one.spine for one in found.wanted if one.source in (0, 2)]
         assert sorted(up_of_a) == ["s1", "s2"], "each its own"
 
@@ -84,20 +84,20 @@ class TestWanted:
 
     def test_it_is_the_same_again(self) -> None:
         world = starting(network(planned=True))
-        written = world.with_draft(step(world))
-        assert step(written) is written.draft
+        written = world.with_desired(step(world))
+        assert step(written) is written.desired
 
     @pytest.mark.parametrize("mode", [PathControl.OFF, PathControl.REROLL])
     def test_without_probes_there_are_none(self, mode: PathControl) -> None:
         world = starting(network())
-        written = world.with_draft(step(world))
+        written = world.with_desired(step(world))
         assert step(starting(network(mode=mode), written)).plan.paths is None
         assert step(starting(NO_FABRIC, written)).plan.paths is None
 
     def test_an_operator_that_has_not_looked_yet_takes_nothing_away(self) -> None:
         world = starting(network())
-        written = world.with_draft(step(world))
-        assert step(starting(None, written)) is written.draft
+        written = world.with_desired(step(world))
+        assert step(starting(None, written)) is written.desired
 
     def test_a_spine_that_answers_to_no_address_cannot_be_found(self) -> None:
         world = starting(network(hops={"10.98.1.1": "s1", "not an address": "s2", "10.98.1.9": "s9"}))
@@ -106,7 +106,7 @@ class TestWanted:
         assert {one.spine for one in found.wanted} == {"s1"}
         assert found.hops == (Hop("10.98.1.1", "s1"),)
         assert step(starting(network(hops={"10.98.1.9": "s9"}))).plan.paths is None
-        assert hops_of(spec(hops={"FE80::0:1": "s1", "fe80::1": "s1"})) == (Hop("fe80::1", "s1"),), (
+        assert list_spine_hops(spec(hops={"FE80::0:1": "s1", "fe80::1": "s1"})) == (Hop("fe80::1", "s1"),), (
             "as the kernel says it"
         )
 
@@ -126,11 +126,11 @@ class TestTraining:
         draft = step(world)
         other = {(1, 0): "s2" if ways(draft)[1, 0] == 0 else "s1"}
         moved = change_members(with_ways(world, draft, other), first_step_at=NOW)
-        assert step(moved) is moved.draft
+        assert step(moved) is moved.desired
         cut = under(network(exceptions=(LinkException("b", "s1"),)), moved)
-        assert step(cut) is cut.draft
+        assert step(cut) is cut.desired
         untouched = under(network())
-        assert step(untouched) is untouched.draft, "nor has a job paths at once where a Fabric is made"
+        assert step(untouched) is untouched.desired, "nor has a job paths at once where a Fabric is made"
 
     def test_before_the_first_step_what_is_planned_counts(self) -> None:
         world = starting(network(planned=True))
@@ -142,17 +142,17 @@ class TestTraining:
         world = starting(network())
         draft = step(world)
         way = ways(draft)[1, 0]
-        cut = starting(network(exceptions=(LinkException("b", f"s{way + 1}"),)), world.with_draft(draft))
+        cut = starting(network(exceptions=(LinkException("b", f"s{way + 1}"),)), world.with_desired(draft))
         after = step(cut)
         assert ways(after)[1, 0] == 1 - way
         assert ways(after)[2, 1] == ways(draft)[2, 1]
 
     def test_it_is_written_down_what_the_leaves_could_choose_among(self) -> None:
         whole = step(starting(network()))
-        assert not among_of(whole.plan)
+        assert not get_route_fingerprints(whole.plan)
         cut = step(starting(network(exceptions=(LinkException("b", "s1"),))))
-        assert among_of(cut.plan).keys() == ways(cut).keys(), "both leaves of each flow lack the same spine"
-        assert len(set(among_of(cut.plan).values())) == 1
+        assert get_route_fingerprints(cut.plan).keys() == ways(cut).keys(), "both leaves of each flow lack the same spine"
+        assert len(set(get_route_fingerprints(cut.plan).values())) == 1
 
 
 class TestChangedMembers:
@@ -162,7 +162,7 @@ class TestChangedMembers:
         draft = step(world)
         other = {pair: "s2" if way == 0 else "s1" for pair, way in ways(draft).items()}
         turned = with_ways(world, draft, other)
-        assert step(turned) is turned.draft
+        assert step(turned) is turned.desired
 
     def test_a_job_that_was_heard_of_since_is_planned_by_itself(self) -> None:
         seen = network(planned=True)
@@ -179,29 +179,29 @@ class TestOthers:
         assert set(ways(step(starting(network(busy)))).values()) == {1}
 
     def test_jobs_that_share_a_node_have_ports_of_their_own(self) -> None:
-        first, second = (20000, 20000 + PORTS - 1), (20000 + PORTS, 20000 + 2 * PORTS - 1)
+        first, second = (20000, 20000 + PORTS_PER_JOB - 1), (20000 + PORTS_PER_JOB, 20000 + 2 * PORTS_PER_JOB - 1)
         found = step(starting(network(self.other(ports=first)))).plan.paths
         assert found is not None
         assert (found.first_port, found.last_port) == second
-        apart = replace(self.other(ports=first), seats=(Seat("node-9", (0,)),))
+        apart = replace(self.other(ports=first), seats=(NodeRanks("node-9", (0,)),))
         elsewhere = step(starting(network(apart))).plan.paths
         assert elsewhere is not None
         assert elsewhere.first_port == 20000
 
     def test_of_two_that_have_taken_the_same_at_once_one_gives_way(self) -> None:
         world = starting(network())
-        written = world.with_draft(step(world))
-        ports = (20000, 20000 + PORTS - 1)
+        written = world.with_desired(step(world))
+        ports = (20000, 20000 + PORTS_PER_JOB - 1)
         later = step(starting(network(self.other(("ns", "z"), ports=ports)), written)).plan.paths
         earlier = step(starting(network(self.other(("ns", "a"), ports=ports)), written)).plan.paths
         assert later is not None
         assert earlier is not None
-        assert (later.first_port, earlier.first_port) == (20000, 20000 + PORTS)
+        assert (later.first_port, earlier.first_port) == (20000, 20000 + PORTS_PER_JOB)
 
     def test_where_no_port_is_left_there_are_no_paths(self) -> None:
-        busy = self.other(ports=(20000, 20000 + PORTS - 1))
-        assert step(starting(network(busy, ports=(20000, 20000 + 2 * PORTS - 2)))).plan.paths is None
-        assert step(starting(network(ports=(20000, 20000 + PORTS - 2)))).plan.paths is None
+        busy = self.other(ports=(20000, 20000 + PORTS_PER_JOB - 1))
+        assert step(starting(network(busy, ports=(20000, 20000 + 2 * PORTS_PER_JOB - 2)))).plan.paths is None
+        assert step(starting(network(ports=(20000, 20000 + PORTS_PER_JOB - 2)))).plan.paths is None
 
 
 class TestMembers:
@@ -209,30 +209,30 @@ class TestMembers:
 
     def test_a_spare_takes_over(self) -> None:
         world = starting(network(leaves="ababb"))
-        world = world.with_draft(step(world))
-        thought = think(change_worker(world, "j-w3-0", gone=True), policy())
-        assert [member.worker for member in thought.draft.plan.members][3] == "j-w4-0"
-        assert set(ways(thought.draft)) == {(1, 0), (2, 1), (3, 2), (0, 3)}
+        world = world.with_desired(step(world))
+        thought = evaluate_job(change_worker(world, "j-w3-0", gone=True), build_policy())
+        assert [member.worker for member in thought.desired.plan.members][3] == "j-w4-0"
+        assert set(ways(thought.desired)) == {(1, 0), (2, 1), (3, 2), (0, 3)}
 
     def test_a_job_that_shrinks(self) -> None:
-        world = starting(network(), training(4, 0, job=job(4, 0, min_replicas=2)))
-        world = world.with_draft(step(world))
+        world = starting(network(), build_training(4, 0, job=build_job(4, 0, min_replicas=2)))
+        world = world.with_desired(step(world))
         gone = change_worker(world, "j-w3-0", gone=True)
-        waits = gone.with_draft(think(gone, policy()).draft)
+        waits = gone.with_desired(evaluate_job(gone, build_policy()).desired)
         late = replace(waits, now=waits.now + 400)
-        thought = think(late, policy())
-        assert not thought.failures
-        assert len(thought.draft.plan.members) == 3
-        assert all(max(pair) < 3 for pair in ways(thought.draft))
+        thought = evaluate_job(late, build_policy())
+        assert not thought.failed_steps
+        assert len(thought.desired.plan.members) == 3
+        assert all(max(pair) < 3 for pair in ways(thought.desired))
 
     def test_a_job_that_is_suspended_and_goes_on(self) -> None:
-        world = starting(network(), training(4, 1, job=job(4, 1, suspend=True)))
-        world = world.with_draft(step(world))
-        thought = think(world, policy())
-        assert not thought.failures
-        stopped = world.with_draft(thought.draft)
+        world = starting(network(), build_training(4, 1, job=build_job(4, 1, suspend=True)))
+        world = world.with_desired(step(world))
+        thought = evaluate_job(world, build_policy())
+        assert not thought.failed_steps
+        stopped = world.with_desired(thought.desired)
         for view in stopped.workers:
             stopped = change_worker(stopped, view.name, gone=True)
-        resumed = think(replace(stopped, job=job(4, 1)), policy())
-        assert not resumed.failures
-        assert (resumed.draft.plan.members, resumed.draft.plan.paths) == ((), None)
+        resumed = evaluate_job(replace(stopped, job=build_job(4, 1)), build_policy())
+        assert not resumed.failed_steps
+        assert (resumed.desired.plan.members, resumed.desired.plan.paths) == ((), None)

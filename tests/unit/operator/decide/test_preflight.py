@@ -6,46 +6,46 @@ from dataclasses import replace
 
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator import ledger
-from pacekeeper_operator.api import Condition, ConditionStatus, JobStatus, PreflightSpec, Remedy, Verdict, Witness
+from pacekeeper_operator.api import JobCondition, ConditionStatus, JobStatus, PreflightSpec, Remedy, QuarantineVerdict, Witness
 from pacekeeper_operator.decide import membership, preflight, status, workforce
-from pacekeeper_operator.decide.think import effects, think
-from pacekeeper_operator.effects import AskForQuarantine, CreatePod, LookAtNodes
-from pacekeeper_operator.observation import NodeCheck, Observation, Ruling
-from tests.support.worlds import NOW, fresh, job, policy, training, with_pods
+from pacekeeper_operator.decide.think import list_effects, evaluate_job
+from pacekeeper_operator.effects import RequestQuarantine, CreatePod, CheckNodes
+from pacekeeper_operator.observation import NodeCheck, Observation, QuarantineDecision
+from tests.support.worlds import NOW, build_fresh, build_job, build_policy, build_training, with_pods
 
 WANTED = PreflightSpec(enabled=True)
 
 
 def placed(replicas: int = 2, spares: int = 0, spec: PreflightSpec = WANTED) -> Observation:
     """All workers have their nodes and are warm; no rank has begun."""
-    world = fresh(job=job(replicas, spares, preflight=spec))
-    world = world.with_draft(workforce.step(world, policy()))
-    world = with_pods(world.with_draft(workforce.step(world, policy())), state=LauncherState.WARM)
-    return world.with_draft(workforce.step(world, policy()))
+    world = build_fresh(job=build_job(replicas, spares, preflight=spec))
+    world = world.with_desired(workforce.update_workforce(world, build_policy()))
+    world = with_pods(world.with_desired(workforce.update_workforce(world, build_policy())), state=LauncherState.WARM)
+    return world.with_desired(workforce.update_workforce(world, build_policy()))
 
 
 def checked(world: Observation, passed: bool | None = True, *nodes: str, at: float = NOW) -> Observation:
     """These nodes have been looked at; none named: all that workers are on."""
     names = nodes or tuple(view.node for view in world.workers)
-    found = {world.surroundings.nodes[name].uid: NodeCheck(at, passed, "slow: its cores") for name in names}
-    return replace(world, checks={**world.checks, **found})
+    found = {world.cluster_view.nodes[name].uid: NodeCheck(at, passed, "slow: its cores") for name in names}
+    return replace(world, checks={**world.node_checks, **found})
 
 
 def stepped(world: Observation, **rules: object) -> Observation:
-    return world.with_draft(preflight.step(world, policy(**rules)))
+    return world.with_desired(preflight.apply_preflight(world, build_policy(**rules)))
 
 
 def founded(world: Observation) -> bool:
-    return bool(membership.step(world, policy()).plan.members)
+    return bool(membership.update_membership(world, build_policy()).plan.members)
 
 
-def looks(world: Observation) -> list[LookAtNodes]:
-    return [effect for effect in effects(world, policy(), {}) if isinstance(effect, LookAtNodes)]
+def looks(world: Observation) -> list[CheckNodes]:
+    return [effect for effect in list_effects(world, build_policy(), {}) if isinstance(effect, CheckNodes)]
 
 
 def condition(world: Observation) -> tuple[str, str, str]:
-    said = status.report(world, policy(), JobStatus()).conditions
-    return next((c.status, c.reason, c.message) for c in said if c.type == Condition.PREFLIGHT)
+    said = status.build_job_status(world, build_policy(), JobStatus()).conditions
+    return next((c.status, c.reason, c.message) for c in said if c.type == JobCondition.PREFLIGHT)
 
 
 class TestBeforeTheStart:
@@ -53,7 +53,7 @@ class TestBeforeTheStart:
         world = stepped(placed(spec=PreflightSpec()))
         assert founded(world)
         assert not looks(world)
-        assert not any(c.type == Condition.PREFLIGHT for c in status.report(world, policy(), JobStatus()).conditions)
+        assert not any(c.type == JobCondition.PREFLIGHT for c in status.build_job_status(world, build_policy(), JobStatus()).conditions)
 
     def test_ranks_wait_until_all_nodes_have_passed(self) -> None:
         world = stepped(placed())
@@ -93,12 +93,12 @@ class TestBeforeTheStart:
         made = max(view.pod.created_at for view in world.workers if view.pod)
         assert founded(stepped(checked(world, at=made - 86400.0)))
         assert not founded(stepped(checked(world, at=made - 86401.0)))
-        assert not founded(stepped(checked(world, None, at=made - preflight.UNKNOWN_SECONDS - 1)))
+        assert not founded(stepped(checked(world, None, at=made - preflight.UNKNOWN_CHECK_TTL_SECONDS - 1)))
 
     def test_an_operator_that_finds_the_job_training_repeats_what_was_said(self) -> None:
-        world = training(2, 0, job=job(2, 0, preflight=WANTED))
+        world = build_training(2, 0, job=build_job(2, 0, preflight=WANTED))
         said = ConditionStatus("Preflight", "Unknown", "NotFoundOut", "node-1: no image")
-        told = status.report(world, policy(), JobStatus(conditions=(said,))).conditions
+        told = status.build_job_status(world, build_policy(), JobStatus(conditions=(said,))).conditions
         assert [(c.status, c.reason, c.message) for c in told if c.type == "Preflight"] == [
             ("Unknown", "NotFoundOut", "node-1: no image")
         ]
@@ -111,15 +111,15 @@ class TestANodeThatFails:
         after = stepped(checked(checked(world), False, bad))
         given_up = [w.name for w in after.state.placement.workers if w.leaving]
         assert given_up == [view.name for view in world.workers if view.node == bad]
-        assert preflight.avoided(after) == (bad,)
+        assert preflight.list_failed_nodes(after) == (bad,)
         (wanted,) = after.state.incidents.quarantines
-        assert (wanted.node, wanted.witness, wanted.uid) == (bad, Witness.PROBE, world.surroundings.nodes[bad].uid)
+        assert (wanted.node, wanted.witness, wanted.uid) == (bad, Witness.PROBE, world.cluster_view.nodes[bad].uid)
         assert not founded(after)
         assert condition(after)[:2] == ("False", "NodesFailed")
-        replaced = after.with_draft(workforce.step(after, policy()))
-        wants = effects(replaced, policy(), {})
+        replaced = after.with_desired(workforce.update_workforce(after, build_policy()))
+        wants = list_effects(replaced, build_policy(), {})
         assert [effect.avoid for effect in wants if isinstance(effect, CreatePod)] == [(bad,)]
-        assert any(isinstance(effect, AskForQuarantine) for effect in wants)
+        assert any(isinstance(effect, RequestQuarantine) for effect in wants)
 
     def test_two_workers_on_it_both_go(self) -> None:
         world = placed()
@@ -131,8 +131,8 @@ class TestANodeThatFails:
 
     def test_a_verdict_ends_the_suspicion_and_the_node_stays_avoided(self) -> None:
         world = stepped(checked(placed(), False))
-        rulings = {w.case: Ruling(Verdict.QUARANTINED, "held") for w in world.state.incidents.quarantines}
-        after = think(replace(world, rulings=rulings), policy()).draft
+        rulings = {w.node_key: QuarantineDecision(QuarantineVerdict.QUARANTINED, "held") for w in world.state.incidents.quarantines}
+        after = evaluate_job(replace(world, rulings=rulings), build_policy()).desired
         assert not after.state.incidents.quarantines
         assert after.state.preflight.avoided
 
@@ -146,12 +146,12 @@ class TestANodeThatFails:
 
     def test_where_there_is_no_room_without_it_the_job_takes_it(self) -> None:
         world = stepped(checked(placed(), False))
-        crowded = world.with_draft(world.draft.with_placement(attempts=1))
-        again = checked(placed(), False).with_draft(
-            placed().draft.with_preflight(avoided=crowded.state.preflight.avoided).with_placement(attempts=1)
+        crowded = world.with_desired(world.desired.with_placement(attempts=1))
+        again = checked(placed(), False).with_desired(
+            placed().desired.with_preflight(avoided=crowded.state.preflight.avoided).with_placement(attempts=1)
         )
         after = stepped(again)
-        assert preflight.avoided(after) == ()
+        assert preflight.list_failed_nodes(after) == ()
         assert founded(after)
         assert "no room without it" in condition(after)[2]
 
@@ -161,22 +161,22 @@ class TestANodeThatFails:
         assert not stepped(replace(world, now=NOW + 86401)).state.preflight.avoided
 
     def test_it_is_written_down(self) -> None:
-        draft = stepped(checked(placed(), False)).draft
-        assert ledger.read(ledger.write(draft, "j"), "j").draft == draft
+        draft = stepped(checked(placed(), False)).desired
+        assert ledger.decode_state(ledger.encode_state(draft, "j"), "j").desired == draft
 
 
 class TestASpare:
     def test_it_takes_no_ranks_before_its_node_has_passed(self) -> None:
-        world = training(2, 1, job=job(2, 1, preflight=WANTED))
-        lost = world.with_draft(world.draft.with_worker(replace(world.workers[0].record, leaving="lost", dead=True)))
+        world = build_training(2, 1, job=build_job(2, 1, preflight=WANTED))
+        lost = world.with_desired(world.desired.with_worker(replace(world.workers[0].record, leaving="lost", dead=True)))
         waiting = stepped(lost)
         assert [effect.nodes for effect in looks(waiting)] == [(("node-2", "node-uid-2"),)]
-        members = membership.step(waiting, policy()).plan.members
+        members = membership.update_membership(waiting, build_policy()).plan.members
         assert "j-w2-0" not in {member.worker for member in members}
         ready = stepped(checked(waiting, True, "node-2"))
-        assert "j-w2-0" in {member.worker for member in membership.step(ready, policy()).plan.members}
+        assert "j-w2-0" in {member.worker for member in membership.update_membership(ready, build_policy()).plan.members}
 
     def test_members_are_left_alone(self) -> None:
-        world = training(2, 1, job=job(2, 1, preflight=WANTED))
+        world = build_training(2, 1, job=build_job(2, 1, preflight=WANTED))
         after = stepped(checked(world, False))
         assert [worker.name for worker in after.state.placement.workers if worker.leaving] == ["j-w2-0"]

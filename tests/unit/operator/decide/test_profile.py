@@ -7,26 +7,26 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.adapt import Trouble
-from pacekeeper_analysis.behaviour.localise import Explanation, Localisation, sentences
-from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
-from pacekeeper_analysis.plan import Sources, Stop, SyncMode
+from pacekeeper_analysis.adapt import Bottleneck
+from pacekeeper_analysis.behaviour.localise import Explanation, Localization, describe_localization
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Signal, SignalKind
+from pacekeeper_analysis.plan import SourceNaming, Stop, SyncMode
 from pacekeeper_analysis.reports import Evidence, RankWindow
-from pacekeeper_operator.api import Cause, Class, DetectionSpec, JobSpec, Outcome, ProfileSpec
+from pacekeeper_operator.api import IncidentCause, IncidentClass, DetectionSpec, JobSpec, IncidentOutcome, ProfileSpec
 from pacekeeper_operator.decide import profile
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.effects import KeepBehaviour, Localise
-from pacekeeper_operator.observation import Localised, Metrics, Observation
-from pacekeeper_operator.state import Incident, Suspicion
-from tests.support.worlds import NOW, change_members, policy, training
+from pacekeeper_operator.decide.think import evaluate_job
+from pacekeeper_operator.effects import SaveProfile, LocalizeProfile
+from pacekeeper_operator.observation import LocalizedProfile, JobMetrics, Observation
+from pacekeeper_operator.state import Incident, StragglerInvestigation
+from tests.support.worlds import NOW, change_members, build_policy, build_training
 
-STEADY = Metrics(step_seconds=0.1, pace=1.0, uniform=1.0)
+STEADY = JobMetrics(step_seconds=0.1, pace=1.0, uniform=1.0)
 FOUND = Finding(
     FaultClass.CODE,
     "train.py:augment on rank 2",
-    (Witness(WitnessKind.TIMES, "1.4 × its peers'"), Witness(WitnessKind.BEHAVIOUR, "augment takes 0.2 s")),
+    (Signal(SignalKind.TIMES, "1.4 × its peers'"), Signal(SignalKind.BEHAVIOUR, "augment takes 0.2 s")),
 )
-LOCALISATION = Localisation(
+LOCALISATION = Localization(
     FOUND,
     (Explanation(FOUND, "train.py:augment", (2,), 0.2, 0.9),),
     step_seconds=0.6,
@@ -38,15 +38,15 @@ LOCALISATION = Localisation(
 NOTHING = replace(LOCALISATION, finding=Finding(FaultClass.UNKNOWN, ""), explanations=(), excess_seconds=0.0)
 
 
-DATA = Finding(FaultClass.DATA, "sequence lengths on all ranks", (Witness(WitnessKind.TIMES, "uneven"),))
-LINK = Finding(FaultClass.NETWORK, "link 0 → 2", (Witness(WitnessKind.TRANSPORT, "12 MB/s"),))
+DATA = Finding(FaultClass.DATA, "sequence lengths on all ranks", (Signal(SignalKind.TIMES, "uneven"),))
+LINK = Finding(FaultClass.NETWORK, "link 0 → 2", (Signal(SignalKind.TRANSPORT, "12 MB/s"),))
 
 
 def volatile(**changes: Any) -> Incident:
     values: dict[str, Any] = {
         "name": "j-volatile",
-        "cause": Cause.VOLATILE,
-        "class_": Class.PERFORMANCE,
+        "cause": IncidentCause.VOLATILE,
+        "class_": IncidentClass.PERFORMANCE,
         "round": 1,
         "message": "slow",
         "first_sign": NOW - 60,
@@ -58,37 +58,37 @@ def volatile(**changes: Any) -> Incident:
 
 
 def steady(*incidents: Incident, uniform: float = 1.0, **changes: Any) -> Observation:
-    world = training(**{"metrics": replace(STEADY, uniform=uniform), **changes})
-    return world.with_draft(world.draft.with_incidents(current=incidents))
+    world = build_training(**{"metrics": replace(STEADY, uniform=uniform), **changes})
+    return world.with_desired(world.desired.with_incidents(current=incidents))
 
 
-def suspecting(world: Observation, shown: Trouble | None) -> Observation:
-    return world.with_draft(world.draft.with_adaptation(suspicion=Suspicion(NOW - 5, shown=shown)))
+def suspecting(world: Observation, shown: Bottleneck | None) -> Observation:
+    return world.with_desired(world.desired.with_adaptation(suspicion=StragglerInvestigation(NOW - 5, shown=shown)))
 
 
 def stepped(world: Observation, **changes: Any) -> Observation:
-    return world.with_draft(profile.step(world, policy(**changes)))
+    return world.with_desired(profile.advance_profile_window(world, build_policy(**changes)))
 
 
 def by_hand(world: Observation, wanted: str = "1") -> Observation:
     return replace(world, job=replace(world.job, profile_wanted=wanted))
 
 
-def told(world: Observation, localisation: Localisation = LOCALISATION) -> Observation:
+def told(world: Observation, localisation: Localization = LOCALISATION) -> Observation:
     assert world.plan.profile is not None
-    return replace(world, patterns=4, localised=Localised(world.plan.profile.name, localisation, "{}"))
+    return replace(world, patterns=4, localised=LocalizedProfile(world.plan.profile.name, localisation, "{}"))
 
 
 class TestBegin:
     def test_nothing_is_looked_into_while_all_is_well(self) -> None:
         world = steady()
-        assert profile.step(world, policy()) == world.draft
+        assert profile.advance_profile_window(world, build_policy()) == world.desired
 
     def test_an_incident_that_names_no_function(self) -> None:
         asked = stepped(steady(volatile()))
         window = asked.plan.profile
         assert window is not None
-        assert (window.first_step, window.steps, window.sources) == (562, 80, Sources.HASH)
+        assert (window.first_step, window.steps, window.sources) == (562, 80, SourceNaming.HASH)
         assert asked.state.profiling.incident == "j-volatile"
         assert asked.plan.version == 101
 
@@ -101,8 +101,8 @@ class TestBegin:
         "incident",
         [
             volatile(finding=FOUND),
-            volatile(cause=Cause.SLOW_COMMUNICATION, finding=FOUND),
-            volatile(cause=Cause.CRASH),
+            volatile(cause=IncidentCause.SLOW_COMMUNICATION, finding=FOUND),
+            volatile(cause=IncidentCause.CRASH),
             volatile(round=0),
         ],
         ids=["names one", "names its cause", "not slowness", "another round"],
@@ -112,13 +112,13 @@ class TestBegin:
 
     def test_once_an_incident(self) -> None:
         world = stepped(steady(volatile()))
-        over = world.with_draft(profile._end(world.draft))
+        over = world.with_desired(profile._end_window(world.desired))
         assert stepped(over).plan.profile is None
 
     def test_all_ranks_slow_alike_and_again_only_once_they_are_slower(self) -> None:
         world = stepped(steady(uniform=1.2))
         assert world.plan.profile is not None
-        over = world.with_draft(profile._end(world.draft))
+        over = world.with_desired(profile._end_window(world.desired))
         assert stepped(over).plan.profile is None
         slower = replace(over, metrics=replace(STEADY, uniform=1.35))
         assert stepped(slower).plan.profile is not None
@@ -131,46 +131,46 @@ class TestBegin:
     def test_answers_that_show_nothing_yet_keep_it_off_and_those_that_show_no_trouble_do_not(self) -> None:
         world = steady(uniform=1.2)
         assert stepped(suspecting(world, None)).plan.profile is None
-        assert stepped(suspecting(world, Trouble.COMMUNICATION)).plan.profile is None
-        assert stepped(suspecting(world, Trouble.NONE)).plan.profile is not None
+        assert stepped(suspecting(world, Bottleneck.COMMUNICATION)).plan.profile is None
+        assert stepped(suspecting(world, Bottleneck.NONE)).plan.profile is not None
 
-    @pytest.mark.parametrize("cause", [Cause.UNEVEN_LENGTHS, Cause.GARBAGE])
-    def test_what_names_itself_explains_how_slow_all_are(self, cause: Cause) -> None:
+    @pytest.mark.parametrize("cause", [IncidentCause.UNEVEN_LENGTHS, IncidentCause.GARBAGE])
+    def test_what_names_itself_explains_how_slow_all_are(self, cause: IncidentCause) -> None:
         named = volatile(name="j-named", cause=cause, finding=DATA)
         explained = stepped(steady(named, uniform=1.4))
         assert (explained.plan.profile, explained.state.profiling.uniform) == (None, 1.4)
         slower = replace(explained, metrics=replace(STEADY, uniform=1.6))
         assert stepped(slower).plan.profile is None, "it is open: by how much it slows them is its own"
-        over = slower.with_draft(slower.draft.with_incidents(current=()))
+        over = slower.with_desired(slower.desired.with_incidents(current=()))
         assert stepped(over).plan.profile is not None
 
-    @pytest.mark.parametrize("cause", [Cause.UNEVEN_LENGTHS, Cause.GARBAGE])
-    def test_what_names_itself_keeps_its_name(self, cause: Cause) -> None:
+    @pytest.mark.parametrize("cause", [IncidentCause.UNEVEN_LENGTHS, IncidentCause.GARBAGE])
+    def test_what_names_itself_keeps_its_name(self, cause: IncidentCause) -> None:
         """Whoever waits for uneven ranks waits in collectives, which is no link's fault."""
         world = stepped(steady(uniform=1.4))
         opened = volatile(name="j-named", cause=cause, finding=DATA, decided=world.now)
         waits = replace(LOCALISATION, finding=replace(FOUND, fault=FaultClass.NETWORK, culprit="all_reduce"))
-        done = told(world.with_draft(world.draft.with_incidents(current=(opened,))), waits)
-        assert profile.check(done, policy()) is None
+        done = told(world.with_desired(world.desired.with_incidents(current=(opened,))), waits)
+        assert profile.check_profile(done, build_policy()) is None
         (incident,) = stepped(done).state.incidents.current
         assert incident.finding == DATA
-        assert incident.evidence == sentences(waits)
+        assert incident.evidence == describe_localization(waits)
 
     def test_ranks_that_all_work_for_longer_are_looked_into_however_uneven_they_are(self) -> None:
         """As under a processor quota on all nodes, which holds up one rank after the other."""
-        world = suspecting(steady(metrics=replace(STEADY, uniform=1.5, pace=1.4)), Trouble.COMMUNICATION)
+        world = suspecting(steady(metrics=replace(STEADY, uniform=1.5, pace=1.4)), Bottleneck.COMMUNICATION)
         assert stepped(world).plan.profile is None
         slow = RankWindow(0, (1, 2), (0.1, 0.1), (0.06, 0.06), (0, 0), baseline_own_seconds=0.04)
         assert stepped(replace(world, evidence=(Evidence("ask", "w", 1, (slow,)),))).plan.profile is not None
 
     def test_slow_work_of_which_no_incident_tells(self) -> None:
         """A dear remedy waits for the loss to be worth it, and a job may have none: people are told all the same."""
-        world = suspecting(steady(), Trouble.COMPUTE)
+        world = suspecting(steady(), Bottleneck.COMPUTE)
         asked = stepped(world)
         assert asked.plan.profile is not None
-        assert stepped(asked.with_draft(profile._end(asked.draft))).plan.profile is None, "once a round"
-        told_of = volatile(cause=Cause.STRAGGLER, finding=FOUND)
-        assert stepped(suspecting(steady(told_of), Trouble.COMPUTE)).plan.profile is None
+        assert stepped(asked.with_desired(profile._end_window(asked.desired))).plan.profile is None, "once a round"
+        told_of = volatile(cause=IncidentCause.STRAGGLER, finding=FOUND)
+        assert stepped(suspecting(steady(told_of), Bottleneck.COMPUTE)).plan.profile is None
 
     @pytest.mark.parametrize(
         ("seconds", "uniform", "asked"), [(5, 1.5, False), (12, 1.5, True), (12, 1.05, False), (12, None, False)]
@@ -180,35 +180,35 @@ class TestBegin:
     ) -> None:
         """As a quota on one node, which looks now like slow work and now like slow links."""
         world = steady(metrics=replace(STEADY, pace=1.8, uniform=uniform))
-        shown = Suspicion(NOW - seconds, shown=Trouble.COMMUNICATION)
-        world = world.with_draft(world.draft.with_adaptation(suspicion=shown))
+        shown = StragglerInvestigation(NOW - seconds, shown=Bottleneck.COMMUNICATION)
+        world = world.with_desired(world.desired.with_adaptation(suspicion=shown))
         assert (stepped(world).plan.profile is not None) == asked
 
     def test_how_slow_all_are_with_a_slow_link_is_known_once_the_link_is_named(self) -> None:
-        known = stepped(steady(volatile(cause=Cause.SLOW_COMMUNICATION, finding=LINK), uniform=1.5))
+        known = stepped(steady(volatile(cause=IncidentCause.SLOW_COMMUNICATION, finding=LINK), uniform=1.5))
         assert known.plan.profile is None
-        over = known.with_draft(known.draft.with_incidents(current=()))
+        over = known.with_desired(known.desired.with_incidents(current=()))
         assert stepped(over).plan.profile is None
         slower = replace(over, metrics=replace(STEADY, uniform=1.8))
         assert stepped(slower).plan.profile is not None
-        nobody = volatile(cause=Cause.SLOW_COMMUNICATION, finding=replace(LINK, culprit=""))
+        nobody = volatile(cause=IncidentCause.SLOW_COMMUNICATION, finding=replace(LINK, culprit=""))
         assert stepped(steady(nobody)).plan.profile is not None
 
     def test_two_an_hour_and_then_by_hand(self) -> None:
         world = steady(volatile())
-        spent = world.with_draft(world.draft.with_profiling(asked=(NOW - 3000, NOW - 10)))
+        spent = world.with_desired(world.desired.with_profiling(asked=(NOW - 3000, NOW - 10)))
         assert stepped(spent).plan.profile is None
         assert stepped(spent, profiles_an_hour=3).plan.profile is not None
         assert stepped(by_hand(spent)).plan.profile is not None
-        old = world.with_draft(world.draft.with_profiling(asked=(NOW - 3700, NOW - 10)))
+        old = world.with_desired(world.desired.with_profiling(asked=(NOW - 3700, NOW - 10)))
         assert stepped(old).plan.profile is not None
 
     def test_by_hand_once_for_each_value_and_in_any_mode(self) -> None:
         world = steady()
-        local = world.with_draft(world.draft.with_plan(sync_mode=SyncMode.EDIT))
+        local = world.with_desired(world.desired.with_plan(sync_mode=SyncMode.EDIT))
         asked = stepped(by_hand(local))
         assert asked.plan.profile is not None
-        over = asked.with_draft(profile._end(asked.draft))
+        over = asked.with_desired(profile._end_window(asked.desired))
         assert stepped(over).plan.profile is None
         assert stepped(by_hand(over, "2")).plan.profile is not None
 
@@ -216,35 +216,35 @@ class TestBegin:
         assert stepped(by_hand(change_members(steady(), first_step_at=0.0))).plan.profile is None
 
     def test_the_job_may_show_its_sources(self) -> None:
-        detection = DetectionSpec(profile=ProfileSpec(Sources.SHOW))
+        detection = DetectionSpec(profile=ProfileSpec(SourceNaming.SHOW))
         world = steady(volatile())
         shown = replace(world, job=replace(world.job, spec=replace(world.job.spec, detection=detection)))
         window = stepped(shown).plan.profile
         assert window is not None
-        assert window.sources is Sources.SHOW
+        assert window.sources is SourceNaming.SHOW
 
 
 class TestAnswers:
     def test_all_of_them_are_looked_into_at_once(self) -> None:
         world = stepped(steady(volatile()))
         assert world.plan.profile is not None
-        assert list(profile.errands(replace(world, patterns=3, patterns_at=world.now))) == []
-        assert list(profile.errands(replace(world, patterns=4))) == [Localise(world.plan.profile.name, 4)]
+        assert list(profile.list_profile_effects(replace(world, patterns=3, patterns_at=world.now))) == []
+        assert list(profile.list_profile_effects(replace(world, patterns=4))) == [LocalizeProfile(world.plan.profile.name, 4)]
 
     def test_some_once_the_time_is_over_or_the_round_is(self) -> None:
         world = stepped(steady(volatile()))
         world = replace(world, patterns=3, patterns_at=world.state.profiling.until)
         late = replace(world, now=world.state.profiling.until + 1)
-        assert len(list(profile.errands(late))) == 1
+        assert len(list(profile.list_profile_effects(late))) == 1
         assert stepped(late).plan.profile is not None
-        assert len(list(profile.errands(change_members(world, round=2)))) == 1
+        assert len(list(profile.list_profile_effects(change_members(world, round=2)))) == 1
 
     def test_who_does_not_answer_with_the_others_is_not_waited_for(self) -> None:
         world = stepped(steady(volatile()))
         world = replace(world, patterns=3, patterns_at=world.now + 8)
         assert world.state.profiling.until > world.now + 20
-        assert list(profile.errands(replace(world, now=world.now + 10))) == []
-        assert len(list(profile.errands(replace(world, now=world.now + 8 + profile.LATE_SECONDS)))) == 1
+        assert list(profile.list_profile_effects(replace(world, now=world.now + 10))) == []
+        assert len(list(profile.list_profile_effects(replace(world, now=world.now + 8 + profile.PROFILE_LATE_ANSWER_SECONDS)))) == 1
 
     def test_none_ends_it(self) -> None:
         world = stepped(steady(volatile()))
@@ -254,7 +254,7 @@ class TestAnswers:
 
     def test_a_stop_ends_it(self) -> None:
         world = stepped(steady(volatile()))
-        assert stepped(world.with_draft(world.draft.with_plan(stop=Stop.SUSPEND))).plan.profile is None
+        assert stepped(world.with_desired(world.desired.with_plan(stop=Stop.SUSPEND))).plan.profile is None
 
     def test_the_answer_goes_into_the_incident(self) -> None:
         done = stepped(told(stepped(steady(volatile()))))
@@ -262,38 +262,38 @@ class TestAnswers:
         assert incident is not None
         assert incident.finding is not None
         assert (incident.finding.culprit, incident.finding.fault) == (FOUND.culprit, FaultClass.CODE)
-        assert len(incident.finding.kinds) == 2
+        assert len(incident.finding.signal_kinds) == 2
         assert done.plan.profile is None
-        assert list(profile.errands(done)) == [KeepBehaviour("profile-101", "j-volatile")]
+        assert list(profile.list_profile_effects(done)) == [SaveProfile("profile-101", "j-volatile")]
 
     def test_into_one_that_is_over_meanwhile_too(self) -> None:
         world = stepped(steady(volatile()))
-        closed = world.with_draft(world.draft.with_incident(volatile(outcome=Outcome.NOT_HELPED)))
+        closed = world.with_desired(world.desired.with_incident(volatile(outcome=IncidentOutcome.NOT_HELPED)))
         incident = stepped(told(closed)).state.incidents.find("j-volatile")
         assert incident is not None
         assert incident.finding is not None
 
     def test_into_one_that_was_opened_meanwhile(self) -> None:
         world = stepped(steady(uniform=1.2))
-        opened = world.with_draft(world.draft.with_incident(volatile(decided=NOW + 1)))
-        (incident,) = think(told(opened), policy()).observation.state.incidents.current
+        opened = world.with_desired(world.desired.with_incident(volatile(decided=NOW + 1)))
+        (incident,) = evaluate_job(told(opened), build_policy()).observation.state.incidents.current
         assert incident.finding is not None
         assert incident.finding.culprit == FOUND.culprit
 
     def test_that_transfers_take_long_takes_no_link_its_name(self) -> None:
-        transfers = Finding(FaultClass.NETWORK, "all_reduce on all ranks", (Witness(WitnessKind.BEHAVIOUR, "waits"),))
+        transfers = Finding(FaultClass.NETWORK, "all_reduce on all ranks", (Signal(SignalKind.BEHAVIOUR, "waits"),))
         world = stepped(steady(uniform=1.2))
-        opened = world.with_draft(
-            world.draft.with_incident(volatile(cause=Cause.SLOW_COMMUNICATION, finding=LINK, decided=NOW + 1))
+        opened = world.with_desired(
+            world.desired.with_incident(volatile(cause=IncidentCause.SLOW_COMMUNICATION, finding=LINK, decided=NOW + 1))
         )
         shown = stepped(told(opened, replace(LOCALISATION, finding=transfers)))
         finding = shown.state.incidents.current[0].finding
         assert finding is not None
         assert finding.culprit == LINK.culprit
-        assert WitnessKind.BEHAVIOUR in finding.kinds
+        assert SignalKind.BEHAVIOUR in finding.signal_kinds
 
     def test_an_unknown_answer_takes_no_finding_away(self) -> None:
-        known = Finding(FaultClass.HARDWARE, "rank 1", (Witness(WitnessKind.TIMES, "slow"),))
+        known = Finding(FaultClass.HARDWARE, "rank 1", (Signal(SignalKind.TIMES, "slow"),))
         world = stepped(steady(volatile(finding=known)))
         incident = stepped(told(world, NOTHING)).state.incidents.find("j-volatile")
         assert incident is not None
@@ -302,22 +302,22 @@ class TestAnswers:
 
     def test_where_there_was_no_incident_it_opens_one(self) -> None:
         asked = told(stepped(by_hand(steady())))
-        thought = think(asked, policy())
+        thought = evaluate_job(asked, build_policy())
         (incident,) = thought.observation.state.incidents.current
-        assert thought.failures == ()
-        assert (incident.cause, incident.class_, incident.remedy) == (Cause.SLOW_STEPS, Class.PERFORMANCE, None)
+        assert thought.failed_steps == ()
+        assert (incident.cause, incident.class_, incident.remedy) == (IncidentCause.SLOW_STEPS, IncidentClass.PERFORMANCE, None)
         assert incident.finding is not None
         assert incident.finding.culprit == FOUND.culprit
         assert incident.message == "steps take 0.220 s longer than usual: train.py:augment on rank 2"
         assert incident.slowdown_before == pytest.approx(0.6 / 0.38)
         assert thought.observation.plan.profile is None
         assert thought.observation.state.adaptation.vain is None, "stragglers are looked for as before"
-        again = think(thought.observation, policy())
+        again = evaluate_job(thought.observation, build_policy())
         assert len(again.observation.state.incidents.current) == 1
-        assert list(profile.errands(thought.observation)) == [KeepBehaviour("profile-101", incident.name)]
+        assert list(profile.list_profile_effects(thought.observation)) == [SaveProfile("profile-101", incident.name)]
 
     def test_nothing_slow_opens_none(self) -> None:
-        thought = think(told(stepped(by_hand(steady())), NOTHING), policy())
+        thought = evaluate_job(told(stepped(by_hand(steady())), NOTHING), build_policy())
         assert thought.observation.state.incidents.current == ()
         assert thought.observation.plan.profile is None
 
@@ -325,12 +325,12 @@ class TestAnswers:
     def test_little_that_nothing_explains_opens_none(self, excess: float, opened: int) -> None:
         unknown = replace(FOUND, fault=FaultClass.UNKNOWN, culprit="rank 0")
         little = replace(LOCALISATION, finding=unknown, excess_seconds=excess)
-        thought = think(told(stepped(by_hand(steady())), little), policy())
+        thought = evaluate_job(told(stepped(by_hand(steady())), little), build_policy())
         assert len(thought.observation.state.incidents.current) == opened
 
 
 def test_the_sentences_say_what_is_missing() -> None:
-    words = sentences(replace(LOCALISATION, heard=3, remarks=("3 of 4 ranks have answered",)))
+    words = describe_localization(replace(LOCALISATION, heard=3, remarks=("3 of 4 ranks have answered",)))
     assert "90% of that is explained" in words[0]
     assert words[1].startswith("Code: train.py:augment on rank 2; without it a step would take 0.200 s less")
     assert words[-1] == "3 of 4 ranks have answered"
@@ -338,7 +338,7 @@ def test_the_sentences_say_what_is_missing() -> None:
 
 def test_the_spec_names_the_sources() -> None:
     spec = JobSpec.parse({"template": {}, "detection": {"profile": {"sources": "Show"}}})
-    assert spec.detection.profile.sources is Sources.SHOW
+    assert spec.detection.profile.sources is SourceNaming.SHOW
 
 
 def test_no_window_is_waited_for_longer_than_an_hour_however_long_steps_are_said_to_take() -> None:

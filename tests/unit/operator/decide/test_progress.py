@@ -11,22 +11,22 @@ from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_analysis.reports import Heartbeat
 from pacekeeper_operator.api import JobStatus, parse_duration
-from pacekeeper_operator.decide.progress import Pace, of_steps, remaining_seconds, rounded
-from pacekeeper_operator.decide.status import report
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.observation import Metrics, Observation
-from tests.support.worlds import NOW, change_members, change_worker, job, policy, training
+from pacekeeper_operator.decide.progress import TrainingSpeed, format_progress, estimate_remaining_seconds, round_remaining_seconds
+from pacekeeper_operator.decide.status import build_job_status
+from pacekeeper_operator.decide.think import evaluate_job
+from pacekeeper_operator.observation import JobMetrics, Observation
+from tests.support.worlds import NOW, change_members, change_worker, build_job, build_policy, build_training
 
 
 def at(step: int, total: int = 1000, **changes: object) -> Observation:
     """A job of 0.5 s a step that began at step 0, 300 s ago."""
-    world = change_members(training(**changes), step=step, total_steps=total)  # type: ignore[arg-type]
-    world = world.with_draft(world.draft.with_life(paced_since=NOW - 300))
-    return replace(world, metrics=Metrics(throughput=32 / 0.5))
+    world = change_members(build_training(**changes), step=step, total_steps=total)  # type: ignore[arg-type]
+    world = world.with_desired(world.desired.with_lifecycle(paced_since=NOW - 300))
+    return replace(world, metrics=JobMetrics(throughput=32 / 0.5))
 
 
 def said(world: Observation, before: JobStatus | None = None) -> tuple[int | None, str | None, str | None]:
-    status = report(world, policy(), before or JobStatus())
+    status = build_job_status(world, build_policy(), before or JobStatus())
     return status.total_steps, status.progress, status.remaining
 
 
@@ -35,33 +35,33 @@ def test_at_its_pace() -> None:
 
 
 def test_interruptions_count_and_the_recent_weighs_as_much_as_all() -> None:
-    steady = Pace(steps=100, seconds=60.0)
-    assert remaining_seconds(100, steady) == pytest.approx(60)
-    interrupted = Pace(steps=100, seconds=60.0, step_seconds=0.5, kept=50 / 60)
-    assert remaining_seconds(100, interrupted) == pytest.approx(60), "as often as before"
-    slower = Pace(steps=100, seconds=60.0, step_seconds=1.2)
-    assert remaining_seconds(100, slower) == pytest.approx((60 + 120) / 2)
+    steady = TrainingSpeed(steps=100, seconds=60.0)
+    assert estimate_remaining_seconds(100, steady) == pytest.approx(60)
+    interrupted = TrainingSpeed(steps=100, seconds=60.0, step_seconds=0.5, lasting_share=50 / 60)
+    assert estimate_remaining_seconds(100, interrupted) == pytest.approx(60), "as often as before"
+    slower = TrainingSpeed(steps=100, seconds=60.0, step_seconds=1.2)
+    assert estimate_remaining_seconds(100, slower) == pytest.approx((60 + 120) / 2)
 
 
 @pytest.mark.parametrize(
     ("left", "pace", "seconds"),
     [
-        (0, Pace(10, 10.0), 0.0),
-        (10, Pace(0, 10.0), None),
-        (10, Pace(-5, 10.0), None),
-        (10, Pace(10, -1.0), None),
-        (10, Pace(10, 10.0, step_seconds=math.nan), None),
-        (10, Pace(10, 10.0, step_seconds=math.inf), None),
-        (10, Pace(10, 10.0, step_seconds=-1e300), None),
-        (2**53, Pace(10, 10.0), None),
+        (0, TrainingSpeed(10, 10.0), 0.0),
+        (10, TrainingSpeed(0, 10.0), None),
+        (10, TrainingSpeed(-5, 10.0), None),
+        (10, TrainingSpeed(10, -1.0), None),
+        (10, TrainingSpeed(10, 10.0, step_seconds=math.nan), None),
+        (10, TrainingSpeed(10, 10.0, step_seconds=math.inf), None),
+        (10, TrainingSpeed(10, 10.0, step_seconds=-1e300), None),
+        (2**53, TrainingSpeed(10, 10.0), None),
     ],
 )
-def test_what_cannot_be_believed_is_not_said(left: int, pace: Pace, seconds: float | None) -> None:
-    assert remaining_seconds(left, pace) == seconds
+def test_what_cannot_be_believed_is_not_said(left: int, pace: TrainingSpeed, seconds: float | None) -> None:
+    assert estimate_remaining_seconds(left, pace) == seconds
 
 
 def test_ranks_that_are_not_heard_say_nothing_of_the_pace() -> None:
-    half = Metrics(throughput=16 / 0.5, untold=("j-w2-0", "j-w3-0"))
+    half = JobMetrics(throughput=16 / 0.5, untold=("j-w2-0", "j-w3-0"))
     assert said(replace(at(600), metrics=half)) == (1000, "60%", "3m20s")
 
 
@@ -92,13 +92,13 @@ def test_a_worker_that_has_just_joined_takes_nothing_back() -> None:
 
 
 def test_a_suspended_job_says_how_far_it_is_but_not_for_how_long() -> None:
-    world = at(600, job=job(4, 1, suspend=True))
-    assert said(world.with_draft(world.draft.with_plan(stop=Stop.SUSPEND))) == (1000, "60%", None)
+    world = at(600, job=build_job(4, 1, suspend=True))
+    assert said(world.with_desired(world.desired.with_plan(stop=Stop.SUSPEND))) == (1000, "60%", None)
 
 
 def test_a_complete_one_is_done() -> None:
     world = at(1000)
-    assert said(world.with_draft(world.draft.with_life(completed_at=NOW)), JobStatus(total_steps=1000)) == (
+    assert said(world.with_desired(world.desired.with_lifecycle(completed_at=NOW)), JobStatus(total_steps=1000)) == (
         1000,
         "100%",
         None,
@@ -106,24 +106,24 @@ def test_a_complete_one_is_done() -> None:
 
 
 def test_the_pace_is_counted_from_the_first_step_after_a_resumption() -> None:
-    world = change_members(training(step=500), restored_step=480, first_step_at=NOW - 10, total_steps=1000)
-    life = think(world, policy()).draft.state.life
+    world = change_members(build_training(step=500), restored_step=480, first_step_at=NOW - 10, total_steps=1000)
+    life = evaluate_job(world, build_policy()).desired.state.life
     assert (life.paced_since, life.paced_step) == (NOW - 10, 480)
     later = change_members(replace(world, now=NOW + 90), restored_step=490, first_step_at=NOW + 80, step=510)
-    kept = think(
-        later.with_draft(replace(later.draft, state=replace(later.state, life=life))), policy()
-    ).draft.state.life
+    kept = evaluate_job(
+        later.with_desired(replace(later.desired, state=replace(later.state, life=life))), build_policy()
+    ).desired.state.life
     assert (kept.paced_since, kept.paced_step) == (NOW - 10, 480), "another round is no new beginning"
 
 
 @pytest.mark.parametrize(("done", "total", "words"), [(0, 3, "0%"), (2, 3, "66%"), (999, 1000, "99%"), (-1, 3, None)])
 def test_of_steps(done: int, total: int, words: str | None) -> None:
-    assert of_steps(done, total) == words
+    assert format_progress(done, total) == words
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(4.0, 0), (43.0, 40), (400.0, 420), (7300.0, 7200), (90_001.0, 90_000)])
 def test_what_is_shown_is_rounded(seconds: float, shown: float) -> None:
-    assert rounded(seconds) == shown
+    assert round_remaining_seconds(seconds) == shown
 
 
 def test_a_look_a_moment_later_says_the_same() -> None:

@@ -11,90 +11,90 @@ import pytest
 from pacekeeper_analysis.plan import EvidencePart, Hop, Paths, PlannedPath
 from pacekeeper_analysis.reports import Evidence, LinkWindow
 from pacekeeper_operator.api import (
-    Cause,
-    Class,
+    IncidentCause,
+    IncidentClass,
     FabricSpec,
     JobStatus,
     LevelSpec,
     LinkException,
     LinkState,
-    Mode,
+    RemediationMode,
     PathControl,
     PathControlSpec,
     Remedy,
 )
 from pacekeeper_operator.decide import replan, traffic
-from pacekeeper_operator.decide.links import BEFORE_SECONDS
-from pacekeeper_operator.decide.paths import ways_of
-from pacekeeper_operator.decide.pricing import plan_traffic_option, slowdown_of_traffic
-from pacekeeper_operator.decide.status import report
-from pacekeeper_operator.decide.think import think
-from pacekeeper_operator.decide.wiring import wire
-from pacekeeper_operator.network import JobTraffic, Network, Pair, Seat
+from pacekeeper_operator.decide.links import REROUTE_EVIDENCE_WAIT_SECONDS
+from pacekeeper_operator.decide.paths import get_planned_routes
+from pacekeeper_operator.decide.pricing import build_plan_traffic_option, compute_traffic_slowdown
+from pacekeeper_operator.decide.status import build_job_status
+from pacekeeper_operator.decide.think import evaluate_job
+from pacekeeper_operator.decide.wiring import build_wiring
+from pacekeeper_operator.network import JobTraffic, NetworkState, RankPair, NodeRanks
 from pacekeeper_operator.observation import NodeView, Observation
-from pacekeeper_operator.state import WayChange
-from tests.support.worlds import NOW, change_members, decisions, policy, training
+from pacekeeper_operator.state import RouteChange
+from tests.support.worlds import NOW, change_members, list_decisions, build_policy, build_training
 
 HOPS = {"10.0.0.1": "s1", "10.0.0.2": "s2"}
-COLLIDING: Mapping[Pair, int] = {(1, 0): 0, (0, 1): 0}
+COLLIDING: Mapping[RankPair, int] = {(1, 0): 0, (0, 1): 0}
 
 
 def network(
     *,
-    own: Mapping[Pair, int] = COLLIDING,
+    own: Mapping[RankPair, int] = COLLIDING,
     mode: PathControl = PathControl.PROBE,
     waiting: float = 0.4,
     membership: int = 1,
     acts: bool = True,
     **changes: Any,
-) -> Network:
+) -> NetworkState:
     """The job of `training` on node-0 and node-1 beside another one that uses the first of two spines."""
     spec = FabricSpec(2, levels=(LevelSpec("leaf"),), hops=HOPS, path_control=PathControlSpec(mode), **changes)
     nodes = [NodeView(f"node-{n}", f"u{n}", labels={"leaf": "ab"[n % 2]}) for n in range(4)]
-    wiring = wire(spec, nodes, {})
-    mine = JobTraffic(("ns", "j"), (Seat("node-0", (0,)), Seat("node-1", (1,))), membership, own)
+    wiring = build_wiring(spec, nodes, {})
+    mine = JobTraffic(("ns", "j"), (NodeRanks("node-0", (0,)), NodeRanks("node-1", (1,))), membership, own)
     mine = replace(mine, waiting=waiting, round_seconds=5.0, acts=acts)
     other = JobTraffic(
-        ("ns", "o"), (Seat("node-2", (0,)), Seat("node-3", (1,))), 1, COLLIDING, waiting=0.4, round_seconds=900.0
+        ("ns", "o"), (NodeRanks("node-2", (0,)), NodeRanks("node-3", (1,))), 1, COLLIDING, waiting=0.4, round_seconds=900.0
     )
     jobs = {job.name: job for job in (mine, other)}
-    return Network(spec, wiring, jobs, traffic.plan(wiring, list(jobs.values())))
+    return NetworkState(spec, wiring, jobs, traffic.plan_joint_traffic(wiring, list(jobs.values())))
 
 
 def world(
-    seen: Network | None, own: Mapping[Pair, int] = COLLIDING, *, asked_at: float = NOW - BEFORE_SECONDS - 1
+    seen: NetworkState | None, own: Mapping[RankPair, int] = COLLIDING, *, asked_at: float = NOW - REROUTE_EVIDENCE_WAIT_SECONDS - 1
 ) -> Observation:
     """`asked_at`: when its connections were asked for their pace, which they have not told."""
-    found = training(2, 0)
-    found = found.with_draft(found.draft.with_adaptation(ways_asked_at=asked_at))
+    found = build_training(2, 0)
+    found = found.with_desired(found.desired.with_adaptation(ways_asked_at=asked_at))
     paths = Paths(
         tuple(PlannedPath(*pair, f"s{way + 1}") for pair, way in own.items()),
         tuple(Hop(address, spine) for address, spine in HOPS.items()),
         20000,
         20511,
     )
-    found = found.with_draft(found.draft.with_plan(paths=paths))
-    return replace(found, surroundings=replace(found.surroundings, network=seen))
+    found = found.with_desired(found.desired.with_plan(paths=paths))
+    return replace(found, surroundings=replace(found.cluster_view, network=seen))
 
 
 class TestDecided:
     def test_a_round_by_the_same_workers_over_other_ways(self) -> None:
         before = world(network())
-        thought = think(before, policy())
-        after = thought.draft.plan
-        assert not thought.failures
+        thought = evaluate_job(before, build_policy())
+        after = thought.desired.plan
+        assert not thought.failed_steps
         assert (after.membership, after.members) == (2, before.plan.members)
-        assert set(ways_of(after).values()) == {1}
+        assert set(get_planned_routes(after).values()) == {1}
         assert after.paths is not None
         assert before.plan.paths is not None
         assert after.paths.first_port == before.plan.paths.first_port
-        assert not thought.draft.state.budget.restarts, "nothing was broken"
+        assert not thought.desired.state.budget.restarts, "nothing was broken"
 
     def test_what_is_written_of_it(self) -> None:
-        (incident,) = decisions(think(world(network()), policy()))
+        (incident,) = list_decisions(evaluate_job(world(network()), build_policy()))
         assert (incident.cause, incident.class_, incident.remedy, incident.live) == (
-            Cause.SLOW_COMMUNICATION,
-            Class.PERFORMANCE,
+            IncidentCause.SLOW_COMMUNICATION,
+            IncidentClass.PERFORMANCE,
             Remedy.PLAN_TRAFFIC,
             False,
         )
@@ -108,35 +108,35 @@ class TestDecided:
 
     def test_its_round_is_over_with_the_first_step_and_then_it_is_measured(self) -> None:
         before = world(network())
-        thought = think(before, policy())
-        later = replace(before.with_draft(thought.draft), now=NOW + 3)
-        waiting = think(later, policy())
-        assert not decisions(waiting)
+        thought = evaluate_job(before, build_policy())
+        later = replace(before.with_desired(thought.desired), now=NOW + 3)
+        waiting = evaluate_job(later, build_policy())
+        assert not list_decisions(waiting)
         done = change_members(later, membership=2, round=2, first_step_at=NOW + 2, steps_in_round=1)
-        draft = think(done, policy()).draft
+        draft = evaluate_job(done, build_policy()).desired
         (incident,) = draft.state.incidents.current
         assert (incident.outcome, incident.live, incident.recovered) == (None, True, NOW + 2)
         assert draft.state.budget.restart_seconds == pytest.approx(2.0)
 
     def test_what_is_to_be_found_out_is_kept_with_the_way_back(self) -> None:
-        trial = think(world(network()), policy()).draft.state.adaptation.way_trial
+        trial = evaluate_job(world(network()), build_policy()).desired.state.adaptation.way_trial
         assert trial is not None
         assert (trial.membership, trial.step_seconds) == (2, 0.1)
-        assert trial.changes == (WayChange(0, 1, "s1", 0, "s2", 0), WayChange(1, 0, "s1", 0, "s2", 0))
+        assert trial.changes == (RouteChange(0, 1, "s1", 0, "s2", 0), RouteChange(1, 0, "s1", 0, "s2", 0))
 
     def test_nothing_of_a_job_that_makes_way_for_others(self) -> None:
         seen = network()
         assert seen.traffic is not None
         due = {name: replace(one, slowdown=1.0) for name, one in seen.traffic.due.items()}
-        thought = think(world(replace(seen, traffic=replace(seen.traffic, due=due))), policy())
-        assert (thought.draft.plan.membership, thought.draft.state.adaptation.way_trial) == (2, None)
+        thought = evaluate_job(world(replace(seen, traffic=replace(seen.traffic, due=due))), build_policy())
+        assert (thought.desired.plan.membership, thought.desired.state.adaptation.way_trial) == (2, None)
 
     def test_a_slow_link_is_gone_around(self) -> None:
         slow = tuple(LinkException(leaf, "s1", LinkState.SLOW, 1e11) for leaf in "ab")
         alone = network(exceptions=slow)
         jobs = {("ns", "j"): alone.jobs["ns", "j"]}
-        seen = replace(alone, jobs=jobs, traffic=traffic.plan(alone.wiring, list(jobs.values())))
-        assert set(ways_of(think(world(seen), policy()).draft.plan).values()) == {1}
+        seen = replace(alone, jobs=jobs, traffic=traffic.plan_joint_traffic(alone.wiring, list(jobs.values())))
+        assert set(get_planned_routes(evaluate_job(world(seen), build_policy()).desired.plan).values()) == {1}
 
     def test_a_dead_one_too(self) -> None:
         """Its flows are on the other one by now, where the network has put them: nothing is to be won beside a job that
@@ -144,7 +144,7 @@ class TestDecided:
         dead = network(exceptions=(LinkException("a", "s1"), LinkException("b", "s1")))
         assert dead.traffic is not None
         assert set(dead.traffic.ways["ns", "j"].values()) == {1}
-        assert not decisions(think(world(dead), policy()))
+        assert not list_decisions(evaluate_job(world(dead), build_policy()))
 
 
 class TestMeasuredBefore:
@@ -152,11 +152,11 @@ class TestMeasuredBefore:
 
     def asked(self) -> Observation:
         before = world(network(), asked_at=0.0)
-        first = think(before, policy())
-        assert not decisions(first)
-        assert first.draft.state.adaptation.ways_asked_at == NOW
-        assert EvidencePart.LINKS in first.draft.plan.evidence_parts
-        return before.with_draft(first.draft)
+        first = evaluate_job(before, build_policy())
+        assert not list_decisions(first)
+        assert first.desired.state.adaptation.ways_asked_at == NOW
+        assert EvidencePart.LINKS in first.desired.plan.evidence_parts
+        return before.with_desired(first.desired)
 
     def told(self, found: Observation, seconds: float) -> Observation:
         ends = (("10.0.0.0:40", "10.0.0.1:50", 0), ("10.0.0.1:40", "10.0.0.0:50", 1))
@@ -170,21 +170,21 @@ class TestMeasuredBefore:
         return replace(found, now=NOW + seconds, evidence=tuple(answers))
 
     def test_they_are_asked_before_a_round(self) -> None:
-        thought = think(self.told(self.asked(), 1.0), policy())
-        trial = thought.draft.state.adaptation.way_trial
-        assert thought.draft.plan.membership == 2
+        thought = evaluate_job(self.told(self.asked(), 1.0), build_policy())
+        trial = thought.desired.state.adaptation.way_trial
+        assert thought.desired.plan.membership == 2
         assert trial is not None
         assert [one.bytes_per_second for one in trial.changes] == [pytest.approx(50e6)] * 2
 
     def test_but_not_waited_for_long(self) -> None:
         found = self.asked()
-        for seconds, membership in ((BEFORE_SECONDS, 1), (BEFORE_SECONDS + 0.1, 2)):
-            assert think(replace(found, now=NOW + seconds), policy()).draft.plan.membership == membership
+        for seconds, membership in ((REROUTE_EVIDENCE_WAIT_SECONDS, 1), (REROUTE_EVIDENCE_WAIT_SECONDS + 0.1, 2)):
+            assert evaluate_job(replace(found, now=NOW + seconds), build_policy()).desired.plan.membership == membership
 
     def test_and_the_question_is_taken_back_where_nothing_is_due_any_more(self) -> None:
         found = self.asked()
-        over = replace(found, surroundings=replace(found.surroundings, network=network(waiting=0.0)), now=NOW + 4)
-        assert think(over, policy()).draft.plan.evidence_request == ""
+        over = replace(found, surroundings=replace(found.cluster_view, network=network(waiting=0.0)), now=NOW + 4)
+        assert evaluate_job(over, build_policy()).desired.plan.evidence_request == ""
 
 
 class TestLeftAlone:
@@ -201,41 +201,41 @@ class TestLeftAlone:
         ],
         ids=["not looked", "off", "reroll", "another membership", "apart already", "no plan", "not known"],
     )
-    def test_where_nothing_is_due(self, seen: Network | None) -> None:
-        assert replan.check(world(seen), policy()) is None
+    def test_where_nothing_is_due(self, seen: NetworkState | None) -> None:
+        assert replan.check_replanned_routes(world(seen), build_policy()) is None
 
     def test_where_what_is_planned_cannot_be_followed(self) -> None:
         """A round for it would change nothing, and would be due again."""
         seen = network()
         unheard = replace(seen, spec=replace(seen.spec, hops={"10.0.0.1": "s1"}))
         before = world(unheard, own={})
-        bare = before.with_draft(before.draft.with_plan(paths=None))
-        assert replan.check(bare, policy()) is None
+        bare = before.with_desired(before.desired.with_plan(paths=None))
+        assert replan.check_replanned_routes(bare, build_policy()) is None
         crowded = replace(
             seen, spec=replace(seen.spec, path_control=PathControlSpec(PathControl.PROBE, (20000, 20100)))
         )
-        without = world(crowded).with_draft(world(crowded).draft.with_plan(paths=None))
-        assert replan.check(without, policy()) is None
+        without = world(crowded).with_desired(world(crowded).desired.with_plan(paths=None))
+        assert replan.check_replanned_routes(without, build_policy()) is None
 
     def test_where_it_is_not_allowed(self) -> None:
         others = frozenset(Remedy) - {Remedy.PLAN_TRAFFIC}
-        assert replan.check(world(network()), policy(allow=others)) is None
+        assert replan.check_replanned_routes(world(network()), build_policy(allow=others)) is None
 
     def test_before_the_round_has_shown_its_pace(self) -> None:
         young = change_members(world(network()), steps_in_round=3)
-        assert replan.check(young, policy()) is None
+        assert replan.check_replanned_routes(young, build_policy()) is None
 
     def test_in_mode_recommend_it_is_said_once(self) -> None:
         before = world(network())
-        first = think(before, policy(mode=Mode.RECOMMEND))
-        (incident,) = decisions(first)
+        first = evaluate_job(before, build_policy(mode=RemediationMode.RECOMMEND))
+        (incident,) = list_decisions(first)
         assert (incident.remedy, incident.applied) == (Remedy.PLAN_TRAFFIC, None)
-        assert first.draft.plan.membership == 1
-        again = before.with_draft(first.draft)
+        assert first.desired.plan.membership == 1
+        again = before.with_desired(first.desired)
         for n in range(3):
-            thought = think(replace(again, now=NOW + 1 + n), policy(mode=Mode.RECOMMEND))
-            assert not decisions(thought)
-            again = again.with_draft(thought.draft)
+            thought = evaluate_job(replace(again, now=NOW + 1 + n), build_policy(mode=RemediationMode.RECOMMEND))
+            assert not list_decisions(thought)
+            again = again.with_desired(thought.desired)
 
     def test_what_is_recommended_for_it_alone_is_said_and_not_done(self) -> None:
         """Its plan holds the ways that it has: nobody plans around a move that will not come."""
@@ -243,39 +243,39 @@ class TestLeftAlone:
         assert seen.traffic is not None
         assert seen.traffic.due == {}
         assert seen.traffic.ways["ns", "j"] == COLLIDING
-        thought = think(world(seen), policy(mode=Mode.RECOMMEND))
-        (incident,) = decisions(thought)
+        thought = evaluate_job(world(seen), build_policy(mode=RemediationMode.RECOMMEND))
+        (incident,) = list_decisions(thought)
         assert (incident.remedy, incident.applied) == (Remedy.PLAN_TRAFFIC, None)
         assert "wins all jobs 480 s" in incident.message
-        assert thought.draft.plan.membership == 1
+        assert thought.desired.plan.membership == 1
 
     def test_beside_an_incident_of_the_round_it_gets_a_name_of_its_own(self) -> None:
         before = world(network())
-        (incident,) = decisions(think(before, policy()))
+        (incident,) = list_decisions(evaluate_job(before, build_policy()))
         live = replace(incident, live=True, remedy=Remedy.LOCAL_SGD)
-        thought = think(before.with_draft(before.draft.with_incident(live)), policy())
-        assert thought.draft.plan.membership == 2
-        names = {one.name for one in thought.draft.state.incidents.current}
+        thought = evaluate_job(before.with_desired(before.desired.with_incident(live)), build_policy())
+        assert thought.desired.plan.membership == 2
+        names = {one.name for one in thought.desired.state.incidents.current}
         assert len(names) == 2
 
 
 class TestPrice:
     def test_what_waits_for_the_ring_shrinks_with_it(self) -> None:
-        assert slowdown_of_traffic(0.5, 1.0, 2.0) == pytest.approx(1 / 0.75)
-        assert slowdown_of_traffic(0.0, 1.0, 2.0) == 1.0
-        assert slowdown_of_traffic(0.5, 1.0, 1.0) == 1.0
-        assert slowdown_of_traffic(0.5, 2.0, 1.0) < 1.0, "of a job that gives way"
-        assert slowdown_of_traffic(0.5, 1.0, 0.0) == 1.0, "it sends nothing between leaves"
-        assert slowdown_of_traffic(1.0, 0.0, 1.0) == pytest.approx(100.0), "bounded"
+        assert compute_traffic_slowdown(0.5, 1.0, 2.0) == pytest.approx(1 / 0.75)
+        assert compute_traffic_slowdown(0.0, 1.0, 2.0) == 1.0
+        assert compute_traffic_slowdown(0.5, 1.0, 1.0) == 1.0
+        assert compute_traffic_slowdown(0.5, 2.0, 1.0) < 1.0, "of a job that gives way"
+        assert compute_traffic_slowdown(0.5, 1.0, 0.0) == 1.0, "it sends nothing between leaves"
+        assert compute_traffic_slowdown(1.0, 0.0, 1.0) == pytest.approx(100.0), "bounded"
 
     def test_it_is_exact_and_costs_a_round(self) -> None:
-        option = plan_traffic_option(world(network()), policy())
+        option = build_plan_traffic_option(world(network()), build_policy())
         assert (option.exact, option.slowdown_after, option.refused) == (True, 1.0, "")
-        assert option.cost_seconds == world(network()).restart_cost()
-        assert "remediation.allow" in plan_traffic_option(world(network()), policy(allow=frozenset())).refused
+        assert option.cost_seconds == world(network()).estimate_restart_cost()
+        assert "remediation.allow" in build_plan_traffic_option(world(network()), build_policy(allow=frozenset())).refused
 
 
 def test_the_phase_meanwhile_is_a_recovery() -> None:
     before = world(network())
-    later = before.with_draft(think(before, policy()).draft)
-    assert str(report(later, policy(), JobStatus()).phase) == "Recovering"
+    later = before.with_desired(evaluate_job(before, build_policy()).desired)
+    assert str(build_job_status(later, build_policy(), JobStatus()).phase) == "Recovering"

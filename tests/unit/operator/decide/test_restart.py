@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.reports import Heartbeat, StageReached, StartStage
+from pacekeeper_analysis.reports import Heartbeat, ReachedStage, StartStage
 from pacekeeper_operator.api import Restart
-from pacekeeper_operator.decide.restart import fold
+from pacekeeper_operator.decide.restart import break_down_restart
 
 
 def beat(*reached: float, first_rank: int = 0, **fields: Any) -> Heartbeat:
     """A worker whose ranks come to the stages after so many seconds; rank `first_rank` is always the last."""
     stages = zip(StartStage, reached, strict=False)
-    return Heartbeat("w", start=tuple(StageReached(stage, at, first_rank) for stage, at in stages), **fields)
+    return Heartbeat("w", start=tuple(ReachedStage(stage, at, first_rank) for stage, at in stages), **fields)
 
 
 def parts(restart: Restart | None) -> dict[str, float]:
@@ -28,7 +28,7 @@ def parts(restart: Restart | None) -> dict[str, float]:
 def test_a_part_lasts_until_the_last_rank_of_all_is_through_it() -> None:
     first = beat(0.5, 0.9, 1.0, 4.0, 5.0, teardown_seconds=0.3, origin="MEMORY")
     second = beat(0.7, 0.8, 1.5, 2.0, 5.2, first_rank=1, teardown_seconds=1.3, origin="NEIGHBOUR")
-    found = fold(10.0, [first, second], ranks=2)
+    found = break_down_restart(10.0, [first, second], ranks=2)
     assert parts(found) == {
         "Teardown": 1.3,
         "Wait": 3.5,
@@ -42,19 +42,19 @@ def test_a_part_lasts_until_the_last_rank_of_all_is_through_it() -> None:
     assert [part.rank for part in found.parts] == [None, None, 1, 0, 1, 0, 1]
     assert (found.restored_from, found.longest) == ("Neighbour", "Wait")
     assert sum(part.seconds for part in found.parts) == pytest.approx(10.0)
-    assert fold(7.0, [first, second], ranks=2) != found
-    assert fold(7.0, [first, second], ranks=2).longest == "Load (rank 0)"  # type: ignore[union-attr]  # some is told
+    assert break_down_restart(7.0, [first, second], ranks=2) != found
+    assert break_down_restart(7.0, [first, second], ranks=2).longest == "Load (rank 0)"  # type: ignore[union-attr]  # some is told
 
 
 def test_what_no_worker_tells_is_part_of_what_comes_next() -> None:
-    only_watched = Heartbeat("w", start=(StageReached(StartStage.FIRST_STEP, 2.0, 0),))
-    found = fold(5.0, [only_watched], ranks=1)
+    only_watched = Heartbeat("w", start=(ReachedStage(StartStage.FIRST_STEP, 2.0, 0),))
+    found = break_down_restart(5.0, [only_watched], ranks=1)
     assert parts(found) == {"Teardown": 0.0, "Wait": 3.0, "FirstStep": 2.0}
     assert found is not None
     assert found.restored_from is None
-    assert fold(5.0, [Heartbeat("w")], ranks=1) is None, "an older sidecar"
-    assert fold(5.0, [], ranks=1) is None
-    both = fold(5.0, [Heartbeat("v"), beat(1.0, 1.1, 1.2, 1.3, 2.0)], ranks=2)
+    assert break_down_restart(5.0, [Heartbeat("w")], ranks=1) is None, "an older sidecar"
+    assert break_down_restart(5.0, [], ranks=1) is None
+    both = break_down_restart(5.0, [Heartbeat("v"), beat(1.0, 1.1, 1.2, 1.3, 2.0)], ranks=2)
     assert parts(both)["Process"] == 1.0, "those who tell"
 
 
@@ -68,7 +68,7 @@ def test_what_no_worker_tells_is_part_of_what_comes_next() -> None:
 )
 @pytest.mark.parametrize("seconds", [0.0, -3.0, 5.0, 1e6])
 def test_whatever_a_worker_claims_the_parts_add_up(hostile: Heartbeat, seconds: float) -> None:
-    found = fold(seconds, [hostile, beat(0.1, 0.2, 0.3, 0.4, 0.5)], ranks=2)
+    found = break_down_restart(seconds, [hostile, beat(0.1, 0.2, 0.3, 0.4, 0.5)], ranks=2)
     assert found is not None
     assert all(part.seconds >= 0 and (part.rank is None or part.rank < 2) for part in found.parts)
     assert sum(part.seconds for part in found.parts) == pytest.approx(max(0.0, seconds))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
+from pacekeeper_analysis.reports import FaultReport, FaultKind, LauncherState
 from pacekeeper_operator.decide import round_failed
 from pacekeeper_operator.decision import FailJob, RestartRanks
 from pacekeeper_operator.observation import Observation
@@ -15,37 +15,37 @@ from tests.support import worlds
 
 def given_up(seconds: float) -> Observation:
     """All members have said so `seconds` ago."""
-    world = worlds.change_members(worlds.training(), state=LauncherState.FAILED)
+    world = worlds.change_members(worlds.build_training(), state=LauncherState.FAILED)
     return replace(world, workers=tuple(replace(view, state_seconds=seconds) for view in world.workers))
 
 
 def test_they_meet_anew() -> None:
-    decision = round_failed.check(given_up(4.0), worlds.policy())
+    decision = round_failed.check_failed_rounds(given_up(4.0), worlds.build_policy())
     assert decision is not None
     assert decision.actions == (RestartRanks(),)
 
 
 def test_the_faults_that_say_why_may_still_be_on_their_way() -> None:
-    assert round_failed.check(given_up(0.1), worlds.policy()) is None
+    assert round_failed.check_failed_rounds(given_up(0.1), worlds.build_policy()) is None
 
 
 def test_why_they_gave_up_is_judged_first() -> None:
-    world = replace(given_up(4.0), faults=(worlds.crash("j-w0-0", 0),))
-    assert round_failed.check(world, worlds.policy()) is None
+    world = replace(given_up(4.0), faults=(worlds.build_crash("j-w0-0", 0),))
+    assert round_failed.check_failed_rounds(world, worlds.build_policy()) is None
 
 
 @pytest.mark.parametrize(("ago", "judged"), [(2.9, False), (3.0, True)])
 def test_a_lost_worker_is_looked_for_before_that_is_judged(ago: float, judged: bool) -> None:
-    fault = Fault("f", FaultKind.ROUND_FAILED, "j-w0-0", 1, worlds.NOW - ago, 1)
-    decision = round_failed.check(replace(worlds.training(), faults=(fault,)), worlds.policy())
+    fault = FaultReport("f", FaultKind.ROUND_FAILED, "j-w0-0", 1, worlds.NOW - ago, 1)
+    decision = round_failed.check_failed_rounds(replace(worlds.build_training(), faults=(fault,)), worlds.build_policy())
     assert (decision is not None) is judged
 
 
 @pytest.mark.parametrize(("used", "fails"), [(1, False), (2, True), (3, True)])
 def test_without_a_restart_left_the_job_fails(used: int, fails: bool) -> None:
     world = given_up(4.0)
-    world = world.with_draft(world.draft.with_life(training_since=0.0))
-    spent = world.draft.with_budget(restarts=tuple(worlds.NOW - n for n in range(1, used + 1)))
-    decision = round_failed.check(world.with_draft(spent), worlds.policy(max_restarts=2))
+    world = world.with_desired(world.desired.with_lifecycle(training_since=0.0))
+    spent = world.desired.with_budget(restarts=tuple(worlds.NOW - n for n in range(1, used + 1)))
+    decision = round_failed.check_failed_rounds(world.with_desired(spent), worlds.build_policy(max_restarts=2))
     assert decision is not None
     assert isinstance(decision.actions[0], FailJob) is fails

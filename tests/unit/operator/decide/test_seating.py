@@ -10,10 +10,10 @@ import pytest
 from pacekeeper_analysis.reports import LauncherState
 from pacekeeper_operator.api import JobStatus, LeafCrossings
 from pacekeeper_operator.decide import membership
-from pacekeeper_operator.decide.status import report
-from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.decide.status import build_job_status
+from pacekeeper_operator.decide.think import evaluate_job
 from pacekeeper_operator.observation import Observation
-from tests.support.worlds import change_worker, fresh, job, policy, training, with_pods
+from tests.support.worlds import change_worker, build_fresh, build_job, build_policy, build_training, with_pods
 
 LEAF = "fabric.topograph.run/tier-0"
 ZONE = "topology.kubernetes.io/zone"
@@ -21,7 +21,7 @@ ZONE = "topology.kubernetes.io/zone"
 
 def labelled(world: Observation, labels: Mapping[str, Mapping[str, str]]) -> Observation:
     """`labels`: by node."""
-    around = world.surroundings
+    around = world.cluster_view
     nodes = {name: replace(node, labels=labels.get(name, {})) for name, node in around.nodes.items()}
     return replace(world, surroundings=replace(around, nodes=nodes))
 
@@ -33,8 +33,8 @@ def leaves(world: Observation, names: str) -> Observation:
 
 def ready(replicas: int, spares: int = 0, *, to_a_node: int = 1, ranks: int = 1) -> Observation:
     """A job whose workers are all warm, before it has seats; so many workers to a node, and ranks to a worker."""
-    start = fresh(replicas, spares, job=job(replicas, spares, nproc_per_node=ranks))
-    world = start.with_draft(think(start, policy()).draft)
+    start = build_fresh(replicas, spares, job=build_job(replicas, spares, nproc_per_node=ranks))
+    world = start.with_desired(evaluate_job(start, build_policy()).desired)
     world = with_pods(world, state=LauncherState.WARM)
     for view in world.workers:
         world = change_worker(world, view.name, pod={"node": f"node-{view.record.ordinal // to_a_node}"})
@@ -43,16 +43,16 @@ def ready(replicas: int, spares: int = 0, *, to_a_node: int = 1, ranks: int = 1)
 
 def seats(world: Observation) -> list[int]:
     """Ordinals of the workers in the order of their seats, once the step has been taken."""
-    members = membership.step(world, policy()).plan.members
+    members = membership.update_membership(world, build_policy()).plan.members
     assert [rank for member in members for rank in member.ranks] == list(range(len(members)))
     return [int(member.worker.split("-")[1][1:]) for member in members]
 
 
 def lost(world: Observation, *names: str) -> Observation:
     for name in names:
-        record = world.state.placement.worker(name)
+        record = world.state.placement.find_worker(name)
         assert record is not None
-        world = world.with_draft(world.draft.with_worker(replace(record, leaving="it is lost", dead=True)))
+        world = world.with_desired(world.desired.with_worker(replace(record, leaving="it is lost", dead=True)))
         world = change_worker(world, name, gone=True)
     return world
 
@@ -92,11 +92,11 @@ class TestFounding:
         }
         world = labelled(ready(4), labels)
         assert seats(world) == [0, 1, 2, 3]
-        assert seats(replace(world, surroundings=replace(world.surroundings, levels=("rack",)))) == [0, 2, 1, 3]
+        assert seats(replace(world, surroundings=replace(world.cluster_view, levels=("rack",)))) == [0, 2, 1, 3]
 
     def test_of_a_worker_with_several_ranks_all_of_them_move_together_and_stay_in_their_order(self) -> None:
         """A mesh's innermost axis is within a worker: it stays there."""
-        members = membership.step(leaves(ready(4, ranks=2), "abab"), policy()).plan.members
+        members = membership.update_membership(leaves(ready(4, ranks=2), "abab"), build_policy()).plan.members
         assert [(member.worker, member.ranks) for member in members] == [
             ("j-w0-0", (0, 1)),
             ("j-w2-0", (2, 3)),
@@ -106,36 +106,36 @@ class TestFounding:
 
     def test_a_node_that_has_gone_meanwhile_is_nowhere(self) -> None:
         world = leaves(ready(4), "abab")
-        nodes = {name: node for name, node in world.surroundings.nodes.items() if name != "node-0"}
-        assert seats(replace(world, surroundings=replace(world.surroundings, nodes=nodes))) == [1, 3, 2, 0]
+        nodes = {name: node for name, node in world.cluster_view.nodes.items() if name != "node-0"}
+        assert seats(replace(world, surroundings=replace(world.cluster_view, nodes=nodes))) == [1, 3, 2, 0]
 
 
 class TestReplacing:
     def test_the_nearest_spare_takes_the_seat(self) -> None:
-        assert seats(lost(leaves(training(4, 2), "aabbab"), "j-w3-0")) == [0, 1, 2, 5]
-        assert seats(lost(leaves(training(4, 2), "aabbab"), "j-w0-0")) == [4, 1, 2, 3]
+        assert seats(lost(leaves(build_training(4, 2), "aabbab"), "j-w3-0")) == [0, 1, 2, 5]
+        assert seats(lost(leaves(build_training(4, 2), "aabbab"), "j-w0-0")) == [4, 1, 2, 3]
 
     def test_two_at_once_each_get_their_own(self) -> None:
-        assert seats(lost(leaves(training(4, 2), "aabbba"), "j-w0-0", "j-w3-0")) == [5, 1, 2, 4]
+        assert seats(lost(leaves(build_training(4, 2), "aabbba"), "j-w0-0", "j-w3-0")) == [5, 1, 2, 4]
 
     def test_without_labels_the_first_spare(self) -> None:
-        assert seats(lost(training(4, 2), "j-w3-0")) == [0, 1, 2, 4]
+        assert seats(lost(build_training(4, 2), "j-w3-0")) == [0, 1, 2, 4]
 
     def test_without_a_spare_in_its_leaf_one_beside_most_of_the_others(self) -> None:
-        assert seats(lost(leaves(training(4, 2), "abbbcb"), "j-w0-0")) == [5, 1, 2, 3]
+        assert seats(lost(leaves(build_training(4, 2), "abbbcb"), "j-w0-0")) == [5, 1, 2, 3]
 
     def test_nobody_else_moves_whatever_the_labels_say_by_now(self) -> None:
-        world = leaves(training(4, 1), "ababa")
-        assert membership.step(world, policy()) is world.draft, "the ranks hold their state where they are"
+        world = leaves(build_training(4, 1), "ababa")
+        assert membership.update_membership(world, build_policy()) is world.desired, "the ranks hold their state where they are"
         assert seats(lost(world, "j-w3-0")) == [0, 1, 2, 4]
 
     def test_a_spare_takes_over_all_ranks_of_the_lost_one_as_they_were(self) -> None:
         """Where ranks hold parts of a sharded model, none may change places with another one, in its node or beyond."""
-        world = leaves(training(3, 1, job=job(3, 1, nproc_per_node=2)), "abaa")
+        world = leaves(build_training(3, 1, job=build_job(3, 1, nproc_per_node=2)), "abaa")
         held = tuple(replace(one, ranks=(2 * n, 2 * n + 1)) for n, one in enumerate(world.plan.members))
-        world = world.with_draft(world.draft.with_plan(members=held))
-        assert membership.step(world, policy()) is world.draft
-        members = membership.step(lost(world, "j-w1-0"), policy()).plan.members
+        world = world.with_desired(world.desired.with_plan(members=held))
+        assert membership.update_membership(world, build_policy()) is world.desired
+        members = membership.update_membership(lost(world, "j-w1-0"), build_policy()).plan.members
         assert [(member.worker, member.ranks) for member in members] == [
             ("j-w0-0", (0, 1)),
             ("j-w3-0", (2, 3)),
@@ -143,8 +143,8 @@ class TestReplacing:
         ]
 
     def test_seats_that_are_added_are_ordered_among_themselves(self) -> None:
-        world = leaves(training(2, 3, job=job(5, 0)), "abbab")
-        world = world.with_draft(membership.step(world, policy()))
+        world = leaves(build_training(2, 3, job=build_job(5, 0)), "abbab")
+        world = world.with_desired(membership.update_membership(world, build_policy()))
         for name in ("j-w0-0", "j-w1-0"):
             world = change_worker(world, name, heartbeat={"checkpoint_request": 1})
         assert seats(world) == [0, 1, 2, 4, 3]
@@ -152,15 +152,15 @@ class TestReplacing:
 
 class TestShown:
     def crossings(self, world: Observation) -> LeafCrossings | None:
-        return report(world, policy(), JobStatus()).leaf_crossings
+        return build_job_status(world, build_policy(), JobStatus()).leaf_crossings
 
     def test_how_often_the_ring_leaves_a_leaf_and_how_often_it_would_at_best(self) -> None:
-        assert self.crossings(leaves(training(4), "abab")) == LeafCrossings(now=4, best=2)
-        assert self.crossings(leaves(training(4), "aabb")) == LeafCrossings(now=2, best=2)
-        assert self.crossings(leaves(training(4), "aaaa")) == LeafCrossings(now=0, best=0)
+        assert self.crossings(leaves(build_training(4), "abab")) == LeafCrossings(now=4, best=2)
+        assert self.crossings(leaves(build_training(4), "aabb")) == LeafCrossings(now=2, best=2)
+        assert self.crossings(leaves(build_training(4), "aaaa")) == LeafCrossings(now=0, best=0)
 
     def test_nothing_where_nobody_says_where_nodes_are(self) -> None:
-        assert self.crossings(training()) is None
+        assert self.crossings(build_training()) is None
         assert self.crossings(leaves(ready(2), "ab")) is None, "nobody has a seat yet"
 
     def test_on_the_wire(self) -> None:

@@ -10,39 +10,39 @@ from pacekeeper_analysis.plan import Stop
 from pacekeeper_operator.api import JobStatus, RunPolicySpec
 from pacekeeper_operator.decide import stages, status
 from pacekeeper_operator.observation import Observation
-from pacekeeper_operator.state import Draft
-from tests.support.worlds import NOW, change_members, change_worker, fresh, job, policy, training, untrained, with_pods
+from pacekeeper_operator.state import DesiredState
+from tests.support.worlds import NOW, change_members, change_worker, build_fresh, build_job, build_policy, build_training, build_untrained, with_pods
 
 
-def step(world: Observation) -> Draft:
-    return stages.step(world, policy())
+def step(world: Observation) -> DesiredState:
+    return stages.advance_lifecycle(world, build_policy())
 
 
 class TestTakenUp:
     def test_since_the_operator_has_seen_it(self) -> None:
-        assert step(fresh()).state.life.start_time == NOW
-        assert step(training()).state.life.start_time == NOW - 400, "and never again"
+        assert step(build_fresh()).state.life.start_time == NOW
+        assert step(build_training()).state.life.start_time == NOW - 400, "and never again"
 
     def test_but_not_while_it_is_suspended(self) -> None:
-        assert step(fresh(job=job(suspend=True))).state.life.start_time == 0.0
+        assert step(build_fresh(job=build_job(suspend=True))).state.life.start_time == 0.0
 
     def test_it_trains_since_the_first_step_of_its_first_round(self) -> None:
-        world = training()
-        first = world.with_draft(world.draft.with_life(training_since=0.0))
+        world = build_training()
+        first = world.with_desired(world.desired.with_lifecycle(training_since=0.0))
         assert step(first).state.life.training_since == NOW - 300
         assert step(change_members(first, first_step_at=0.0)).state.life.training_since == 0.0
         later = change_members(world, round=2, first_step_at=NOW - 5)
         assert step(later).state.life.training_since == NOW - 300, "whatever rounds come later"
 
     def test_rounds_that_were_heard_of_are_remembered(self) -> None:
-        assert step(change_members(training(), round=7)).state.placement.round_seen == 7
+        assert step(change_members(build_training(), round=7)).state.placement.round_seen == 7
 
 
 class TestBarrenRound:
     def after(self, barren: int, *, trains: bool = True) -> int:
         """The round that is remembered as barren, when the second round is under way."""
-        world = training()
-        world = world.with_draft(world.draft.with_budget(barren_round=barren, barren_error="e", barren_worker="w"))
+        world = build_training()
+        world = world.with_desired(world.desired.with_budget(barren_round=barren, barren_error="e", barren_worker="w"))
         world = change_members(world, round=2, first_step_at=NOW - 1 if trains else 0.0)
         budget = step(world).state.budget
         assert bool(budget.barren_round) == bool(budget.barren_error) == bool(budget.barren_worker) or not barren
@@ -56,16 +56,16 @@ class TestBarrenRound:
         assert self.after(2) == 2, "it is this one: it completed no step, and what is told of it is late"
 
     def test_what_is_not_there_is_not_written(self) -> None:
-        world = change_members(training(), round=2)
-        world = world.with_draft(step(world))
-        assert step(world) is world.draft
+        world = change_members(build_training(), round=2)
+        world = world.with_desired(step(world))
+        assert step(world) is world.desired
 
 
 class TestResume:
     def suspended(self, *, pods: bool) -> Observation:
-        world = training(2, 1, job=job(2, 1))
-        draft = world.draft.with_plan(stop=Stop.SUSPEND).with_life(stopped_at=NOW - 5)
-        world = world.with_draft(draft)
+        world = build_training(2, 1, job=build_job(2, 1))
+        draft = world.desired.with_plan(stop=Stop.SUSPEND).with_lifecycle(stopped_at=NOW - 5)
+        world = world.with_desired(draft)
         for view in world.workers:
             world = change_worker(world, view.name, gone=not pods)
         return world
@@ -86,29 +86,29 @@ class TestResume:
 class TestDeadline:
     @pytest.mark.parametrize(("limit", "fails"), [(401, False), (400, True)])
     def test_counts_from_when_the_job_was_taken_up(self, limit: int, fails: bool) -> None:
-        limited = job(run_policy=RunPolicySpec(active_deadline_seconds=limit))
-        life = step(training(job=limited)).state.life
+        limited = build_job(run_policy=RunPolicySpec(active_deadline_seconds=limit))
+        life = step(build_training(job=limited)).state.life
         assert life.failed_reason == ("DeadlineExceeded" if fails else "")
 
     def test_a_clock_that_disagrees_with_the_api_servers_fails_nobody(self) -> None:
-        limited = training(job=job(run_policy=RunPolicySpec(active_deadline_seconds=400)))
+        limited = build_training(job=build_job(run_policy=RunPolicySpec(active_deadline_seconds=400)))
         assert not step(replace(limited, clock_agrees=False)).state.life.failed_reason
 
     def test_one_that_was_behind_when_the_job_was_taken_up_makes_it_no_shorter(self) -> None:
-        world = training(job=job(run_policy=RunPolicySpec(active_deadline_seconds=1001)))
-        behind = world.with_draft(world.draft.with_life(start_time=NOW - 9000))
+        world = build_training(job=build_job(run_policy=RunPolicySpec(active_deadline_seconds=1001)))
+        behind = world.with_desired(world.desired.with_lifecycle(start_time=NOW - 9000))
         assert not step(behind).state.life.failed_reason, "it was made 1000 s ago"
         assert step(replace(behind, now=NOW + 1)).state.life.failed_reason
 
     def test_there_need_not_be_one(self) -> None:
-        assert not step(replace(training(), now=NOW + 10_000_000)).state.life.failed_reason
+        assert not step(replace(build_training(), now=NOW + 10_000_000)).state.life.failed_reason
 
 
 class TestCannotStart:
     def stuck(self, seconds: float, *, trained: bool = False) -> Observation:
-        world = (training if trained else untrained)(2, 0, job=job(2, 0, scheduling_timeout=60.0))
-        draft = world.draft.with_plan(members=()).with_placement(placing_since=NOW - seconds)
-        world = with_pods(world.with_draft(draft))
+        world = (build_training if trained else build_untrained)(2, 0, job=build_job(2, 0, scheduling_timeout=60.0))
+        draft = world.desired.with_plan(members=()).with_placement(placing_since=NOW - seconds)
+        world = with_pods(world.with_desired(draft))
         return change_worker(world, "j-w1-0", pod={"waiting_reason": "ErrImagePull", "waiting_message": "no such host"})
 
     def test_after_the_time_that_placing_may_take(self) -> None:
@@ -120,7 +120,7 @@ class TestCannotStart:
     def test_a_job_that_resumes_waits_for_its_registry_and_says_so(self) -> None:
         world = self.stuck(1000, trained=True)
         assert not step(world).state.life.failed_reason
-        found = {each.type: each for each in status.report(world, policy(), JobStatus()).conditions}["Stalled"]
+        found = {each.type: each for each in status.build_job_status(world, build_policy(), JobStatus()).conditions}["Stalled"]
         assert (found.status, found.reason) == ("True", "BackOff")
         assert found.message == "worker j-w1-0 cannot start: ErrImagePull: no such host; its kubelet tries again"
 
@@ -136,9 +136,9 @@ class TestCannotStart:
 
     def test_only_of_a_job_that_is_being_placed(self) -> None:
         world = self.stuck(1000)
-        idle = world.with_draft(world.draft.with_placement(placing_since=0.0))
+        idle = world.with_desired(world.desired.with_placement(placing_since=0.0))
         assert not step(idle).state.life.failed_reason
-        trains = world.with_draft(world.draft.with_plan(members=training(2, 0).plan.members))
+        trains = world.with_desired(world.desired.with_plan(members=build_training(2, 0).plan.members))
         assert not step(trains).state.life.failed_reason
 
     def test_other_waits_are_for_the_moment(self) -> None:

@@ -11,8 +11,8 @@ import pytest
 from pacekeeper_analysis.reports import Heartbeat, LauncherState
 from pacekeeper_operator.decide import membership, survivors
 from pacekeeper_operator.observation import Observation, PodView, WorkerView
-from pacekeeper_operator.state import Draft, Worker
-from tests.support.worlds import NOW, change_members, change_worker, job, policy, training
+from pacekeeper_operator.state import DesiredState, WorkerRecord
+from tests.support.worlds import NOW, change_members, change_worker, build_job, build_policy, build_training
 
 START, RESTART = 30.0, 5.0
 """What the operator takes them for in these worlds."""
@@ -20,43 +20,43 @@ START, RESTART = 30.0, 5.0
 
 def world(replicas: int = 4, replica_ranks: int = 1, fewest: int = 2, each: int = 1, **changes: Any) -> Observation:
     """A job that may train with `fewest` workers, and has no spares."""
-    its = job(replicas, 0, min_replicas=fewest, nproc_per_node=each, scheduling_timeout=300.0)
-    found = change_members(training(replicas, 0, job=its), replica_ranks=replica_ranks)
-    measured = found.draft.with_placement(start_seconds=START).with_budget(restart_seconds=RESTART)
-    return replace(found.with_draft(measured), **changes)
+    its = build_job(replicas, 0, min_replicas=fewest, nproc_per_node=each, scheduling_timeout=300.0)
+    found = change_members(build_training(replicas, 0, job=its), replica_ranks=replica_ranks)
+    measured = found.desired.with_placement(start_seconds=START).with_budget(restart_seconds=RESTART)
+    return replace(found.with_desired(measured), **changes)
 
 
 def without(seen: Observation, *names: str) -> Observation:
     """The pods of these workers are gone, and they have been given up."""
     for name in names:
-        record = seen.state.placement.worker(name)
+        record = seen.state.placement.find_worker(name)
         assert record is not None
         seen = change_worker(seen, name, gone=True)
-        seen = seen.with_draft(seen.draft.with_worker(replace(record, leaving="its pod is gone", dead=True)))
+        seen = seen.with_desired(seen.desired.with_worker(replace(record, leaving="its pod is gone", dead=True)))
     return seen
 
 
 def with_successor(seen: Observation, name: str = "j-w1-1", age: float = 0.0, *, warm: bool = False) -> Observation:
     """A new worker, whose pod was made `age` seconds ago."""
     ordinal, incarnation = map(int, name.removeprefix("j-w").split("-"))
-    record = Worker(name, ordinal, incarnation, uid="uid")
+    record = WorkerRecord(name, ordinal, incarnation, uid="uid")
     pod = PodView(name, "uid", "Running", f"node-{ordinal}", f"10.1.0.{ordinal}", created_at=seen.now - age)
     beat = Heartbeat(name, LauncherState.WARM if warm else LauncherState.STARTING)
-    seen = seen.with_draft(seen.draft.with_placement(workers=(*seen.state.placement.workers, record)))
+    seen = seen.with_desired(seen.desired.with_placement(workers=(*seen.state.placement.workers, record)))
     return replace(seen, workers=(*seen.workers[:-1], WorkerView(record, pod, beat, silent_seconds=0.5)))
 
 
-def step(seen: Observation) -> Draft:
-    return membership.step(seen, policy())
+def step(seen: Observation) -> DesiredState:
+    return membership.update_membership(seen, build_policy())
 
 
-def seats(draft: Draft) -> list[str]:
+def seats(draft: DesiredState) -> list[str]:
     return [member.worker for member in draft.plan.members]
 
 
-def trains_on(seen: Observation, draft: Draft, seconds: float) -> Observation:
+def trains_on(seen: Observation, draft: DesiredState, seconds: float) -> Observation:
     """The members of `draft` have trained for so long."""
-    later = replace(seen.with_draft(draft), now=seen.now + seconds)
+    later = replace(seen.with_desired(draft), now=seen.now + seconds)
     for member in draft.plan.members:
         beat = {"state": LauncherState.RUNNING, "membership": draft.plan.membership, "replica_ranks": 1}
         beat["checkpoint_request"] = draft.plan.checkpoint_request
@@ -72,7 +72,7 @@ class TestGoingOn:
         assert draft.plan.shares is None, "the global batch is dealt anew"
 
         starts = with_successor(trains_on(world(), draft, START), age=START - 1)
-        assert step(starts) is starts.draft
+        assert step(starts) is starts.desired
         warm = with_successor(trains_on(world(), draft, START), age=START, warm=True)
         asked = step(warm)
         assert asked.plan.checkpoint_request == 1, "no step is lost"
@@ -112,13 +112,13 @@ class TestGoingOn:
 
     def test_nor_is_one_whose_pod_cannot_be_made(self) -> None:
         seen = without(world(), "j-w1-0")
-        quick = seen.with_draft(seen.draft.with_placement(start_seconds=RESTART - 1))
+        quick = seen.with_desired(seen.desired.with_placement(start_seconds=RESTART - 1))
         waits = step(quick)
         assert (len(waits.plan.members), waits.state.placement.vacant_since) == (4, NOW), "it is expected soon"
-        promised = waits.with_placement(workers=(*waits.state.placement.workers, Worker("j-w1-1", 1, 1)))
+        promised = waits.with_placement(workers=(*waits.state.placement.workers, WorkerRecord("j-w1-1", 1, 1)))
         for draft in (waits, promised):
-            assert len(step(replace(quick.with_draft(draft), now=NOW + RESTART - 0.5)).plan.members) == 4
-            assert len(step(replace(quick.with_draft(draft), now=NOW + RESTART + 0.5)).plan.members) == 3
+            assert len(step(replace(quick.with_desired(draft), now=NOW + RESTART - 0.5)).plan.members) == 4
+            assert len(step(replace(quick.with_desired(draft), now=NOW + RESTART + 0.5)).plan.members) == 3
 
     def test_one_that_has_no_node_is_not_expected_soon(self) -> None:
         seen = with_successor(without(world(), "j-w1-0"), age=START - RESTART + 1)
@@ -130,7 +130,7 @@ class TestGoingOn:
         draft = step(seen)
         for seconds in (1.0, 100.0, 10_000.0):
             later = trains_on(seen, draft, seconds)
-            assert step(later) is later.draft
+            assert step(later) is later.desired
 
     def test_the_next_loss_goes_down_to_the_fewest_that_may_train_and_no_further(self) -> None:
         seen = without(world(), "j-w1-0")
@@ -143,7 +143,7 @@ class TestGoingOn:
 
     def test_before_anything_is_measured_a_start_is_taken_for_longer_than_a_restart(self) -> None:
         seen = without(world(), "j-w1-0")
-        unknown = seen.with_draft(seen.draft.with_placement(start_seconds=0.0).with_budget(restart_seconds=0.0))
+        unknown = seen.with_desired(seen.desired.with_placement(start_seconds=0.0).with_budget(restart_seconds=0.0))
         assert len(step(unknown).plan.members) == 3
 
 
@@ -157,7 +157,7 @@ class TestReplicas:
             trains_on(without(world(), "j-w1-0"), draft, 20.0), "j-w0-0", heartbeat={"state": LauncherState.WARM}
         )
         left_over = change_members(left_over, replica_ranks=2)
-        assert step(left_over) is left_over.draft
+        assert step(left_over) is left_over.desired
         both = with_successor(left_over, age=20.0, warm=True)
         grown = step(trains_on(both, step(both), 1.0))
         assert seats(grown) == ["j-w2-0", "j-w3-0", "j-w0-0", "j-w1-1"]
@@ -214,7 +214,7 @@ class TestGrowing:
             seen = with_successor(seen, name, age=START, warm=True)
             for _ in ("asks for a checkpoint", "takes it in"):
                 seen = trains_on(seen, step(seen), 0.0)
-            if name in seen.seated:
+            if name in seen.assigned:
                 grown.append(seen.now)
         between = [later - earlier for earlier, later in pairwise(grown)]
         assert between[:3] == [30.0, 60.0, 120.0]
@@ -222,5 +222,5 @@ class TestGrowing:
 
 
 def test_as_many_as_hold_whole_replicas() -> None:
-    assert [survivors.most(world(8, replica_ranks=3, fewest=1), n) for n in range(9)] == [0, 0, 0, 3, 3, 3, 6, 6, 8]
-    assert survivors.most(world(8, replica_ranks=0), 5) == 5
+    assert [survivors.round_to_whole_replicas(world(8, replica_ranks=3, fewest=1), n) for n in range(9)] == [0, 0, 0, 3, 3, 3, 6, 6, 8]
+    assert survivors.round_to_whole_replicas(world(8, replica_ranks=0), 5) == 5

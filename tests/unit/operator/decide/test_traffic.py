@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pacekeeper_operator.api import FabricSpec, LevelSpec, LinkException, LinkState
-from pacekeeper_operator.decide.link_state import Doubts
-from pacekeeper_operator.decide.traffic import among, edges, place, plan
-from pacekeeper_operator.decide.wiring import wire
-from pacekeeper_operator.network import JobName, JobTraffic, Seat, Traffic, Wiring
+from pacekeeper_operator.decide.link_state import DegradedLinks
+from pacekeeper_operator.decide.traffic import fingerprint_live_routes, list_ring_edges, plan_job_routes, plan_joint_traffic
+from pacekeeper_operator.decide.wiring import build_wiring
+from pacekeeper_operator.network import JobName, JobTraffic, NodeRanks, TrafficPlan, Wiring
 from pacekeeper_operator.observation import NodeView
 
 
@@ -22,20 +22,20 @@ def fabric(leaves: str = "abc", *, spines: int = 2, dead: Sequence[tuple[str, st
     """Ten nodes a leaf: a0, a1, …"""
     nodes = [NodeView(f"{leaf}{n}", f"{leaf}{n}", labels={"leaf": leaf}) for leaf in leaves for n in range(10)]
     exceptions = tuple(LinkException(*link) for link in dead) + changes.pop("exceptions", ())
-    return wire(FabricSpec(spines, levels=(LevelSpec("leaf"),), exceptions=exceptions, **changes), nodes, {})
+    return build_wiring(FabricSpec(spines, levels=(LevelSpec("leaf"),), exceptions=exceptions, **changes), nodes, {})
 
 
 def job(name: str, *nodes: str, **changes: Any) -> JobTraffic:
-    return JobTraffic(("team", name), tuple(Seat(node, (n,)) for n, node in enumerate(nodes)), **changes)
+    return JobTraffic(("team", name), tuple(NodeRanks(node, (n,)) for n, node in enumerate(nodes)), **changes)
 
 
-def planned(wiring: Wiring, *jobs: JobTraffic) -> Traffic:
-    found = plan(wiring, jobs)
+def planned(wiring: Wiring, *jobs: JobTraffic) -> TrafficPlan:
+    found = plan_joint_traffic(wiring, jobs)
     assert found is not None
     return found
 
 
-def following(jobs: Sequence[JobTraffic], found: Traffic, *, training: bool = True) -> list[JobTraffic]:
+def following(jobs: Sequence[JobTraffic], found: TrafficPlan, *, training: bool = True) -> list[JobTraffic]:
     """The jobs once their plans name what was planned."""
     seconds = 5.0 if training else 0.0
     return [replace(one, ways=found.ways[one.name], round_seconds=seconds) for one in jobs]
@@ -43,17 +43,17 @@ def following(jobs: Sequence[JobTraffic], found: Traffic, *, training: bool = Tr
 
 class TestEdges:
     def test_gloo_sends_through_all_ranks_each_to_the_one_before(self) -> None:
-        two_each = (Seat("a0", (0, 1)), Seat("b0", (2, 3)))
-        assert sorted(edges(JobTraffic(("team", "x"), two_each))) == [(0, 3), (1, 0), (2, 1), (3, 2)]
+        two_each = (NodeRanks("a0", (0, 1)), NodeRanks("b0", (2, 3)))
+        assert sorted(list_ring_edges(JobTraffic(("team", "x"), two_each))) == [(0, 3), (1, 0), (2, 1), (3, 2)]
 
     def test_nccl_through_each_place_of_the_workers_to_the_next_one(self) -> None:
-        seats = (Seat("a0", (0, 1)), Seat("b0", (2, 3)), Seat("c0", (4, 5)))
-        found = edges(JobTraffic(("team", "x"), seats, by_nccl=True))
+        seats = (NodeRanks("a0", (0, 1)), NodeRanks("b0", (2, 3)), NodeRanks("c0", (4, 5)))
+        found = list_ring_edges(JobTraffic(("team", "x"), seats, by_nccl=True))
         assert found == [(0, 2), (2, 4), (4, 0), (1, 3), (3, 5), (5, 1)]
 
     def test_of_two_both_ways_and_of_one_none(self) -> None:
-        assert sorted(edges(job("x", "a0", "b0"))) == [(0, 1), (1, 0)]
-        assert edges(job("x", "a0")) == edges(job("x")) == []
+        assert sorted(list_ring_edges(job("x", "a0", "b0"))) == [(0, 1), (1, 0)]
+        assert list_ring_edges(job("x", "a0")) == list_ring_edges(job("x")) == []
 
 
 class TestPlan:
@@ -72,7 +72,7 @@ class TestPlan:
     def test_neither_jobs_nor_a_fabric(self) -> None:
         assert planned(fabric()).ways == {}
         assert planned(fabric(), job("one")).flows == 0
-        assert plan(fabric(""), [job("one", "a0", "b0")]) is None
+        assert plan_joint_traffic(fabric(""), [job("one", "a0", "b0")]) is None
 
     def test_one_spine_leaves_no_choice(self) -> None:
         found = planned(fabric(spines=1), job("one", "a0", "b0"), job("two", "a1", "b1"))
@@ -195,7 +195,7 @@ class TestAdrift:
         found = planned(wiring, *jobs)
         values: dict[str, Any] = {"waiting": 0.3, "round_seconds": 5.0} | changes
         ways = found.ways
-        return [replace(one, ways=ways[one.name], among=among(wiring, one, ways[one.name]), **values) for one in jobs]
+        return [replace(one, ways=ways[one.name], among=fingerprint_live_routes(wiring, one, ways[one.name]), **values) for one in jobs]
 
     def cut(self, jobs: Sequence[JobTraffic]) -> Wiring:
         """Of the first job's link."""
@@ -235,7 +235,7 @@ class TestAdrift:
         jobs = self.jobs()
         nodes = [NodeView(f"{leaf}{n}", f"{leaf}{n}", labels={"leaf": leaf}) for leaf in "abc" for n in range(10)]
         dead = ("a", f"s{jobs[0].ways[0, 1] + 1}")
-        black_hole = wire(FabricSpec(3, levels=(LevelSpec("leaf"),)), nodes, {}, Doubts(of_all={dead: 0.0}))
+        black_hole = build_wiring(FabricSpec(3, levels=(LevelSpec("leaf"),)), nodes, {}, DegradedLinks(agreed_shares={dead: 0.0}))
         assert set(planned(black_hole, *jobs).due) == {("team", "one")}
 
 
@@ -246,7 +246,7 @@ class TestOthers:
         self, name: str, *nodes: str, ranks: int = 8, waiting: float = 0.5, seconds: float = 5.0
     ) -> JobTraffic:
         half = ranks // 2
-        seats = (Seat(nodes[0], tuple(range(half))), Seat(nodes[1], tuple(range(half, ranks))))
+        seats = (NodeRanks(nodes[0], tuple(range(half))), NodeRanks(nodes[1], tuple(range(half, ranks))))
         ways = {(half, half - 1): 0, (0, ranks - 1): 0}
         return JobTraffic(("team", name), seats, 1, ways, waiting=waiting, round_seconds=seconds)
 
@@ -312,12 +312,12 @@ class TestOneTenantsWord:
 
     def fabric(self, *slow: tuple[str, str], share: float = 0.25, spines: int = 3, tenant: str = "team") -> Wiring:
         nodes = [NodeView(f"{leaf}{n}", f"{leaf}{n}", labels={"leaf": leaf}) for leaf in "abc" for n in range(10)]
-        doubts = Doubts(of_one={tenant: dict.fromkeys(slow, share)})
-        return wire(FabricSpec(spines, levels=(LevelSpec("leaf"),)), nodes, {}, doubts)
+        doubts = DegradedLinks(shares_by_namespace={tenant: dict.fromkeys(slow, share)})
+        return build_wiring(FabricSpec(spines, levels=(LevelSpec("leaf"),)), nodes, {}, doubts)
 
     def job(self, name: JobName, *nodes: str, way: int, **changes: Any) -> JobTraffic:
         values: dict[str, Any] = {"waiting": 0.5, "round_seconds": 5.0} | changes
-        seats = tuple(Seat(node, (n,)) for n, node in enumerate(nodes))
+        seats = tuple(NodeRanks(node, (n,)) for n, node in enumerate(nodes))
         return JobTraffic(name, seats, 1, {(0, 1): way, (1, 0): way}, **values)
 
     def test_its_own_flows_go_around_it(self) -> None:
@@ -381,8 +381,8 @@ class TestOneTenantsWord:
     def test_a_job_of_it_that_is_founded_goes_around_it(self) -> None:
         new = job("new", "a0", "b0")
         wiring = self.fabric(("a", "s1"), ("a", "s2"))
-        assert set(place(wiring, [], new).values()) == {2}
-        assert set(place(wiring, [], replace(new, name=("z", "new"))).values()) == {0}
+        assert set(plan_job_routes(wiring, [], new).values()) == {2}
+        assert set(plan_job_routes(wiring, [], replace(new, name=("z", "new"))).values()) == {0}
 
     def test_a_dead_end_is_no_end(self) -> None:
         """It calls all of them slow: as slow as each other, so it stays."""

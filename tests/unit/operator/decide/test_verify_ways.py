@@ -10,26 +10,26 @@ import pytest
 
 from pacekeeper_analysis.plan import EvidencePart, PlannedPath, SyncMode
 from pacekeeper_operator import ledger
-from pacekeeper_operator.api import Cause, Class, JobPhase, JobStatus, Outcome, PathControl, Remedy
+from pacekeeper_operator.api import IncidentCause, IncidentClass, JobPhase, JobStatus, IncidentOutcome, PathControl, Remedy
 from pacekeeper_operator.decide import paths, verify_ways
-from pacekeeper_operator.decide.links import PACE_SECONDS
-from pacekeeper_operator.decide.paths import ways_of
-from pacekeeper_operator.decide.status import report
-from pacekeeper_operator.decide.think import Thought, think
-from pacekeeper_operator.decide.verify_ways import AGAIN_SECONDS, LINKS_SECONDS, MEASURE_SECONDS, TRY_AGAIN_SECONDS
-from pacekeeper_operator.network import Pair
-from pacekeeper_operator.observation import Metrics, Observation
+from pacekeeper_operator.decide.links import THROUGHPUT_READY_SECONDS
+from pacekeeper_operator.decide.paths import get_planned_routes
+from pacekeeper_operator.decide.status import build_job_status
+from pacekeeper_operator.decide.think import PassResult, evaluate_job
+from pacekeeper_operator.decide.verify_ways import ROUTE_EVIDENCE_PERIOD_SECONDS, THROUGHPUT_WAIT_SECONDS, ROUTE_TRIAL_MEASURE_SECONDS, TRIED_ROUTE_TTL_SECONDS
+from pacekeeper_operator.network import RankPair
+from pacekeeper_operator.observation import JobMetrics, Observation
 from pacekeeper_operator.services import incidents
-from pacekeeper_operator.state import Incident, WayChange, WayTrial, WayTried
-from tests.support.flows import ALL_ON_THE_FIRST, asked, connections, network, paths_by, world
-from tests.support.worlds import NOW, change_members, policy
+from pacekeeper_operator.state import Incident, RouteChange, RouteTrial, FailedRoute
+from tests.support.flows import ALL_ON_FIRST_SPINE, answer_request, build_connection_answers, build_network_state, build_paths, build_observation
+from tests.support.worlds import NOW, change_members, build_policy
 
-NEW = {**ALL_ON_THE_FIRST, (1, 0): 1}
-CHANGE = WayChange(1, 0, "s1", 0, "s2", 0)
+NEW = {**ALL_ON_FIRST_SPINE, (1, 0): 1}
+CHANGE = RouteChange(1, 0, "s1", 0, "s2", 0)
 INCIDENT = Incident(
     "i",
-    Cause.SLOW_COMMUNICATION,
-    Class.PERFORMANCE,
+    IncidentCause.SLOW_COMMUNICATION,
+    IncidentClass.PERFORMANCE,
     1,
     "m",
     NOW - 30,
@@ -50,17 +50,17 @@ def tried(
     *,
     pace: float = 0.0,
     first_step_at: float = NOW - 5,
-    ways: Mapping[Pair, int] = NEW,
+    ways: Mapping[RankPair, int] = NEW,
     incident: Incident = INCIDENT,
-    changes: tuple[WayChange, ...] | None = None,
+    changes: tuple[RouteChange, ...] | None = None,
     **trial: Any,
 ) -> Observation:
     """The second round, by other ways; `pace`: bytes a second of what goes by them before."""
-    found = world(network(ways), ways)
+    found = build_observation(build_network_state(ways), ways)
     changed = (replace(CHANGE, bytes_per_second=pace),) if changes is None else changes
-    open_ = WayTrial("i", 2, BEFORE, changes=changed, **trial)
-    draft = found.draft.with_plan(membership=2, round=2).with_incident(incident).with_adaptation(way_trial=open_)
-    found = replace(found.with_draft(draft), metrics=Metrics(step_seconds=step_seconds))
+    open_ = RouteTrial("i", 2, BEFORE, changes=changed, **trial)
+    draft = found.desired.with_plan(membership=2, round=2).with_incident(incident).with_adaptation(way_trial=open_)
+    found = replace(found.with_desired(draft), metrics=JobMetrics(step_seconds=step_seconds))
     return change_members(found, membership=2, round=2, first_step_at=first_step_at, steps_in_round=100)
 
 
@@ -70,10 +70,10 @@ def begun(*args: Any, **changes: Any) -> Observation:
     return found
 
 
-def goes_on(found: Observation) -> tuple[Observation, Thought]:
-    thought = think(found, policy())
-    assert not thought.failures
-    return found.with_draft(thought.draft), thought
+def goes_on(found: Observation) -> tuple[Observation, PassResult]:
+    thought = evaluate_job(found, build_policy())
+    assert not thought.failed_steps
+    return found.with_desired(thought.desired), thought
 
 
 def incident(found: Observation, name: str = "i") -> Incident:
@@ -90,7 +90,7 @@ class TestMeasured:
         assert (found.state.budget.restart_seconds, found.state.budget.lost_seconds) == (5.0, 5.0)
         assert found.state.adaptation.way_trial is not None
         assert found.state.adaptation.way_trial.since == NOW - 5
-        assert report(found, policy(), JobStatus()).phase is JobPhase.RUNNING, "meanwhile it trains"
+        assert build_job_status(found, build_policy(), JobStatus()).phase is JobPhase.RUNNING, "meanwhile it trains"
 
     def test_before_the_first_step_nothing_is_known(self) -> None:
         found, _ = goes_on(tried(first_step_at=0.0))
@@ -99,44 +99,44 @@ class TestMeasured:
     def test_steps_that_have_become_shorter_keep_the_ways(self) -> None:
         found, _ = goes_on(tried(0.1))
         now = incident(found)
-        assert (now.outcome, now.slowdown_before, now.slowdown_after) == (Outcome.RECOVERED, 2.0, 1.0)
+        assert (now.outcome, now.slowdown_before, now.slowdown_after) == (IncidentOutcome.RECOVERED, 2.0, 1.0)
         assert now.measured_gain == pytest.approx(300.0)
         assert now.shown == "steps took 0.2 s before, and 0.1 s now: kept"
         assert found.state.adaptation.way_trial is None
         assert found.state.adaptation.ways_tried == ()
-        assert ways_of(found.plan)[1, 0] == 1
-        assert found.state.incidents.past[-1].cause is Cause.SLOW_COMMUNICATION
+        assert get_planned_routes(found.plan)[1, 0] == 1
+        assert found.state.incidents.past[-1].cause is IncidentCause.SLOW_COMMUNICATION
 
     def test_what_is_left_of_the_slowdown_says_how_well(self) -> None:
         found, _ = goes_on(tried(0.15))
-        assert incident(found).outcome is Outcome.MITIGATED
+        assert incident(found).outcome is IncidentOutcome.MITIGATED
         assert incident(found).slowdown_after == pytest.approx(1.5)
 
     def test_people_are_told(self) -> None:
         found, _ = goes_on(tried(0.1))
-        shown = incidents.status(incident(found))
+        shown = incidents.build_status(incident(found))
         assert (shown.message, shown.slowdown_after) == (incident(found).shown, 1.0)
 
     def test_another_round_ends_it(self) -> None:
         found = change_members(begun(), steps_in_round=100)
-        later = found.with_draft(found.draft.with_plan(membership=3))
-        assert verify_ways.judge(later, incident(found), trial_of(found)).outcome is Outcome.SUPERSEDED
+        later = found.with_desired(found.desired.with_plan(membership=3))
+        assert verify_ways.evaluate_route_trial(later, incident(found), trial_of(found)).outcome is IncidentOutcome.SUPERSEDED
 
     def test_so_does_another_way_to_train(self) -> None:
         found = change_members(begun(), steps_in_round=100, sync_mode="EDiT")
-        later = found.with_draft(found.draft.with_plan(sync_mode=SyncMode.EDIT))
-        assert verify_ways.judge(later, incident(found), trial_of(found)).outcome is Outcome.SUPERSEDED
+        later = found.with_desired(found.desired.with_plan(sync_mode=SyncMode.EDIT))
+        assert verify_ways.evaluate_route_trial(later, incident(found), trial_of(found)).outcome is IncidentOutcome.SUPERSEDED
 
     def test_what_cannot_be_measured_stays_and_says_so(self) -> None:
-        dark = replace(begun(), now=NOW - 5 + MEASURE_SECONDS)
-        assert verify_ways.judge(dark, incident(dark), trial_of(dark)).outcome is None
-        over = verify_ways.judge(replace(dark, now=dark.now + 1), incident(dark), trial_of(dark))
-        assert (over.outcome, "could not be measured" in over.shown) == (Outcome.MITIGATED, True)
-        untold = replace(dark, now=dark.now + 1000, metrics=Metrics(untold=("j-w1-0",)))
-        assert verify_ways.judge(untold, incident(dark), trial_of(dark)).outcome is None
+        dark = replace(begun(), now=NOW - 5 + ROUTE_TRIAL_MEASURE_SECONDS)
+        assert verify_ways.evaluate_route_trial(dark, incident(dark), trial_of(dark)).outcome is None
+        over = verify_ways.evaluate_route_trial(replace(dark, now=dark.now + 1), incident(dark), trial_of(dark))
+        assert (over.outcome, "could not be measured" in over.shown) == (IncidentOutcome.MITIGATED, True)
+        untold = replace(dark, now=dark.now + 1000, metrics=JobMetrics(untold=("j-w1-0",)))
+        assert verify_ways.evaluate_route_trial(untold, incident(dark), trial_of(dark)).outcome is None
 
 
-def trial_of(found: Observation) -> WayTrial:
+def trial_of(found: Observation) -> RouteTrial:
     assert found.state.adaptation.way_trial is not None
     return found.state.adaptation.way_trial
 
@@ -147,44 +147,44 @@ class TestPace:
     def measured(self, before: float, times: float = 1.0, step_seconds: float = 0.2) -> Incident:
         """Now each connection moves 50 MB in 0.4 s, or so many times that."""
         found, _ = goes_on(tried(step_seconds, pace=before))
-        told = asked(found, connections(times=times))
-        return verify_ways.judge(told, incident(told), trial_of(told))
+        told = answer_request(found, build_connection_answers(times=times))
+        return verify_ways.evaluate_route_trial(told, incident(told), trial_of(told))
 
     def test_a_faster_pair_keeps_its_way_whatever_else_holds_the_steps_up(self) -> None:
         found = self.measured(30e6)
-        assert found.outcome is Outcome.MITIGATED
+        assert found.outcome is IncidentOutcome.MITIGATED
         assert found.shown.startswith("from rank 1 to rank 0 30 MB/s before, and 125 MB/s now; steps took 0.2 s")
 
     def test_one_that_is_not_does_not(self) -> None:
-        assert self.measured(120e6, step_seconds=0.1).outcome is Outcome.NOT_HELPED
-        assert self.measured(125e6 / 1.11).outcome is Outcome.MITIGATED
+        assert self.measured(120e6, step_seconds=0.1).outcome is IncidentOutcome.NOT_HELPED
+        assert self.measured(125e6 / 1.11).outcome is IncidentOutcome.MITIGATED
 
     def test_it_is_asked_for_and_awaited(self) -> None:
         found, thought = goes_on(tried(pace=30e6))
-        assert thought.draft.plan.evidence_request == "", "connections so young tell nothing"
-        old = NOW - 5 + PACE_SECONDS
+        assert thought.desired.plan.evidence_request == "", "connections so young tell nothing"
+        old = NOW - 5 + THROUGHPUT_READY_SECONDS
         found, thought = goes_on(replace(found, now=old))
-        plan = thought.draft.plan
+        plan = thought.desired.plan
         assert plan.evidence_request.startswith("ways-")
         assert EvidencePart.LINKS in plan.evidence_parts
         again, _ = goes_on(replace(found, now=old + 1))
         assert again.plan.evidence_request == plan.evidence_request
         assert incident(again).outcome is None
-        young = tuple(replace(one, links=()) for one in connections(request=plan.evidence_request))
-        again, _ = goes_on(replace(again, now=old + AGAIN_SECONDS, evidence=young))
+        young = tuple(replace(one, links=()) for one in build_connection_answers(request=plan.evidence_request))
+        again, _ = goes_on(replace(again, now=old + ROUTE_EVIDENCE_PERIOD_SECONDS, evidence=young))
         assert again.plan.evidence_request not in ("", plan.evidence_request)
-        told = replace(again, now=old + 6, evidence=connections(request=again.plan.evidence_request))
+        told = replace(again, now=old + 6, evidence=build_connection_answers(request=again.plan.evidence_request))
         over, _ = goes_on(told)
-        assert incident(over).outcome is Outcome.RECOVERED
-        later, _ = goes_on(replace(over, now=old + 6 + AGAIN_SECONDS))
+        assert incident(over).outcome is IncidentOutcome.RECOVERED
+        later, _ = goes_on(replace(over, now=old + 6 + ROUTE_EVIDENCE_PERIOD_SECONDS))
         assert later.plan.evidence_request == "", "nobody asks any more"
 
     def test_not_for_ever(self) -> None:
         found, _ = goes_on(tried(0.1, pace=30e6))
-        late = replace(found, now=NOW - 5 + LINKS_SECONDS)
-        assert verify_ways.judge(late, incident(late), trial_of(late)).outcome is None
+        late = replace(found, now=NOW - 5 + THROUGHPUT_WAIT_SECONDS)
+        assert verify_ways.evaluate_route_trial(late, incident(late), trial_of(late)).outcome is None
         later = replace(late, now=late.now + 1)
-        assert verify_ways.judge(later, incident(later), trial_of(later)).outcome is Outcome.RECOVERED
+        assert verify_ways.evaluate_route_trial(later, incident(later), trial_of(later)).outcome is IncidentOutcome.RECOVERED
 
     def test_nobody_asks_where_it_was_not_known_before(self) -> None:
         found, _ = goes_on(tried(step_seconds=0.1))
@@ -197,13 +197,13 @@ class TestNoBetter:
 
     def test_it_is_not_tried_again_for_a_while(self) -> None:
         found = self.worse(0.2)
-        assert incident(found).outcome is Outcome.NOT_HELPED
+        assert incident(found).outcome is IncidentOutcome.NOT_HELPED
         assert "no better, and not tried again for a while" in incident(found).shown
-        assert found.state.adaptation.ways_tried == (WayTried(NOW, 1, 0, "s2"),)
+        assert found.state.adaptation.ways_tried == (FailedRoute(NOW, 1, 0, "s2"),)
         assert found.state.adaptation.way_trial is None, "as it was: a way back wins nothing"
-        assert ways_of(found.plan)[1, 0] == 1
-        late = replace(found, now=NOW + TRY_AGAIN_SECONDS)
-        assert verify_ways.step(late, policy()).state.adaptation.ways_tried == ()
+        assert get_planned_routes(found.plan)[1, 0] == 1
+        late = replace(found, now=NOW + TRIED_ROUTE_TTL_SECONDS)
+        assert verify_ways.advance_route_trial(late, build_policy()).state.adaptation.ways_tried == ()
 
     def test_worse_ones_go_back_once_that_pays(self) -> None:
         """Half of all time is lost; a round costs 5 s, and 10 steps of 0.4 s since the last checkpoint."""
@@ -212,8 +212,8 @@ class TestNoBetter:
         early, _ = goes_on(replace(found, now=NOW + 12.9))
         assert early.plan.membership == 2
         back, thought = goes_on(replace(found, now=NOW + 13.1))
-        assert (back.plan.membership, ways_of(back.plan)) == (3, dict(ALL_ON_THE_FIRST))
-        (decided,) = [one for one in thought.draft.state.incidents.current if one.decided == NOW + 13.1]
+        assert (back.plan.membership, get_planned_routes(back.plan)) == (3, dict(ALL_ON_FIRST_SPINE))
+        (decided,) = [one for one in thought.desired.state.incidents.current if one.decided == NOW + 13.1]
         assert decided.remedy == Remedy.PLAN_TRAFFIC
         assert decided.slowdown_before == pytest.approx(2.0)
         assert "come back" in decided.message
@@ -229,68 +229,68 @@ class TestNoBetter:
         over, _ = goes_on(done)
         assert over.state.adaptation.way_trial is None
         (last,) = [one for one in over.state.incidents.current if one.name != "i"]
-        assert last.outcome is Outcome.RECOVERED
-        assert ways_of(over.plan) == dict(ALL_ON_THE_FIRST)
+        assert last.outcome is IncidentOutcome.RECOVERED
+        assert get_planned_routes(over.plan) == dict(ALL_ON_FIRST_SPINE)
 
     def test_nobody_goes_back_to_a_dead_link(self) -> None:
         found = self.worse()
-        seen = found.surroundings.network
+        seen = found.cluster_view.network
         assert seen is not None
         assert seen.wiring.topology is not None
-        cut = replace(seen.wiring, topology=seen.wiring.topology.without(up=[(1, 0)]))
-        dead = replace(found.surroundings, network=replace(seen, wiring=cut))
-        assert verify_ways.check(replace(found, now=NOW + 60, surroundings=dead), policy()) is None
+        cut = replace(seen.wiring, topology=seen.wiring.topology.with_dead_links(up=[(1, 0)]))
+        dead = replace(found.cluster_view, network=replace(seen, wiring=cut))
+        assert verify_ways.check_worse_routes(replace(found, now=NOW + 60, surroundings=dead), build_policy()) is None
 
     def test_nor_where_steps_are_as_they_were_by_now(self) -> None:
-        over = replace(self.worse(), now=NOW + 60, metrics=Metrics(step_seconds=BEFORE))
-        assert verify_ways.check(over, policy()) is None
+        over = replace(self.worse(), now=NOW + 60, metrics=JobMetrics(step_seconds=BEFORE))
+        assert verify_ways.check_worse_routes(over, build_policy()) is None
 
     def test_nor_where_remedies_are_not_allowed(self) -> None:
         late = replace(self.worse(), now=NOW + 60)
-        assert verify_ways.check(late, policy()) is not None
-        assert verify_ways.check(late, policy(allow=frozenset())) is None
+        assert verify_ways.check_worse_routes(late, build_policy()) is not None
+        assert verify_ways.check_worse_routes(late, build_policy(allow=frozenset())) is None
 
     def test_a_way_back_that_nobody_needed_is_forgotten(self) -> None:
-        late = replace(self.worse(), now=NOW + TRY_AGAIN_SECONDS)
-        assert verify_ways.step(late, policy()).state.adaptation.way_trial is None
+        late = replace(self.worse(), now=NOW + TRIED_ROUTE_TTL_SECONDS)
+        assert verify_ways.advance_route_trial(late, build_policy()).state.adaptation.way_trial is None
 
     def test_nor_does_it_outlive_its_membership(self) -> None:
         found = self.worse()
-        other = found.with_draft(found.draft.with_plan(membership=3))
-        assert verify_ways.check(replace(other, now=NOW + 60), policy()) is None
-        assert verify_ways.step(other, policy()).state.adaptation.way_trial is None
+        other = found.with_desired(found.desired.with_plan(membership=3))
+        assert verify_ways.check_worse_routes(replace(other, now=NOW + 60), build_policy()) is None
+        assert verify_ways.advance_route_trial(other, build_policy()).state.adaptation.way_trial is None
 
     def test_where_more_has_changed_than_is_kept_there_is_no_way_back(self) -> None:
         found, _ = goes_on(tried(0.4, changes=()))
-        assert (incident(found).outcome, found.state.adaptation.way_trial) == (Outcome.NOT_HELPED, None)
+        assert (incident(found).outcome, found.state.adaptation.way_trial) == (IncidentOutcome.NOT_HELPED, None)
 
     def test_all_of_it_is_written_and_read_back(self) -> None:
-        draft = self.worse().draft
-        assert ledger.read(ledger.write(draft, "j"), "j").draft == draft
+        draft = self.worse().desired
+        assert ledger.decode_state(ledger.encode_state(draft, "j"), "j").desired == draft
 
 
 class TestDrawn:
     """Where nobody knows the fabric."""
 
-    def drawn(self, draw: int, tried: tuple[WayTried, ...] = ()) -> Observation:
-        found = world(network(mode=PathControl.REROLL))
-        path = replace(paths_by({}), wanted=(PlannedPath(1, 0, draw=draw),) if draw else ())
-        return found.with_draft(found.draft.with_plan(paths=path).with_adaptation(ways_tried=tried))
+    def drawn(self, draw: int, tried: tuple[FailedRoute, ...] = ()) -> Observation:
+        found = build_observation(build_network_state(mode=PathControl.REROLL))
+        path = replace(build_paths({}), wanted=(PlannedPath(1, 0, draw=draw),) if draw else ())
+        return found.with_desired(found.desired.with_plan(paths=path).with_adaptation(ways_tried=tried))
 
     def test_a_draw_that_was_no_better_is_not_drawn_again(self) -> None:
-        after = paths.rerolled(self.drawn(1, (WayTried(NOW, 1, 0, draw=2),)), (1, 0))
+        after = paths.reroll_ports(self.drawn(1, (FailedRoute(NOW, 1, 0, draw=2),)), (1, 0))
         assert after is not None
         assert after.wanted == (PlannedPath(1, 0, draw=3),)
 
     def test_the_one_before_comes_back(self) -> None:
-        change = WayChange(1, 0, draw_before=1, draw=2)
-        after = paths.put_back(self.drawn(2), (change,))
+        change = RouteChange(1, 0, draw_before=1, draw=2)
+        after = paths.restore_paths(self.drawn(2), (change,))
         assert after is not None
         assert after.wanted == (PlannedPath(1, 0, draw=1),)
-        assert paths.put_back(self.drawn(1), (WayChange(1, 0, draw=1),)) is None, "the network chose"
+        assert paths.restore_paths(self.drawn(1), (RouteChange(1, 0, draw=1),)) is None, "the network chose"
 
 
 def test_what_has_changed_between_two_plans() -> None:
-    found = tuple(paths.changes(paths_by({(1, 0): 0, (2, 1): 0}), paths_by({(1, 0): 1, (2, 1): 0, (3, 2): 2})))
-    assert found == (WayChange(1, 0, "s1", 0, "s2", 0), WayChange(3, 2, "", 0, "s3", 0))
-    assert list(paths.changes(None, None)) == []
+    found = tuple(paths.list_path_changes(build_paths({(1, 0): 0, (2, 1): 0}), build_paths({(1, 0): 1, (2, 1): 0, (3, 2): 2})))
+    assert found == (RouteChange(1, 0, "s1", 0, "s2", 0), RouteChange(3, 2, "", 0, "s3", 0))
+    assert list(paths.list_path_changes(None, None)) == []

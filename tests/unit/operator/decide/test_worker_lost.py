@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.reports import Fault, FaultKind, LauncherState
-from pacekeeper_operator.api import Cause, Class
+from pacekeeper_analysis.reports import FaultReport, FaultKind, LauncherState
+from pacekeeper_operator.api import IncidentCause, IncidentClass
 from pacekeeper_operator.decide import worker_lost
 from pacekeeper_operator.decision import Decision, ReplaceWorker
 from pacekeeper_operator.observation import Observation
-from tests.support.worlds import NOW, change_worker, crash, policy, training
+from tests.support.worlds import NOW, change_worker, build_crash, build_policy, build_training
 
 
-def told_to_end(worker: str) -> Fault:
-    return Fault(f"{worker}-terminating", FaultKind.TERMINATING, worker, 1, NOW - 3, membership=1)
+def told_to_end(worker: str) -> FaultReport:
+    return FaultReport(f"{worker}-terminating", FaultKind.TERMINATING, worker, 1, NOW - 3, membership=1)
 
 
 def lost(world: Observation) -> Decision:
-    decision = worker_lost.check(world, policy())
+    decision = worker_lost.check_lost_workers(world, build_policy())
     assert decision is not None
     return decision
 
@@ -28,107 +28,107 @@ def lost(world: Observation) -> Decision:
 @pytest.mark.parametrize(
     ("pod", "words", "class_", "dead"),
     [
-        ({"disrupted": "EvictionByEvictionAPI"}, "is disrupted (EvictionByEvictionAPI)", Class.DISRUPTION, False),
-        ({"disrupted": "Evicted", "exit_code": 137}, "is disrupted (Evicted)", Class.DISRUPTION, True),
-        ({"deleting": True}, "its pod was deleted", Class.DISRUPTION, False),
-        ({"deleting": True, "exit_code": 143}, "its pod was deleted", Class.DISRUPTION, True),
+        ({"disrupted": "EvictionByEvictionAPI"}, "is disrupted (EvictionByEvictionAPI)", IncidentClass.DISRUPTION, False),
+        ({"disrupted": "Evicted", "exit_code": 137}, "is disrupted (Evicted)", IncidentClass.DISRUPTION, True),
+        ({"deleting": True}, "its pod was deleted", IncidentClass.DISRUPTION, False),
+        ({"deleting": True, "exit_code": 143}, "its pod was deleted", IncidentClass.DISRUPTION, True),
         (
             {"exit_code": 0, "finished": True},
             "its ranks had ended well before the others had to begin anew",
-            Class.DISRUPTION,
+            IncidentClass.DISRUPTION,
             True,
         ),
         (
             {"phase": "Failed", "own_fault": "Evicted: it exceeds the limit"},
             "its kubelet ended its pod: Evicted: it exceeds the limit",
-            Class.APPLICATION,
+            IncidentClass.APPLICATION,
             True,
         ),
         (
             {"phase": "Failed", "disrupted": "TerminationByKubelet", "exit_reason": "Evicted", "exit_message": "low"},
             "its pod is disrupted (TerminationByKubelet): Evicted: low",
-            Class.DISRUPTION,
+            IncidentClass.DISRUPTION,
             True,
         ),
-        ({"exit_code": 1, "exit_reason": "Error"}, "its trainer ended with 1 (Error)", Class.UNKNOWN, True),
-        ({"phase": "Failed"}, "its pod has failed", Class.UNKNOWN, True),
+        ({"exit_code": 1, "exit_reason": "Error"}, "its trainer ended with 1 (Error)", IncidentClass.UNKNOWN, True),
+        ({"phase": "Failed"}, "its pod has failed", IncidentClass.UNKNOWN, True),
     ],
 )
-def test_by_what_its_pod_shows(pod: dict[str, Any], words: str, class_: Class, dead: bool) -> None:
-    decision = lost(change_worker(training(), "j-w1-0", pod=pod))
+def test_by_what_its_pod_shows(pod: dict[str, Any], words: str, class_: IncidentClass, dead: bool) -> None:
+    decision = lost(change_worker(build_training(), "j-w1-0", pod=pod))
     assert decision.message.startswith("worker j-w1-0 (rank 1) is lost: ")
     assert decision.message.endswith(words)
     assert decision.class_ is class_
     (action,) = decision.actions
     assert isinstance(action, ReplaceWorker)
-    assert (action.dead, action.disruption) == (dead, class_ is Class.DISRUPTION)
-    assert (decision.cause, decision.first_sign, decision.node) == (Cause.WORKER_LOST, NOW, "node-1")
+    assert (action.dead, action.disruption) == (dead, class_ is IncidentClass.DISRUPTION)
+    assert (decision.cause, decision.first_sign, decision.node) == (IncidentCause.WORKER_LOST, NOW, "node-1")
 
 
 def test_who_had_ended_well_before_the_others_began_anew() -> None:
     done = {"state": LauncherState.FINISHED}
-    decision = lost(change_worker(training(), "j-w1-0", pod={"exit_code": 0}, heartbeat=done))
+    decision = lost(change_worker(build_training(), "j-w1-0", pod={"exit_code": 0}, heartbeat=done))
     assert decision.message.endswith("its ranks had ended well before the others had to begin anew")
-    assert decision.class_ is Class.DISRUPTION
+    assert decision.class_ is IncidentClass.DISRUPTION
 
 
 def test_a_pod_that_is_gone_trains_no_more() -> None:
-    decision = lost(change_worker(training(), "j-w1-0", gone=True))
+    decision = lost(change_worker(build_training(), "j-w1-0", gone=True))
     (action,) = decision.actions
     assert isinstance(action, ReplaceWorker)
     assert action.dead
 
 
 def test_a_pod_that_is_still_to_be_made_is_not_lost() -> None:
-    world = change_worker(training(), "j-w1-0", gone=True)
+    world = change_worker(build_training(), "j-w1-0", gone=True)
     (record,) = (worker for worker in world.state.placement.workers if worker.name == "j-w1-0")
-    promised = world.with_draft(world.draft.with_worker(replace(record, uid="")))
-    assert worker_lost.check(promised, policy()) is None
+    promised = world.with_desired(world.desired.with_worker(replace(record, uid="")))
+    assert worker_lost.check_lost_workers(promised, build_policy()) is None
 
 
 def test_out_of_memory_is_a_cause_of_its_own() -> None:
-    killed = change_worker(training(), "j-w1-0", pod={"exit_code": 137, "exit_reason": "OOMKilled"})
-    assert lost(killed).cause is Cause.OUT_OF_MEMORY
-    assert lost(change_worker(killed, "j-w1-0", pod={"exit_reason": "Error"})).cause is Cause.WORKER_LOST
+    killed = change_worker(build_training(), "j-w1-0", pod={"exit_code": 137, "exit_reason": "OOMKilled"})
+    assert lost(killed).cause is IncidentCause.OUT_OF_MEMORY
+    assert lost(change_worker(killed, "j-w1-0", pod={"exit_reason": "Error"})).cause is IncidentCause.WORKER_LOST
 
 
 class TestToldToEnd:
     def test_its_own_word_counts_on_a_node_that_is_to_be_empty(self) -> None:
-        world = replace(training(), faults=(told_to_end("j-w1-0"),))
-        nodes = dict(world.surroundings.nodes)
+        world = replace(build_training(), faults=(told_to_end("j-w1-0"),))
+        nodes = dict(world.cluster_view.nodes)
         nodes["node-1"] = replace(nodes["node-1"], leaving="it is drained")
-        decision = lost(replace(world, surroundings=replace(world.surroundings, nodes=nodes)))
+        decision = lost(replace(world, surroundings=replace(world.cluster_view, nodes=nodes)))
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
-        assert (decision.class_, decision.first_sign, action.dead) == (Class.DISRUPTION, NOW - 3, False)
+        assert (decision.class_, decision.first_sign, action.dead) == (IncidentClass.DISRUPTION, NOW - 3, False)
         assert decision.message.endswith("its pod was told to end")
-        assert decision.settles == ("j-w1-0-terminating",)
+        assert decision.settled_faults == ("j-w1-0-terminating",)
 
     def test_where_nobody_wanted_it_the_pod_itself_is_the_cause_and_its_budget_pays(self) -> None:
         """A liveness probe that fails: its kubelet ends it, and the API server shows nothing."""
-        world = replace(training(), faults=(told_to_end("j-w1-0"),))
-        assert worker_lost.check(replace(world, now=NOW - 2), policy()) is None, "its deletion may be shown yet"
+        world = replace(build_training(), faults=(told_to_end("j-w1-0"),))
+        assert worker_lost.check_lost_workers(replace(world, now=NOW - 2), build_policy()) is None, "its deletion may be shown yet"
         decision = lost(world)
         (action,) = decision.actions
         assert isinstance(action, ReplaceWorker)
-        assert (decision.class_, action.dead, action.disruption) == (Class.UNKNOWN, False, False)
+        assert (decision.class_, action.dead, action.disruption) == (IncidentClass.UNKNOWN, False, False)
         assert "liveness probe" in decision.message
         deleted = lost(change_worker(replace(world, now=NOW - 2), "j-w1-0", pod={"deleting": True}))
-        assert deleted.class_ is Class.DISRUPTION
+        assert deleted.class_ is IncidentClass.DISRUPTION
 
     def test_once_its_pod_has_ended_it_trains_no_more(self) -> None:
-        world = change_worker(training(), "j-w1-0", pod={"exit_code": 143})
+        world = change_worker(build_training(), "j-w1-0", pod={"exit_code": 143})
         (action,) = lost(replace(world, faults=(told_to_end("j-w1-0"),))).actions
         assert isinstance(action, ReplaceWorker)
         assert action.dead
 
 
 def test_it_explains_what_others_say_but_not_that_another_is_told_to_end() -> None:
-    world = change_worker(training(), "j-w1-0", gone=True)
+    world = change_worker(build_training(), "j-w1-0", gone=True)
     leaving = told_to_end("j-w3-0")
     spare = told_to_end("j-w4-0")
-    faults = (crash("j-w0-0", 0), crash("j-w1-0", 1), spare)
-    assert lost(replace(world, faults=faults)).settles == tuple(fault.name for fault in faults[:2])
+    faults = (build_crash("j-w0-0", 0), build_crash("j-w1-0", 1), spare)
+    assert lost(replace(world, faults=faults)).settled_faults == tuple(fault.name for fault in faults[:2])
     deleted = change_worker(world, "j-w3-0", pod={"deleting": True})
     both = lost(replace(deleted, faults=(*faults, leaving)))
-    assert set(both.settles) == {faults[0].name, faults[1].name, leaving.name}, "both are one event"
+    assert set(both.settled_faults) == {faults[0].name, faults[1].name, leaving.name}, "both are one event"

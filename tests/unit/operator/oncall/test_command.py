@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from pacekeeper_analysis.behaviour.localise import judge
-from pacekeeper_analysis.behaviour.page import page
+from pacekeeper_analysis.behaviour.localise import localize_in_table
+from pacekeeper_analysis.behaviour.page import write_profile_page
 from pacekeeper_analysis.behaviour.table import read_table
 from pacekeeper_operator.api import API_VERSION, Object, format_time
-from pacekeeper_operator.decide.think import think
+from pacekeeper_operator.decide.think import evaluate_job
 from pacekeeper_operator.oncall import command
 from pacekeeper_operator.oncall.command import main
 from tests.support import kubectl_stand_in
-from tests.support.oncall import incident_object, job_object, metadata
-from tests.support.patterns import SLOW, WORK, answers, pattern
+from tests.support.oncall import build_incident_object, build_job_object, build_metadata
+from tests.support.patterns import SLOW_FUNCTION, HEALTHY_WORK, build_answers, build_pattern
 from tests.support.rings import write_ring
-from tests.support.worlds import policy, stalls, training
+from tests.support.worlds import build_policy, build_stalls, build_training
 from tests.unit.operator.decide.test_links import mesh
 
 Run = Callable[..., tuple[int, str, str]]
@@ -39,12 +39,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("STAND_IN", str(tmp_path))
-    thought = think(training(faults=stalls(training(), culprit=2)), policy())
-    (incident,) = thought.draft.state.incidents.current
+    thought = evaluate_job(build_training(faults=build_stalls(build_training(), culprit=2)), build_policy())
+    (incident,) = thought.desired.state.incidents.current
     quarantine = {
         "apiVersion": API_VERSION,
         "kind": "NodeQuarantine",
-        "metadata": metadata("node-7", "u7"),
+        "metadata": build_metadata("node-7", "u7"),
         "spec": {"reason": "XID 79"},
         "status": {"phase": "Pending"},
     }
@@ -54,12 +54,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {
             "apiVersion": API_VERSION,
             "kind": "NodeHistory",
-            "metadata": metadata(name, "h"),
+            "metadata": build_metadata(name, "h"),
             "status": {"incidents": items},
         }
         for name, items in (("node-7", [entry]), ("node-8", [{**entry, "kind": "Possessed"}]))
     ]
-    objects = [job_object(thought.observation), incident_object(training().job, incident), quarantine, *histories]
+    objects = [build_job_object(thought.observation), build_incident_object(build_training().job, incident), quarantine, *histories]
     (tmp_path / "objects.json").write_text(json.dumps(objects))
     return tmp_path
 
@@ -219,7 +219,7 @@ def test_what_if_is_computed_from_the_rings_of_the_newest_round(run: Run, folder
     assert max(map(len, out.splitlines())) <= 100
     assert "Slowdown 1.517" in out
     assert "dp_rank 2" in out
-    body = job_object(training())
+    body = build_job_object(build_training())
     add(folder, {**body, "status": {**body["status"], "syncMode": "AsyncEDiT"}})
     assert "j trains in AsyncEDiT, in which no rank waits" in run("whatif", "j")[2]
 
@@ -257,12 +257,12 @@ def test_of_many_links_all_are_shown_where_that_is_wanted(run: Run, folder: Path
 
 
 def test_a_profile_waits_for_the_window_and_tells_it(run: Run, folder: Path) -> None:
-    sent = answers([pattern(rank, {**WORK, SLOW: 0.2} if rank == 1 else WORK, 0.6) for rank in range(4)], None)
+    sent = build_answers([build_pattern(rank, {**HEALTHY_WORK, SLOW_FUNCTION: 0.2} if rank == 1 else HEALTHY_WORK, 0.6) for rank in range(4)], None)
     table = read_table(sent)
-    content = page(judge(table, 4), table, dict(sent)).decode()
+    content = write_profile_page(localize_in_table(table, 4), table, dict(sent)).decode()
     window = {"kind": "BehaviourWindow", "metadata": {"name": "w"}, "spec": {"window": "profile-1", "content": content}}
     event = {"kind": "Event", "metadata": {"uid": "e"}, "message": "rank 1 takes longer"}
-    add(folder, job_object(training()))
+    add(folder, build_job_object(build_training()))
     assert "no window within 0 s" in run("profile", "j", "--timeout", "0")[2]
     (folder / "later.json").write_text(json.dumps([event, window]))
     code, out, _ = run("profile", "j", "-o", str(folder / "page.html"))
@@ -312,8 +312,8 @@ def test_it_needs_no_library_of_the_operators() -> None:
 
 
 def test_why_has_the_events_of_pods_that_do_not_run(run: Run, folder: Path) -> None:
-    pod = {"kind": "Pod", "metadata": metadata("j-w2-1", "u2"), "spec": {}, "status": {"phase": "Pending"}}
-    event = {"kind": "Event", "metadata": metadata("e", "e1"), "type": "Warning", "reason": "FailedMount"}
+    pod = {"kind": "Pod", "metadata": build_metadata("j-w2-1", "u2"), "spec": {}, "status": {"phase": "Pending"}}
+    event = {"kind": "Event", "metadata": build_metadata("e", "e1"), "type": "Warning", "reason": "FailedMount"}
     add(folder, pod, event | {"message": 'secret "token" not found'})
     _, words, _ = run("why", "j")
     assert "Pod j-w2-1 is Pending (kubectl describe pod j-w2-1):\n  FailedMount (" in words
@@ -380,6 +380,6 @@ class TestJson:
         assert "there are: j" in error
 
     def test_every_verb_knows_it(self) -> None:
-        verbs = next(action for action in command._parser()._actions if action.dest == "==SUPPRESS==" or action.choices)
+        verbs = next(action for action in command._build_parser()._actions if action.dest == "==SUPPRESS==" or action.choices)
         assert verbs.choices
         assert all("--output" in verb._option_string_actions for verb in dict(verbs.choices).values())

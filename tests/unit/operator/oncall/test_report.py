@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_operator.api import Cause, Class, IncidentSpec, IncidentStatus, Mode, ObjectRef, Outcome, RemedyPrice
+from pacekeeper_operator.api import IncidentCause, IncidentClass, IncidentSpec, IncidentStatus, RemediationMode, ObjectRef, IncidentOutcome, RemedyPrice
 from pacekeeper_operator.oncall import report
-from pacekeeper_operator.oncall.seen import SeenIncident, SeenJob
-from tests.support.oncall import job_object
-from tests.support.worlds import NOW, training
+from pacekeeper_operator.oncall.seen import LoadedIncident, LoadedJob
+from tests.support.oncall import build_job_object
+from tests.support.worlds import NOW, build_training
 
 BEGAN = NOW - 400
 """Of the job."""
 STATUS = IncidentStatus(
-    mode=Mode.ACT,
+    mode=RemediationMode.ACT,
     remedy="RestartRanks",
     considered=(RemedyPrice("RestartRanks", None, 6.0, chosen=True, reason="the job stands still"),),
     first_sign=NOW - 300,
@@ -27,19 +27,19 @@ STATUS = IncidentStatus(
     recovered=NOW - 280,
     recovered_seconds=20.0,
     steps_lost=7,
-    outcome=Outcome.RECOVERED,
+    outcome=IncidentOutcome.RECOVERED,
 )
 
 
 def incident(
-    cause: Cause = Cause.HANG, class_: Class = Class.UNKNOWN, message: str = "", **status: Any
-) -> SeenIncident:
+    cause: IncidentCause = IncidentCause.HANG, class_: IncidentClass = IncidentClass.UNKNOWN, message: str = "", **status: Any
+) -> LoadedIncident:
     spec = IncidentSpec(ObjectRef("j", "ns", "u1d2c3"), cause, class_, rank=2, message=message or "rank 2 stands still")
-    return SeenIncident("ns", f"j-r1-{cause}", NOW - 300, spec, replace(STATUS, **status))
+    return LoadedIncident("ns", f"j-r1-{cause}", NOW - 300, spec, replace(STATUS, **status))
 
 
-def page(*incidents: SeenIncident) -> str:
-    return report.page(SeenJob.of(job_object(training())), incidents, NOW)
+def page(*incidents: LoadedIncident) -> str:
+    return report.render_page(LoadedJob.from_object(build_job_object(build_training())), incidents, NOW)
 
 
 def text(html: str) -> str:
@@ -47,7 +47,7 @@ def text(html: str) -> str:
 
 
 def test_it_tells_how_the_job_has_done_and_of_each_incident_all_there_is() -> None:
-    told = text(page(incident(), incident(Cause.CRASH, steps_lost=2)))
+    told = text(page(incident(), incident(IncidentCause.CRASH, steps_lost=2)))
     for words in (
         "j in ns",
         "Running phase",
@@ -80,23 +80,23 @@ def test_it_loads_nothing() -> None:
 
 class TestLostSeconds:
     def test_all_of_a_standstill(self) -> None:
-        assert report.lost_seconds(incident(), NOW) == 20.0
+        assert report.compute_lost_seconds(incident(), NOW) == 20.0
 
     def test_of_slow_steps_what_they_take_longer(self) -> None:
-        slow = incident(Cause.STRAGGLER, Class.PERFORMANCE, slowdown_before=1.25)
-        assert report.lost_seconds(slow, NOW) == pytest.approx(4.0)
-        assert report.lost_seconds(replace(slow, status=replace(slow.status, slowdown_before=None)), NOW) == 0.0
+        slow = incident(IncidentCause.STRAGGLER, IncidentClass.PERFORMANCE, slowdown_before=1.25)
+        assert report.compute_lost_seconds(slow, NOW) == pytest.approx(4.0)
+        assert report.compute_lost_seconds(replace(slow, status=replace(slow.status, slowdown_before=None)), NOW) == 0.0
 
     def test_nothing_while_a_worker_waits_to_move(self) -> None:
-        assert report.lost_seconds(incident(Cause.NODE_LEAVING, Class.DISRUPTION), NOW) == 0.0
+        assert report.compute_lost_seconds(incident(IncidentCause.NODE_LEAVING, IncidentClass.DISRUPTION), NOW) == 0.0
 
     def test_what_lasts_costs_until_now_and_what_was_only_recommended_is_not_known(self) -> None:
         lasting: dict[str, Any] = {"recovered": None, "recovered_seconds": None}
-        assert report.lost_seconds(incident(outcome=None, **lasting), NOW) == 300.0
-        assert report.lost_seconds(incident(outcome=Outcome.RECOMMENDED, **lasting), NOW) == 0.0
+        assert report.compute_lost_seconds(incident(outcome=None, **lasting), NOW) == 300.0
+        assert report.compute_lost_seconds(incident(outcome=IncidentOutcome.RECOMMENDED, **lasting), NOW) == 0.0
 
     def test_the_dearest_cause_comes_first(self) -> None:
-        found = report.losses([incident(Cause.CRASH, recovered_seconds=5.0), incident(), incident()], NOW)
+        found = report.compute_losses([incident(IncidentCause.CRASH, recovered_seconds=5.0), incident(), incident()], NOW)
         assert [(loss.cause, loss.incidents, loss.seconds, loss.steps) for loss in found] == [
             ("hang", 2, 40.0, 14),
             ("crash", 1, 5.0, 7),
@@ -111,7 +111,7 @@ def pieces(html: str) -> list[tuple[str, float, float]]:
 
 def test_the_timeline_has_a_piece_from_each_first_sign_to_its_recovery() -> None:
     """The job was taken up 400 s ago: 1084 units for them."""
-    slow = incident(Cause.STRAGGLER, Class.PERFORMANCE, first_sign=NOW - 100, recovered=None, outcome=None)
+    slow = incident(IncidentCause.STRAGGLER, IncidentClass.PERFORMANCE, first_sign=NOW - 100, recovered=None, outcome=None)
     (lost, light) = pieces(page(slow, incident()))
     assert (lost[0], light[0]) == ("lost", "slow")
     assert lost[1:] == pytest.approx((8 + 1084 / 4, 1084 * 20 / 400), abs=0.1)

@@ -7,75 +7,75 @@ from typing import Any
 
 import pytest
 
-from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Witness, WitnessKind
+from pacekeeper_analysis.diagnose.finding import FaultClass, Finding, Signal, SignalKind
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.plan import Stop
 from pacekeeper_operator.api import (
     API_VERSION,
-    Mode,
+    RemediationMode,
     Object,
-    Outcome,
+    IncidentOutcome,
     RemedyPrice,
     Restart,
     RestartPart,
     RestartPartName,
     format_time,
 )
-from pacekeeper_operator.decide.think import Thought, think
-from pacekeeper_operator.observation import Hindrance, Metrics, Observation
+from pacekeeper_operator.decide.think import PassResult, evaluate_job
+from pacekeeper_operator.observation import BlockedAction, JobMetrics, Observation
 from pacekeeper_operator.oncall import incidents, jobs, nodes, pods
-from pacekeeper_operator.oncall.seen import SeenIncident, SeenJob, SeenQuarantine, newest_first
-from pacekeeper_operator.oncall.text import WIDTH
+from pacekeeper_operator.oncall.seen import LoadedIncident, LoadedJob, LoadedQuarantine, parse_newest_first
+from pacekeeper_operator.oncall.text import TEXT_WIDTH
 from pacekeeper_operator.state import Incident
-from tests.support.oncall import incident_object, job_object, metadata
-from tests.support.worlds import NOW, change_members, fresh, policy, stalls, training, with_pods
+from tests.support.oncall import build_incident_object, build_job_object, build_metadata
+from tests.support.worlds import NOW, change_members, build_fresh, build_policy, build_stalls, build_training, with_pods
 
 
-def hang() -> Thought:
-    return think(replace(training(), faults=stalls(training(), culprit=2)), policy())
+def hang() -> PassResult:
+    return evaluate_job(replace(build_training(), faults=build_stalls(build_training(), culprit=2)), build_policy())
 
 
 def hung() -> Incident:
-    (incident,) = hang().draft.state.incidents.current
+    (incident,) = hang().desired.state.incidents.current
     return incident
 
 
-def seen(incident: Incident) -> SeenIncident:
-    return SeenIncident.of(incident_object(training().job, incident))
+def seen(incident: Incident) -> LoadedIncident:
+    return LoadedIncident.from_object(build_incident_object(build_training().job, incident))
 
 
-def status(world: Observation, *of: SeenIncident, **changes: Any) -> str:
-    return fits(jobs.status(SeenJob.of(job_object(world, **changes)), of, NOW + 60))
+def status(world: Observation, *of: LoadedIncident, **changes: Any) -> str:
+    return fits(jobs.format_status(LoadedJob.from_object(build_job_object(world, **changes)), of, NOW + 60))
 
 
-def why(world: Observation, *of: SeenIncident, **changes: Any) -> str:
-    return fits(jobs.why(SeenJob.of(job_object(world, **changes)), of, NOW + 60))
+def why(world: Observation, *of: LoadedIncident, **changes: Any) -> str:
+    return fits(jobs.explain_job(LoadedJob.from_object(build_job_object(world, **changes)), of, NOW + 60))
 
 
 def fits(text: str) -> str:
-    assert max(map(len, text.splitlines())) <= WIDTH
+    assert max(map(len, text.splitlines())) <= TEXT_WIDTH
     return " ".join(text.split())
 
 
 class TestAJob:
     def test_that_trains(self) -> None:
-        words = status(training())
+        words = status(build_training())
         for part in ("j in ns: Running for 60 s", "step 500", "4 of 4 train, 1 of 1 as spares; round 1", "Sync"):
             assert part in words
         assert words.endswith("next nothing is to be done")
-        assert "Nothing is known that would hold it back." in why(training())
+        assert "Nothing is known that would hold it back." in why(build_training())
 
     def test_that_says_how_far_it_is(self) -> None:
-        world = change_members(training(), total_steps=1000)
-        world = world.with_draft(world.draft.with_life(paced_since=NOW - 500))
+        world = change_members(build_training(), total_steps=1000)
+        world = world.with_desired(world.desired.with_lifecycle(paced_since=NOW - 500))
         assert "500 of 1000 (50%), about 8m left at its pace; the newest" in status(world)
 
     def test_that_nobody_has_looked_at(self) -> None:
-        for words in (status(training(), seen=False), why(training(), seen=False)):
+        for words in (status(build_training(), seen=False), why(build_training(), seen=False)):
             assert "no operator has looked at generation 1" in words
 
     def test_that_waits_for_room(self) -> None:
-        world = with_pods(fresh().with_draft(think(fresh(), policy()).draft), placed=False)
+        world = with_pods(build_fresh().with_desired(evaluate_job(build_fresh(), build_policy()).desired), placed=False)
         for words in (status(world), why(world)):
             assert "0 of 2 workers are ready" in words
 
@@ -94,7 +94,7 @@ class TestAJob:
     @pytest.mark.parametrize(
         ("changes", "words"),
         [
-            ({"mode": Mode.RECOMMEND}, "RestartRanks would be taken, but remedies are only recommended"),
+            ({"mode": RemediationMode.RECOMMEND}, "RestartRanks would be taken, but remedies are only recommended"),
             ({"applied": NOW}, "RestartRanks is applied; whether it has helped is being measured"),
             ({"remedy": None}, "no remedy is taken so far; RestartRanks: the job stands still"),
         ],
@@ -104,20 +104,20 @@ class TestAJob:
         assert words in status(hang().observation, seen(incident))
 
     def test_that_is_hindered_refused_slow_or_paused(self) -> None:
-        hindered = replace(training(), hindrances=(Hindrance("create pod j-w5-0", "exceeded quota: gpus"),))
+        hindered = replace(build_training(), hindrances=(BlockedAction("create pod j-w5-0", "exceeded quota: gpus"),))
         assert "Hindered: NotDone: create pod j-w5-0: exceeded quota: gpus." in why(hindered)
-        refused = fresh().with_draft(fresh().draft.with_placement(template_rejected=1, rejection="no such volume"))
+        refused = build_fresh().with_desired(build_fresh().desired.with_placement(template_rejected=1, rejection="no such volume"))
         assert "nothing, until somebody changes something: PodRefused: no such volume" in status(refused)
-        slow = replace(training(), metrics=Metrics(pace=2.0, slowdown=1.6, slowest_rank=3))
+        slow = replace(build_training(), metrics=JobMetrics(pace=2.0, slowdown=1.6, slowest_rank=3))
         assert "slowdown 1.60: rank 3 on j-w3-0 holds the others up" in status(slow)
-        assert "Paused: by hand" in why(training(), paused="by hand")
-        assert "kubectl pacekeeper resume j" in status(training(), spec={"remediation": {"mode": "Recommend"}})
+        assert "Paused: by hand" in why(build_training(), paused="by hand")
+        assert "kubectl pacekeeper resume j" in status(build_training(), spec={"remediation": {"mode": "Recommend"}})
 
     def test_that_has_failed_is_not_to_be_changed_but_made_again(self) -> None:
-        world = training(metrics=Metrics(unavailable="Prometheus is not configured"))
+        world = build_training(metrics=JobMetrics(unavailable="Prometheus is not configured"))
         message = "worker j-w0-0 cannot start: container trainer: CreateContainerConfigError: no secret"
         life = {"failed_reason": "ContainerCannotStart", "failed_message": message, "stopped_at": NOW - 5}
-        world = world.with_draft(world.draft.with_plan(stop=Stop.FINISH).with_life(**life))
+        world = world.with_desired(world.desired.with_plan(stop=Stop.FINISH).with_lifecycle(**life))
         for words in (
             status(world, paused="by hand", spec={"remediation": {"mode": "Recommend"}}),
             why(world, paused="by hand"),
@@ -126,14 +126,14 @@ class TestAJob:
             assert "Mend the cause, delete the job, and apply it again" in words
             for other in ("until somebody changes", "pacekeeper resume", "Paused", "MetricsAvailable"):
                 assert other not in words
-        conditions = job_object(world)["status"]["conditions"]
+        conditions = build_job_object(world)["status"]["conditions"]
         stalled = next(condition for condition in conditions if condition["type"] == "Stalled")
         assert stalled["message"].endswith(f"delete the job, and apply it again: {message}")
 
     def test_many_in_a_table(self) -> None:
-        rows = [SeenJob.of(job_object(world)) for world in (training(), hang().observation, fresh())]
-        lines = jobs.overview(rows, namespaces=True).splitlines()
-        assert max(map(len, lines)) <= WIDTH
+        rows = [LoadedJob.from_object(build_job_object(world)) for world in (build_training(), hang().observation, build_fresh())]
+        lines = jobs.format_overview(rows, namespaces=True).splitlines()
+        assert max(map(len, lines)) <= TEXT_WIDTH
         assert [line.split()[:4] for line in lines[1:]] == [
             ["ns", "j", "Running", "500"],
             ["ns", "j", "Recovering", "500"],
@@ -142,14 +142,14 @@ class TestAJob:
         assert "WaitingForPods" in lines[3]
 
     def test_of_a_newer_operator_says_what_to_do(self) -> None:
-        body = job_object(training())
+        body = build_job_object(build_training())
         body["status"]["phase"] = "Levitating"
         with pytest.raises(InputError, match=r"TrainingJob j: status.phase: 'Levitating'.* pip install --upgrade"):
-            SeenJob.of(body)
+            LoadedJob.from_object(body)
 
 
 def pod(name: str = "j-w1-0", phase: str = "Pending", age: float = 60.0, node: str = "node-3") -> Object:
-    made = metadata(name, f"uid-{name}") | {"creationTimestamp": format_time(NOW - age)}
+    made = build_metadata(name, f"uid-{name}") | {"creationTimestamp": format_time(NOW - age)}
     return {"kind": "Pod", "metadata": made, "spec": {"nodeName": node}, "status": {"phase": phase}}
 
 
@@ -193,14 +193,14 @@ class TestPods:
 
 
 class TestAnIncident:
-    FINDING = Finding(FaultClass.NETWORK, "link 0 → 1", (Witness(WitnessKind.PROBE, "slow"),), 0.98, "look at the path")
+    FINDING = Finding(FaultClass.NETWORK, "link 0 → 1", (Signal(SignalKind.PROBE, "slow"),), 0.98, "look at the path")
 
     def test_in_full(self) -> None:
         incident = replace(
             hung(),
             applied=NOW + 1,
             recovered=NOW + 3.2,
-            outcome=Outcome.MITIGATED,
+            outcome=IncidentOutcome.MITIGATED,
             steps_lost=1,
             restart=Restart(
                 (RestartPart(RestartPartName.WAIT, 2.0), RestartPart(RestartPartName.LOAD, 4.3, 1)), "Neighbour"
@@ -213,7 +213,7 @@ class TestAnIncident:
             shown="a probe has passed",
             evidence=("x" * 300, 'File "/job/train.py", line 88\n  in load'),
         )
-        words = fits(incidents.story(seen(incident)))
+        words = fits(incidents.format_incident(seen(incident)))
         for part in (
             "hang of job j, round 1",
             "recovered after 6.3 s",
@@ -231,18 +231,18 @@ class TestAnIncident:
 
     def test_a_tenants_words_do_nothing_to_a_terminal(self) -> None:
         incident = replace(hung(), message="\x1b[2Jgone\x07", evidence=("a\tb\x9b31m",))
-        words = incidents.story(seen(incident)) + incidents.account(seen(incident), NOW)
+        words = incidents.format_incident(seen(incident)) + incidents.summarize_incident(seen(incident), NOW)
         assert all(line.isprintable() for line in words.split("\n"))
         assert "?[2Jgone?" in words
 
-    @pytest.mark.parametrize("outcome", Outcome)
-    def test_each_outcome_has_its_words(self, outcome: Outcome) -> None:
-        assert f"{outcome}: " in incidents.outcome(seen(replace(hung(), outcome=outcome)))
+    @pytest.mark.parametrize("outcome", IncidentOutcome)
+    def test_each_outcome_has_its_words(self, outcome: IncidentOutcome) -> None:
+        assert f"{outcome}: " in incidents.describe_outcome(seen(replace(hung(), outcome=outcome)))
 
     def test_many_in_a_table_the_newest_first(self) -> None:
-        old = replace(hung(), name="j-r1-crash-rank0-u1d2c", first_sign=NOW - 900, outcome=Outcome.RECOVERED)
-        found = newest_first([incident_object(training().job, one) for one in (old, hung())])
-        lines = incidents.overview(found, NOW).splitlines()
+        old = replace(hung(), name="j-r1-crash-rank0-u1d2c", first_sign=NOW - 900, outcome=IncidentOutcome.RECOVERED)
+        found = parse_newest_first([build_incident_object(build_training().job, one) for one in (old, hung())])
+        lines = incidents.format_overview(found, NOW).splitlines()
         assert [line.split()[0] for line in lines[1:]] == ["j-r1-hang-u1d2c", "j-r1-crash-rank0-u1d2c"]
         assert ["open" in line for line in lines[1:]] == [True, False]
 
@@ -254,16 +254,16 @@ class TestAQuarantine:
         return {
             "apiVersion": API_VERSION,
             "kind": "NodeQuarantine",
-            "metadata": metadata("node-7", "u"),
+            "metadata": build_metadata("node-7", "u"),
             "spec": spec,
         } | {"status": status}
 
     def test_approving_says_what_will_happen(self) -> None:
-        words = fits(nodes.approval(SeenQuarantine.of(self.body(phase="Pending", message="a witness has spoken"))))
+        words = fits(nodes.describe_approval(LoadedQuarantine.from_object(self.body(phase="Pending", message="a witness has spoken"))))
         for part in ("node node-7", "Pending: a witness", "XID 79", "team-a/i: hang (Probe)", "After 6h", "cordoned"):
             assert part in words
 
     def test_releasing_leaves_a_cordon_that_was_there(self) -> None:
         active = self.body(phase="Active", cordonedAt="2026-01-31T12:00:00Z", previouslyCordoned=True)
-        assert "it was cordoned before, and stays so" in fits(nodes.release(SeenQuarantine.of(active)))
-        assert "its node is untouched" in fits(nodes.release(SeenQuarantine.of(self.body(phase="Held"))))
+        assert "it was cordoned before, and stays so" in fits(nodes.describe_release(LoadedQuarantine.from_object(active)))
+        assert "its node is untouched" in fits(nodes.describe_release(LoadedQuarantine.from_object(self.body(phase="Held"))))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from pacekeeper.data.device import OrderedCopies, mover, to_device
-from pacekeeper.data.loader import BatchSizes, Loader, Place
+from pacekeeper.data.device import OrderedBatchCopies, create_batch_mover, move_to_device
+from pacekeeper.data.loader import BatchSizes, Loader, RankTopology
 
 META = torch.device("meta")
 NUMBERS: Any = torch.arange(40)
@@ -57,7 +57,7 @@ def nothing_moved() -> None:
 
 
 def moved(batch: Any) -> Any:
-    return to_device(batch, META, OrderedCopies(META))
+    return move_to_device(batch, META, OrderedBatchCopies(META))
 
 
 def test_tensors_are_moved_wherever_they_stand_in_a_batch() -> None:
@@ -93,7 +93,7 @@ def test_a_packed_sequence_moves_itself_since_a_part_of_it_stays_on_the_host() -
 
 def test_nothing_is_touched_where_there_is_nowhere_to_go() -> None:
     batch = Record(torch.ones(2), [])
-    assert mover(None)(batch) is mover(torch.device("cpu"))(batch) is batch
+    assert create_batch_mover(None)(batch) is create_batch_mover(torch.device("cpu"))(batch) is batch
 
 
 def test_batches_are_weighed_on_the_host() -> None:
@@ -103,7 +103,7 @@ def test_batches_are_weighed_on_the_host() -> None:
         weighed_on.add(batch.device.type)
         return batch.sum()
 
-    loader = Loader(NUMBERS, BatchSizes(4, 2), Place(), shuffle=False, weight=weight, device=META)
+    loader = Loader(NUMBERS, BatchSizes(4, 2), RankTopology(), shuffle=False, weight=weight, device=META)
     drawn = loader.next_step()
     assert drawn is not None
     assert drawn[0].weight == 0 + 1 + 2 + 3
@@ -113,7 +113,7 @@ def test_batches_are_weighed_on_the_host() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_is_moved_when_it_is_asked_for_and_a_stale_one_never(workers: int) -> None:
-    loader = Loader(NUMBERS, BatchSizes(4, 2), Place(), shuffle=False, collate_fn=Own, num_workers=workers, device=META)
+    loader = Loader(NUMBERS, BatchSizes(4, 2), RankTopology(), shuffle=False, collate_fn=Own, num_workers=workers, device=META)
     drawn = loader.next_step()
     assert drawn is not None
     assert Own.moved == []
@@ -154,6 +154,6 @@ def test_copies_hide_behind_the_computation_and_come_before_their_use(copy_secon
     """Five batches of two tensors, launched without a wait. The dearer of the two streams is never idle."""
     device = VirtualCopies(copy_seconds)
     for _ in range(5):
-        to_device({"x": torch.ones(1), "y": torch.ones(1)}, META, device)
+        move_to_device({"x": torch.ones(1), "y": torch.ones(1)}, META, device)
         device.compute(10.0)
     assert device.computed == lasts

@@ -9,16 +9,16 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from pacekeeper.data import tickets
-from pacekeeper.data.leases import ENDLESS
-from pacekeeper.data.tickets import Tickets
+from pacekeeper.data.leases import ENDLESS_TICKETS
+from pacekeeper.data.tickets import TicketCounter
 
 
-def of_ranks(store: HashStore, ranks: int, replica_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Tickets]:
+def of_ranks(store: HashStore, ranks: int, replica_size: int, monkeypatch: pytest.MonkeyPatch) -> list[TicketCounter]:
     """As if each of them were a process of its own."""
     found = []
     for rank in range(ranks):
         monkeypatch.setattr(tickets, "_numbers", itertools.count(1))
-        found.append(Tickets(store, rank, replica_size))
+        found.append(TicketCounter(store, rank, replica_size))
     return found
 
 
@@ -42,7 +42,7 @@ def test_any_rank_may_end_them_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [first.take(3), mate.take(3)] == [0, 0]
     last.close()
     mate.close()
-    assert all(rank.take(1) >= ENDLESS for rank in (other, last, first, mate))
+    assert all(rank.take(1) >= ENDLESS_TICKETS for rank in (other, last, first, mate))
 
 
 def test_old_answers_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pacekeeper.keep import checkpoint_writer
-from pacekeeper.keep.checkpoint_writer import whose_files
+from pacekeeper.keep.checkpoint_writer import choose_verified_rank
 from pacekeeper.launcher.settings import LauncherSettings
 
 
 def test_a_rank_gives_up_a_checkpoint_before_the_watch_takes_it_for_one_that_hangs() -> None:
-    assert 0.9 * LauncherSettings.phase_deadline > checkpoint_writer._PATIENCE_SECONDS
+    assert 0.9 * LauncherSettings.phase_deadline > checkpoint_writer._MAX_WRITE_WAIT_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_a_rank_gives_up_a_checkpoint_before_the_watch_takes_it_for_one_that_han
 )
 def test_each_ranks_files_are_verified_by_one_on_another_worker_as_far_as_there_is_one(workers: str) -> None:
     ranks = range(len(workers))
-    verified = [whose_files(list(workers), rank) for rank in ranks]
+    verified = [choose_verified_rank(list(workers), rank) for rank in ranks]
     assert sorted(verified) == list(ranks)
     largest = max(map(workers.count, workers))
     at_home = sum(workers[rank] == workers[verified[rank]] for rank in ranks)

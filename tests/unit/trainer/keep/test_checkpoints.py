@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 
 from pacekeeper.keep import checkpoints, ownership
-from pacekeeper.keep.checkpoints import CheckpointFolder, described, in_short
-from pacekeeper.keep.manifests import FileSum, Manifest, checksum
-from pacekeeper.keep.rank_state import differences
+from pacekeeper.keep.checkpoints import CheckpointFolder, describe_error, summarize_reasons
+from pacekeeper.keep.manifests import FileChecksum, Manifest, compute_checksum
+from pacekeeper.keep.rank_state import describe_differences
 from pacekeeper_analysis.errors import InputError
 
 
 def write(folder: CheckpointFolder, step: int, content: bytes = b"weights") -> Manifest:
     """What a round leaves in its partial folder, and the manifest of it."""
-    partial = folder.partial(step)
+    partial = folder.get_partial_path(step)
     partial.mkdir()
     for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
         (partial / name).write_bytes(content + name.encode())
-    files = {path.name: checksum(path) for path in partial.iterdir()}
+    files = {path.name: compute_checksum(path) for path in partial.iterdir()}
     return Manifest(step, folder.round, world_size=2, model={}, objects=("model",), files=files)
 
 
@@ -41,7 +41,7 @@ def names(path: Path) -> set[str]:
 
 
 def steps(folder: CheckpointFolder) -> list[int]:
-    return [manifest.step for manifest in folder.published()]
+    return [manifest.step for manifest in folder.list_published()]
 
 
 def test_what_is_published_is_found_newest_first_and_the_oldest_go(tmp_path: Path) -> None:
@@ -95,10 +95,10 @@ def test_a_rank_gives_back_the_room_of_its_own_files_and_the_last_one_takes_the_
     folder = owned(tmp_path)
     write(folder, 10)
     folder.discard(10, lambda name: name.startswith("__1_"))
-    assert {path.name for path in folder.partial(10).iterdir()} == {"__0_0.distcp", ".metadata"}
+    assert {path.name for path in folder.get_partial_path(10).iterdir()} == {"__0_0.distcp", ".metadata"}
     folder.discard(10, lambda name: not name.startswith("__1_"))
     folder.discard(10, lambda _: True)
-    assert not folder.partial(10).exists()
+    assert not folder.get_partial_path(10).exists()
 
 
 def test_a_manifest_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,18 +116,18 @@ def test_a_manifest_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatc
 
 
 def test_of_many_reasons_a_few_are_told_each_once() -> None:
-    assert in_short(["a", "b", "a"]) == "a; b"
-    assert in_short(f"rank {number}: full" for number in range(9)) == (
+    assert summarize_reasons(["a", "b", "a"]) == "a; b"
+    assert summarize_reasons(f"rank {number}: full" for number in range(9)) == (
         "rank 0: full; rank 1: full; rank 2: full; and 6 more"
     )
-    assert len(described(OSError(errno.ENOSPC, "x" * 10_000))) < 600
+    assert len(describe_error(OSError(errno.ENOSPC, "x" * 10_000))) < 600
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing"])
 def test_what_rank_0_does_not_see_whole_is_not_published(tmp_path: Path, damage: str) -> None:
     folder = owned(tmp_path)
     manifest = write(folder, 10)
-    part = folder.partial(10) / "__1_0.distcp"
+    part = folder.get_partial_path(10) / "__1_0.distcp"
     if damage == "cut":
         os.truncate(part, 3)
     else:
@@ -143,11 +143,11 @@ def test_an_earlier_round_cannot_publish_any_more(tmp_path: Path) -> None:
     manifest = write(lost, 20)  # its node is cut off, while the others begin again
     current = owned(tmp_path, round_=2)
     current.publish(write(current, 20, b"of round 2"))
-    if not lost.partial(20).exists():  # cleared away when round 2 began
+    if not lost.get_partial_path(20).exists():  # cleared away when round 2 began
         manifest = write(lost, 20)
     assert not lost.publish(manifest)
     assert (tmp_path / "step-00000020/__0_0.distcp").read_bytes().startswith(b"of round 2")
-    assert [(found.step, found.round) for found in current.published()] == [(20, 2), (10, 1)]
+    assert [(found.step, found.round) for found in current.list_published()] == [(20, 2), (10, 1)]
 
 
 def test_a_checkpoint_that_cannot_take_its_place_leaves_the_one_that_was_there(
@@ -226,7 +226,7 @@ def test_what_earlier_rounds_left_half_written_is_cleared_away(tmp_path: Path) -
     write(owned(tmp_path, round_=1), 10)
     folder = owned(tmp_path, round_=2)
     assert names(tmp_path) == {"owner.json"}
-    assert folder.published() == []
+    assert folder.list_published() == []
 
 
 def test_choosing_one_reads_manifests_and_no_data(tmp_path: Path) -> None:
@@ -246,21 +246,21 @@ def bytes_read() -> int:
 def test_who_sees_a_mark_sees_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "_LATE_SECONDS", 0.0)
     here, same, other = owned(tmp_path / "here"), owned(tmp_path / "here", 2), owned(tmp_path / "other")
-    mark = here.mark()
-    assert same.sees(mark)
-    assert not other.sees(mark)
-    here.unmark(mark)
+    mark = here.create_visibility_mark()
+    assert same.has_visibility_mark(mark)
+    assert not other.has_visibility_mark(mark)
+    here.remove_visibility_mark(mark)
     assert names(tmp_path / "here") == {"owner.json"}
 
 
 def test_what_a_volume_shows_late_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = owned(tmp_path)
     monkeypatch.setattr(time, "sleep", lambda _: (tmp_path / "mark").touch())
-    assert folder.sees("mark")
+    assert folder.has_visibility_mark("mark")
 
 
 def test_a_mark_that_a_killed_rank_has_left_goes_with_the_next_round(tmp_path: Path) -> None:
-    owned(tmp_path, round_=1).mark()
+    owned(tmp_path, round_=1).create_visibility_mark()
     owned(tmp_path, round_=2)
     assert names(tmp_path) == {"owner.json"}
 
@@ -275,7 +275,7 @@ def test_a_mark_that_a_killed_rank_has_left_goes_with_the_next_round(tmp_path: P
     ],
 )
 def test_what_a_volume_refuses_is_told_with_what_helps(error: int, remedy: str) -> None:
-    assert remedy in described(OSError(error, os.strerror(error)))
+    assert remedy in describe_error(OSError(error, os.strerror(error)))
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
@@ -293,12 +293,12 @@ def test_keep_below_one_is_refused(tmp_path: Path) -> None:
 
 def test_differences_between_models_are_named() -> None:
     ours = {"a": "(2,) float32", "b": "(2,) float32"}
-    assert differences(ours, ours) == ""
-    assert differences(ours, {"a": "(3,) float32", "c": "(1,) float32"}) == (
+    assert describe_differences(ours, ours) == ""
+    assert describe_differences(ours, {"a": "(3,) float32", "c": "(1,) float32"}) == (
         "b is missing in the checkpoint; c is in the checkpoint only; a is (2,) float32, in the checkpoint (3,) float32"
     )
     many = {f"layer{i:02d}": "(1,) float32" for i in range(8)}
-    assert differences(many, {}).endswith("; and 3 more")
+    assert describe_differences(many, {}).endswith("; and 3 more")
 
 
 @pytest.mark.parametrize(
@@ -309,13 +309,13 @@ def test_a_damaged_manifest_costs_its_checkpoint_and_no_other(tmp_path: Path, ke
     folder = CheckpointFolder(tmp_path, round_=1)
     folder.claim()
     for step in (100, 200):
-        folder.partial(step).mkdir()
+        folder.get_partial_path(step).mkdir()
         assert folder.publish(Manifest(step, 1, 1, {}, ()))
     manifest = tmp_path / "step-00000200/manifest.json"
     written = json.loads(manifest.read_text()) | {key: value}
     del written["checksum"]  # as if it had been written like that
     manifest.write_text(json.dumps(written))
-    assert [found.step for found in folder.published()] == [100]
+    assert [found.step for found in folder.list_published()] == [100]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_damaged_manifest_costs_its_checkpoint_and_no_other(tmp_path: Path, ke
 )
 def test_a_manifest_that_does_not_say_what_was_written_is_none(change: dict[str, Any]) -> None:
     """Although each of its fields might be so."""
-    manifest = Manifest(200, 1, 2, {"a": "(3,) float32"}, ("model",), {"x": FileSum(1, 2)})
+    manifest = Manifest(200, 1, 2, {"a": "(3,) float32"}, ("model",), {"x": FileChecksum(1, 2)})
     written = json.loads(json.dumps(manifest.to_json()))
     assert Manifest.from_json(written) == manifest
     with pytest.raises(InputError, match=r"manifest\.checksum: what it says is not what was written"):
@@ -345,7 +345,7 @@ def test_a_manifest_of_an_older_version_has_no_checksum_and_one_of_a_newer_one_m
 def test_a_manifest_of_another_step_is_none(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, round_=1)
     folder.claim()
-    folder.partial(100).mkdir()
+    folder.get_partial_path(100).mkdir()
     assert folder.publish(Manifest(100, 1, 1, {}, ()))
     (tmp_path / "step-00000100").rename(tmp_path / "step-00000300")
-    assert folder.published() == []
+    assert folder.list_published() == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pacekeeper.keep.copies import CopyTime, DeviceCopies, HostCopies, TornCopyError, copies_for
+from pacekeeper.keep.copies import CopyTime, DeviceCopies, HostCopies, TornCopyError, create_slot_copies
 
 PINNED_FROM = 64
 """Bytes of memory that the device of this test can pin."""
@@ -39,7 +39,7 @@ class Device:
 
     def __init__(self) -> None:
         self.log: list[str] = []
-        self.captures = False
+        self.is_capturing = False
         self.reached = True
         self.number: float | None = None
         """Of the next event; None: they are numbered."""
@@ -47,13 +47,13 @@ class Device:
         self._events = 0
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def use_copy_stream(self) -> Iterator[None]:
         self.log.append("side waits for own")
         self._stream = "side"
         yield
         self._stream = "own"
 
-    def event(self) -> Event:
+    def record_event(self) -> Event:
         self._events += 1
         self.log.append(f"{self._stream}: event {self._events}")
         number, self.number = self.number, None
@@ -133,7 +133,7 @@ def test_what_optimizers_change_is_copied_beside_and_their_next_step_waits_for_i
     ]
     assert [float(target) for target in targets] == [1, 2, 3, 4]
     device.log.clear()
-    assert copies.finish() == CopyTime(held=0.25, beside=0.25), "not what the device had to do before"
+    assert copies.finish() == CopyTime(blocked_seconds=0.25, concurrent_seconds=0.25), "not what the device had to do before"
     optimizer.step()
     assert device.log == ["host waits for 3"]
 
@@ -145,11 +145,11 @@ def test_an_optimizer_that_comes_before_the_copy_is_over_is_held_up_until_then()
     copies.begin(room(state(model, optimizer)), state(model, optimizer))
     device.number = 2.5  # 1: begun; 2: what could not be copied beside was; 3: over
     optimizer.step()
-    assert copies.finish() == CopyTime(held=0.25 + 0.125, beside=0.25)
+    assert copies.finish() == CopyTime(blocked_seconds=0.25 + 0.125, concurrent_seconds=0.25)
     copies.begin(room(state(model, optimizer)), state(model, optimizer))
     optimizer.step()
     device.reached = False  # the device has not come to where it would wait
-    assert copies.finish() == CopyTime(held=0.25, beside=0.25)
+    assert copies.finish() == CopyTime(blocked_seconds=0.25, concurrent_seconds=0.25)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -177,10 +177,10 @@ def test_an_optimizer_in_a_graph_waits_for_nothing_so_all_is_copied_before_what_
     model, optimizer = training()
     copies = DeviceCopies(device, [optimizer])
     step_in_vain(model, optimizer)  # what warms up for the graph
-    device.captures = True
+    device.is_capturing = True
     optimizer.zero_grad()
     optimizer.step()
-    device.captures = False
+    device.is_capturing = False
     copies.begin(room(state(model, optimizer)), state(model, optimizer))
     assert device.log == [
         "own: event 1",
@@ -223,7 +223,7 @@ def test_memory_is_pinned_where_the_device_can() -> None:
 
 def test_on_the_host_a_copy_is_complete_at_once() -> None:
     model, optimizer = training()
-    copies = copies_for([optimizer])
+    copies = create_slot_copies([optimizer])
     assert isinstance(copies, HostCopies)
     targets = room(state(model, optimizer))
     copies.begin(targets, state(model, optimizer))

@@ -16,10 +16,10 @@ class Machine:
         self.cost = DeliveryCost(lambda: self.computed, lambda: self.waited if self._counts else None)
 
     def copy(self, computes: float, waits: float) -> None:
-        with self.cost.counting():
+        with self.cost.count_work():
             self.computed += computes
             self.waited += waits
-        self.cost.next_copy()
+        self.cost.finish_copy()
 
 
 @pytest.mark.parametrize(
@@ -49,20 +49,20 @@ def test_what_is_waited_when_no_copy_is_under_way_is_not_the_copys() -> None:
 
 def test_both_ends_count_and_what_is_waited_while_both_work_counts_once() -> None:
     machine = Machine()
-    with machine.cost.counting():
+    with machine.cost.count_work():
         machine.computed += 1.0
         machine.waited += 2.0
-        with machine.cost.counting():
+        with machine.cost.count_work():
             machine.computed += 1.0
             machine.waited += 2.0
-    machine.cost.next_copy()
+    machine.cost.finish_copy()
     assert machine.cost.seconds == 3.0, "of the stand-in's one clock, the outer one has seen both"
-    with machine.cost.counting():
+    with machine.cost.count_work():
         machine.computed += 9.0
         machine.waited += 1.0
-        with machine.cost.counting():
+        with machine.cost.count_work():
             machine.waited += 1.0
-    machine.cost.next_copy()
+    machine.cost.finish_copy()
     assert machine.cost.seconds == (3.0 + 2.0) / 2
 
 

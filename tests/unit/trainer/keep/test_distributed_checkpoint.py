@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as torchs_load
 
 from pacekeeper import exchange
 from pacekeeper.keep import distributed_checkpoint
-from pacekeeper.keep.distributed_checkpoint import INDEX, TORCHS_INDEX, Failed, Saver, Torn, load, shortage
-from pacekeeper.keep.manifests import checksum
+from pacekeeper.keep.distributed_checkpoint import CHECKPOINT_INDEX_FILE, TORCH_INDEX_FILE, CheckpointWriteError, CheckpointSaver, TornCheckpointError, load_checkpoint, describe_memory_shortage
+from pacekeeper.keep.manifests import compute_checksum
 from pacekeeper.observe.cpu_group import CpuGroup
-from pacekeeper.plain import pack, unpack
+from pacekeeper.plain import pack_value, unpack_value
 from pacekeeper.torch_internals import StorageInfo
 from pacekeeper_analysis.errors import InputError
 
@@ -35,11 +35,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def saver(monkeypatch: pytest.MonkeyPatch) -> Saver:
+def saver(monkeypatch: pytest.MonkeyPatch) -> CheckpointSaver:
     """Of a rank that is alone."""
     monkeypatch.setattr(exchange, "collect", lambda mine, _: [mine])
     monkeypatch.setattr(exchange, "scatter", lambda each, _: each[0])
-    return Saver(alone(), unpinned)
+    return CheckpointSaver(alone(), unpinned)
 
 
 def alone() -> CpuGroup:
@@ -81,20 +81,20 @@ def flip(path: Path, offset: int) -> None:
 
 def lying(folder: Path, name: str) -> tuple[int, int]:
     """Offset and bytes of an item."""
-    places = unpack((folder / INDEX).read_bytes()).metadata.storage_data
+    places = unpack_value((folder / CHECKPOINT_INDEX_FILE).read_bytes()).metadata.storage_data
     return next((place.offset, place.length) for its, place in places.items() if its.fqn == name)
 
 
-def test_what_is_read_is_what_was_written(saver: Saver, folder: Path) -> None:
+def test_what_is_read_is_what_was_written(saver: CheckpointSaver, folder: Path) -> None:
     files = saver.write(saver.stage(a_state(2.0)), folder, ALONE)
-    assert files == {path.name: checksum(path) for path in folder.iterdir()}
-    assert files.keys() == {DATA, INDEX, TORCHS_INDEX}
+    assert files == {path.name: compute_checksum(path) for path in folder.iterdir()}
+    assert files.keys() == {DATA, CHECKPOINT_INDEX_FILE, TORCH_INDEX_FILE}
     found = none_of(a_state(2.0))
-    load(found, folder, files)
+    load_checkpoint(found, folder, files)
     assert same(found, a_state(2.0))
 
 
-def test_torchs_own_tools_read_it_too(saver: Saver, folder: Path) -> None:
+def test_torchs_own_tools_read_it_too(saver: CheckpointSaver, folder: Path) -> None:
     saver.write(saver.stage(a_state(2.0)), folder, ALONE)
     found = none_of(a_state(2.0))
     with pytest.warns(UserWarning, match="load in a single process"):
@@ -103,25 +103,25 @@ def test_torchs_own_tools_read_it_too(saver: Saver, folder: Path) -> None:
 
 
 def test_a_copy_is_written_while_the_state_changes_and_the_next_copy_takes_its_place(
-    saver: Saver, folder: Path
+    saver: CheckpointSaver, folder: Path
 ) -> None:
     state = a_state(2.0)
     staged = saver.stage(state)
     state["large"].zero_()
     files = saver.write(staged, folder / "first", ALONE)
-    load(found := none_of(state), folder / "first", files)
+    load_checkpoint(found := none_of(state), folder / "first", files)
     assert same(found, a_state(2.0))
-    room = saver._room.data_ptr()
+    room = saver._buffer.data_ptr()
     files = saver.write(saver.stage(a_state(3.0)), folder / "second", ALONE)
-    load(found, folder / "second", files)
+    load_checkpoint(found, folder / "second", files)
     assert same(found, a_state(3.0))
-    assert saver._room.data_ptr() == room
+    assert saver._buffer.data_ptr() == room
 
 
-def test_a_state_of_another_shape_is_planned_anew(saver: Saver, folder: Path) -> None:
+def test_a_state_of_another_shape_is_planned_anew(saver: CheckpointSaver, folder: Path) -> None:
     saver.stage({"large": torch.ones(8)})
     files = saver.write(saver.stage({"large": torch.ones(9), "more": torch.ones(1)}), folder, ALONE)
-    load(found := {"large": torch.zeros(9), "more": torch.zeros(1)}, folder, files)
+    load_checkpoint(found := {"large": torch.zeros(9), "more": torch.zeros(1)}, folder, files)
     assert torch.equal(found["large"], torch.ones(9))
     assert torch.equal(found["more"], torch.ones(1))
 
@@ -129,10 +129,10 @@ def test_a_state_of_another_shape_is_planned_anew(saver: Saver, folder: Path) ->
 def test_a_copy_for_which_there_is_no_memory_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "collect", lambda mine, _: [mine])
     monkeypatch.setattr(exchange, "scatter", lambda each, _: each[0])
-    saver = Saver(alone(), unpinned, left=lambda: 66 << 20)
+    saver = CheckpointSaver(alone(), unpinned, read_memory_left=lambda: 66 << 20)
     state = a_state(1.0)
     with pytest.raises(
-        Failed,
+        CheckpointWriteError,
         match=r"rank 0: its worker's 1 ranks copy 4 MiB of the state, and their control group has 66 MiB left; give",
     ):
         saver.stage(state)
@@ -140,7 +140,7 @@ def test_a_copy_for_which_there_is_no_memory_is_not_begun(monkeypatch: pytest.Mo
     saver.stage({"small": torch.ones(3)})
 
 
-def test_what_is_worth_less_makes_room_for_a_copy_on_the_worker_that_is_short(saver: Saver, folder: Path) -> None:
+def test_what_is_worth_less_makes_room_for_a_copy_on_the_worker_that_is_short(saver: CheckpointSaver, folder: Path) -> None:
     """Otherwise no checkpoint would ever be taken again."""
     left, gone = [66 << 20], []
 
@@ -148,19 +148,19 @@ def test_what_is_worth_less_makes_room_for_a_copy_on_the_worker_that_is_short(sa
         gone.append(left.pop())
         left.append(70 << 20)
 
-    saver = Saver(alone(), unpinned, left=lambda: left[-1], make_room=make_room)
-    assert not saver.has_room
-    load(found := none_of(a_state(1.0)), folder, saver.write(saver.stage(a_state(1.0)), folder, ALONE))
+    saver = CheckpointSaver(alone(), unpinned, read_memory_left=lambda: left[-1], free_memory=make_room)
+    assert not saver.has_buffer
+    load_checkpoint(found := none_of(a_state(1.0)), folder, saver.write(saver.stage(a_state(1.0)), folder, ALONE))
     assert same(found, a_state(1.0))
     assert gone == [66 << 20], "once"
-    assert saver.has_room
+    assert saver.has_buffer
 
 
-def test_only_the_worker_that_is_short_makes_room(saver: Saver) -> None:
+def test_only_the_worker_that_is_short_makes_room(saver: CheckpointSaver) -> None:
     peers = SimpleNamespace(group=ALONE, all_agree=bool, gather=lambda mine: [mine, ("another worker", 1 << 20, 0)])
     gone: list[bool] = []
-    saver = Saver(cast(CpuGroup, peers), unpinned, left=lambda: 1 << 40, make_room=lambda: gone.append(True))
-    with pytest.raises(Failed, match="rank 1: its worker's 1 ranks"):
+    saver = CheckpointSaver(cast(CpuGroup, peers), unpinned, read_memory_left=lambda: 1 << 40, free_memory=lambda: gone.append(True))
+    with pytest.raises(CheckpointWriteError, match="rank 1: its worker's 1 ranks"):
         saver.stage(a_state(1.0))
     assert gone == []
 
@@ -177,7 +177,7 @@ def test_only_the_worker_that_is_short_makes_room(saver: Saver) -> None:
 )
 def test_the_ranks_of_a_worker_do_not_take_the_same_memory(said: list[tuple[str, int, float]], short: str) -> None:
     """MiB; the reserve is 64."""
-    told = shortage([(worker, int(nbytes) << 20, left * (1 << 20) + (24 << 20)) for worker, nbytes, left in said])
+    told = describe_memory_shortage([(worker, int(nbytes) << 20, left * (1 << 20) + (24 << 20)) for worker, nbytes, left in said])
     assert told.startswith(short)
     assert bool(told) == bool(short)
 
@@ -193,7 +193,7 @@ def test_a_new_plan_gives_pinned_memory_back_before_it_takes_more(monkeypatch: p
     monkeypatch.setattr(exchange, "scatter", lambda each, _: each[0])
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    saver = Saver(alone(), pin)
+    saver = CheckpointSaver(alone(), pin)
     for length in (1 << 10, 1 << 10, 3 << 10):
         saver.stage({"weights": torch.ones(length)})
     assert log == ["pin 4096", "unpin 4096", "pin 12288"], "what is pinned is what is needed"
@@ -202,14 +202,14 @@ def test_a_new_plan_gives_pinned_memory_back_before_it_takes_more(monkeypatch: p
 @pytest.mark.parametrize("name", ["large", "turned", "other.bytes"])
 @pytest.mark.parametrize("end", [0, -1], ids=["first byte", "last byte"])
 def test_a_flipped_bit_is_seen_by_who_reads_it_and_by_nobody_else(
-    name: str, end: int, saver: Saver, folder: Path
+    name: str, end: int, saver: CheckpointSaver, folder: Path
 ) -> None:
     files = saver.write(saver.stage(a_state(2.0)), folder, ALONE)
     offset, nbytes = lying(folder, name)
     flip(folder / DATA, offset + (0 if end == 0 else nbytes - 1))
-    with pytest.raises(Torn, match=rf"{DATA}: what lies at {offset} has another checksum"):
-        load(none_of(a_state(2.0)), folder, files)
-    load(found := {"half": torch.zeros(3, dtype=torch.bfloat16)}, folder, files)
+    with pytest.raises(TornCheckpointError, match=rf"{DATA}: what lies at {offset} has another checksum"):
+        load_checkpoint(none_of(a_state(2.0)), folder, files)
+    load_checkpoint(found := {"half": torch.zeros(3, dtype=torch.bfloat16)}, folder, files)
     assert torch.equal(found["half"], a_state(2.0)["half"])
 
 
@@ -224,34 +224,34 @@ def test_items_are_read_ahead_in_order_and_no_more_than_there_is_room_for(monkey
 
     items = [(number, StorageInfo("file", number, size)) for number, size in enumerate(sizes)]
     taken: list[int] = []
-    for number, content in distributed_checkpoint.ahead(items, read):
+    for number, content in distributed_checkpoint.prefetch_items(items, read):
         assert content == bytes([number])
         taken.append(number)
         there = [sizes[its] for its in begun if its not in taken]
         assert sum(there) <= 100 or len(there) == 1
-        assert len(there) <= distributed_checkpoint.READERS + 1
+        assert len(there) <= distributed_checkpoint.MAX_READER_THREADS + 1
     assert taken == list(range(len(sizes)))
 
 
 def test_what_cannot_be_read_fails_when_it_is_its_turn() -> None:
     def read(place: StorageInfo) -> bytes:
         if place.offset == 2:
-            raise Torn("it is torn")
+            raise TornCheckpointError("it is torn")
         return b""
 
-    found = distributed_checkpoint.ahead([(number, StorageInfo("file", number, 1)) for number in range(4)], read)
+    found = distributed_checkpoint.prefetch_items([(number, StorageInfo("file", number, 1)) for number in range(4)], read)
     assert [next(found)[0], next(found)[0]] == [0, 1]
-    with pytest.raises(Torn):
+    with pytest.raises(TornCheckpointError):
         next(found)
 
 
-def test_nothing_is_read_but_what_is_loaded(saver: Saver, folder: Path) -> None:
+def test_nothing_is_read_but_what_is_loaded(saver: CheckpointSaver, folder: Path) -> None:
     files = saver.write(saver.stage(a_state(2.0)), folder, ALONE)
     before = bytes_read()
-    load({"half": torch.zeros(3, dtype=torch.bfloat16)}, folder, files)
+    load_checkpoint({"half": torch.zeros(3, dtype=torch.bfloat16)}, folder, files)
     assert bytes_read() - before < 1 << 17
     before = bytes_read()
-    load({"large": torch.zeros(1 << 20)}, folder, files)
+    load_checkpoint({"large": torch.zeros(1 << 20)}, folder, files)
     assert 1 << 22 <= bytes_read() - before < (1 << 22) + (1 << 17)
 
 
@@ -260,54 +260,54 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-@pytest.mark.parametrize("name", [DATA, INDEX])
-def test_a_file_that_is_gone_or_another_is_torn(name: str, saver: Saver, folder: Path) -> None:
+@pytest.mark.parametrize("name", [DATA, CHECKPOINT_INDEX_FILE])
+def test_a_file_that_is_gone_or_another_is_torn(name: str, saver: CheckpointSaver, folder: Path) -> None:
     files = saver.write(saver.stage(a_state(2.0)), folder, ALONE)
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[:-1])
-    with pytest.raises(Torn, match=name):
-        load(none_of(a_state(2.0)), folder, files)
+    with pytest.raises(TornCheckpointError, match=name):
+        load_checkpoint(none_of(a_state(2.0)), folder, files)
     (folder / name).unlink()
-    with pytest.raises(Torn, match=f"{name}: No such file"):
-        load(none_of(a_state(2.0)), folder, files)
+    with pytest.raises(TornCheckpointError, match=f"{name}: No such file"):
+        load_checkpoint(none_of(a_state(2.0)), folder, files)
 
 
-def test_an_index_without_sums_of_items_is_read_and_its_files_are_checked_whole(saver: Saver, folder: Path) -> None:
+def test_an_index_without_sums_of_items_is_read_and_its_files_are_checked_whole(saver: CheckpointSaver, folder: Path) -> None:
     files = saver.write(saver.stage(a_state(2.0)), folder, ALONE)
-    (folder / INDEX).write_bytes(pack(unpack((folder / INDEX).read_bytes()).metadata))
-    files[INDEX] = checksum(folder / INDEX)
-    load(found := none_of(a_state(2.0)), folder, files)
+    (folder / CHECKPOINT_INDEX_FILE).write_bytes(pack_value(unpack_value((folder / CHECKPOINT_INDEX_FILE).read_bytes()).metadata))
+    files[CHECKPOINT_INDEX_FILE] = compute_checksum(folder / CHECKPOINT_INDEX_FILE)
+    load_checkpoint(found := none_of(a_state(2.0)), folder, files)
     assert same(found, a_state(2.0))
     flip(folder / DATA, lying_of(folder))
-    with pytest.raises(Torn, match=f"{DATA}: its checksum"):
-        load(found, folder, files)
+    with pytest.raises(TornCheckpointError, match=f"{DATA}: its checksum"):
+        load_checkpoint(found, folder, files)
 
 
 def lying_of(folder: Path) -> int:
-    places = unpack((folder / INDEX).read_bytes()).storage_data
+    places = unpack_value((folder / CHECKPOINT_INDEX_FILE).read_bytes()).storage_data
     return next(int(place.offset) for its, place in places.items() if its.fqn == "large")
 
 
 @pytest.mark.parametrize("storage", [*map(_StoragePrefix, ["../../x", "/tmp/x", "__1_"]), "__0_", None], ids=repr)
 def test_a_peers_plan_names_no_file(
-    storage: Any, saver: Saver, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    storage: Any, saver: CheckpointSaver, tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "scatter", lambda each, _: replace(each[0], storage_data=storage))
     saver.write(saver.stage(a_state(1.0)), folder, ALONE)
     files = [path for path in tmp_path.rglob("*") if not path.is_dir()]
-    assert {path.relative_to(folder).as_posix() for path in files} == {DATA, INDEX, TORCHS_INDEX}
+    assert {path.relative_to(folder).as_posix() for path in files} == {DATA, CHECKPOINT_INDEX_FILE, TORCH_INDEX_FILE}
 
 
 def test_an_index_that_names_files_elsewhere_is_not_read(folder: Path) -> None:
     storage = {index.MetadataIndex("weight"): _StorageInfo("../../x", 0, 1)}
     folder.mkdir(parents=True)
-    (folder / INDEX).write_bytes(pack(index.Metadata({}, storage_data=storage)))
+    (folder / CHECKPOINT_INDEX_FILE).write_bytes(pack_value(index.Metadata({}, storage_data=storage)))
     with pytest.raises(InputError, match="names file"):
-        load({"weight": torch.ones(3)}, folder, {INDEX: checksum(folder / INDEX)})
+        load_checkpoint({"weight": torch.ones(3)}, folder, {CHECKPOINT_INDEX_FILE: compute_checksum(folder / CHECKPOINT_INDEX_FILE)})
 
 
 def test_each_rank_tells_why_it_could_not_write_itself(
-    saver: Saver, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    saver: CheckpointSaver, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def with_a_peer_that_failed(mine: Any, _: object) -> Sequence[Any]:
         return [mine, type(mine)(why="rank 1: it is full")] if hasattr(mine, "why") else [mine]
@@ -315,18 +315,18 @@ def test_each_rank_tells_why_it_could_not_write_itself(
     monkeypatch.setattr(exchange, "collect", with_a_peer_that_failed)
     tmp_path.joinpath("volume").write_text("")
     staged = saver.stage(a_state(1.0))
-    with pytest.raises(Failed, match=rf"^rank 0: NotADirectoryError: [^;]*{errno.ENOTDIR}[^;]*$"):
+    with pytest.raises(CheckpointWriteError, match=rf"^rank 0: NotADirectoryError: [^;]*{errno.ENOTDIR}[^;]*$"):
         saver.write(staged, folder, ALONE)
-    with pytest.raises(Failed, match=r"^rank 0: no memory$"):
+    with pytest.raises(CheckpointWriteError, match=r"^rank 0: no memory$"):
         saver.write("rank 0: no memory", folder, ALONE)
 
 
 def test_the_first_rank_writes_no_index_where_another_has_failed_and_says_nothing_for_it(
-    saver: Saver, folder: Path, monkeypatch: pytest.MonkeyPatch
+    saver: CheckpointSaver, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank tells all others why it failed: where each told it for all, they would need the square of it."""
     staged = saver.stage(a_state(1.0))
-    failure = distributed_checkpoint._Failure("rank 1: it is full")
+    failure = distributed_checkpoint._RankFailure("rank 1: it is full")
     monkeypatch.setattr(exchange, "collect", lambda mine, _: [mine, failure])
     assert saver.write(staged, folder, ALONE).keys() == {DATA}
     assert [path.name for path in folder.iterdir()] == [DATA]

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pacekeeper.keep.neighbour_ring import Whereabouts, keepers, neighbours
+from pacekeeper.keep.neighbour_ring import RankLocation, assign_peer_ranks, assign_peer_workers
 
 
 def on(nodes: str) -> dict[str, str]:
@@ -27,14 +27,14 @@ def on(nodes: str) -> dict[str, str]:
     ],
 )
 def test_each_workers_copies_are_on_another_node(nodes: str, ring: dict[str, str]) -> None:
-    assert neighbours(on(nodes)) == ring
+    assert assign_peer_workers(on(nodes)) == ring
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_no_neighbour_shares_the_node_and_none_keeps_more_than_its_part(seed: int) -> None:
     chance = random.Random(seed)
     nodes = on("".join(chance.choices("ABCDEFGH"[: chance.randint(2, 8)], k=chance.randint(2, 40))))
-    ring = neighbours(nodes)
+    ring = assign_peer_workers(nodes)
     if len(set(nodes.values())) < 2:
         assert ring == {}
         return
@@ -45,21 +45,21 @@ def test_no_neighbour_shares_the_node_and_none_keeps_more_than_its_part(seed: in
     assert max(Counter(ring.values()).values()) <= part
 
 
-def place(worker: str, port: int = 1) -> Whereabouts:
-    return Whereabouts(worker, f"node of {worker}", "10.0.0.1", port)
+def place(worker: str, port: int = 1) -> RankLocation:
+    return RankLocation(worker, f"node of {worker}", "10.0.0.1", port)
 
 
 def test_ranks_of_a_worker_have_theirs_with_different_ranks_of_the_neighbour() -> None:
-    assert keepers([place("a"), place("a"), place("b"), place("b")]) == {0: 2, 1: 3, 2: 0, 3: 1}
-    assert keepers([place("a"), place("a"), place("b")]) == {0: 2, 1: 2, 2: 0}
+    assert assign_peer_ranks([place("a"), place("a"), place("b"), place("b")]) == {0: 2, 1: 3, 2: 0, 3: 1}
+    assert assign_peer_ranks([place("a"), place("a"), place("b")]) == {0: 2, 1: 2, 2: 0}
 
 
 def test_a_rank_may_be_on_any_worker() -> None:
-    assert keepers([place("a"), place("b"), place("a"), place("b")]) == {0: 1, 2: 3, 1: 0, 3: 2}
+    assert assign_peer_ranks([place("a"), place("b"), place("a"), place("b")]) == {0: 1, 2: 3, 1: 0, 3: 2}
 
 
 @pytest.mark.parametrize(
-    "odd", [place("c", port=0), Whereabouts("c", "", "10.0.0.1", 1), Whereabouts("", "N", "10.0.0.1", 1)], ids=repr
+    "odd", [place("c", port=0), RankLocation("c", "", "10.0.0.1", 1), RankLocation("", "N", "10.0.0.1", 1)], ids=repr
 )
-def test_where_a_rank_can_take_none_nobody_has_any(odd: Whereabouts) -> None:
-    assert keepers([place("a"), place("b"), odd]) == {}
+def test_where_a_rank_can_take_none_nobody_has_any(odd: RankLocation) -> None:
+    assert assign_peer_ranks([place("a"), place("b"), odd]) == {}

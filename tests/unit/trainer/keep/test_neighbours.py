@@ -17,23 +17,23 @@ import pytest
 import torch
 
 from pacekeeper.keep import neighbour_link, neighbours
-from pacekeeper.keep.neighbour_link import Link, hang_up
-from pacekeeper.keep.neighbours import Circle, Courier, Keeper, Shelf
+from pacekeeper.keep.neighbour_link import PeerLink, close_connection
+from pacekeeper.keep.neighbours import MembershipSecret, ReplicaSender, ReplicaTarget, ReplicaReceiver
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES
-from pacekeeper.keep.snapshots import HEADER_BYTES, GuestSlot, Snapshots
-from pacekeeper.keep.versions import NOTHING, Version
-from pacekeeper.seal import Forged
-from tests.support.launchers import eventually
+from pacekeeper.keep.snapshots import SLOT_HEADER_BYTES, PeerSlot, Snapshots
+from pacekeeper.keep.versions import NO_STATE_VERSION, StateVersion
+from pacekeeper.seal import AuthenticationError
+from tests.support.launchers import wait_until_true
 
 KEY = "3"
-CIRCLE = Circle(membership=5, secret="ab" * 32)
+CIRCLE = MembershipSecret(membership=5, secret="ab" * 32)
 NUMBERS = 3 << 20
 """Of a shard: 12 MiB, three messages."""
 
 
 def shard(folder: Path, left: Callable[[], float] = lambda: math.inf) -> Snapshots:
     folder.mkdir(exist_ok=True)
-    return Snapshots(folder, "shard-3-of-4", round_=1, world_size=4, fingerprint=7, left=left)
+    return Snapshots(folder, "shard-3-of-4", round_=1, world_size=4, fingerprint=7, read_memory_left=left)
 
 
 class Pair:
@@ -45,52 +45,52 @@ class Pair:
         self.kept = shard(self.abroad)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
-        Shelf({KEY: shard(self.abroad, left)}, CIRCLE).serve(self.listener)
+        ReplicaReceiver({KEY: shard(self.abroad, left)}, CIRCLE).serve(self.listener)
         self.courier = self.another_courier()
 
-    def another_courier(self, circle: Circle = CIRCLE, key: str = KEY, budget: float = 1e12) -> Courier:
+    def another_courier(self, circle: MembershipSecret = CIRCLE, key: str = KEY, budget: float = 1e12) -> ReplicaSender:
         return courier_to(self.listener, shard(self.home), circle, key, budget)
 
-    def write(self, step: int) -> Version:
+    def write(self, step: int) -> StateVersion:
         self.writer.write(step, {"model": {"weight": torch.full((NUMBERS,), float(step))}}, fingerprint=7)
         self.writer.publish(torch.full((4 * RANK_STATE_BYTES,), step, dtype=torch.uint8))
-        return Version(step, 1)
+        return StateVersion(step, 1)
 
-    def deliver(self, step: int) -> Version:
+    def deliver(self, step: int) -> StateVersion:
         version = self.write(step)
         self.courier.send(version)
         assert self.courier.wait(30)
         return version
 
-    def versions(self) -> set[Version]:
-        return {version for version, _ in self.kept.held()} - {NOTHING}
+    def versions(self) -> set[StateVersion]:
+        return {version for version, _ in self.kept.list_versions()} - {NO_STATE_VERSION}
 
-    def link(self) -> tuple[socket.socket, Link]:
+    def link(self) -> tuple[socket.socket, PeerLink]:
         """As a courier has it."""
         connection = socket.create_connection(self.address, timeout=120)
-        return connection, Link.to_host(connection, CIRCLE.membership, CIRCLE.secret)
+        return connection, PeerLink.authenticate_to_server(connection, CIRCLE.membership, CIRCLE.secret)
 
-    def content(self, version: Version) -> memoryview:
+    def content(self, version: StateVersion) -> memoryview:
         slot = shard(self.home).read(version)
         assert slot is not None
         return memoryview(slot.numpy().data)
 
 
 def courier_to(
-    listener: socket.socket, home: Snapshots, circle: Circle = CIRCLE, key: str = KEY, budget: float = 1e12
-) -> Courier:
-    return Courier(key, home, Keeper(1, *listener.getsockname()), circle, budget)
+    listener: socket.socket, home: Snapshots, circle: MembershipSecret = CIRCLE, key: str = KEY, budget: float = 1e12
+) -> ReplicaSender:
+    return ReplicaSender(key, home, ReplicaTarget(1, *listener.getsockname()), circle, budget)
 
 
 def offer(content: memoryview) -> dict[str, Any]:
-    return {"key": KEY, "bytes": len(content), "part": neighbour_link.LONGEST}
+    return {"key": KEY, "bytes": len(content), "part": neighbour_link.MAX_PEER_MESSAGE_BYTES}
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
     one = Pair(tmp_path)
     yield one
-    hang_up(one.listener)
+    close_connection(one.listener)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
@@ -104,7 +104,7 @@ def test_the_neighbour_has_the_two_newest_bit_for_bit(pair: Pair) -> None:
         copy = pair.kept.read(version)
         assert copy is not None
         assert bytes(copy.numpy()) == bytes(pair.content(version))
-    assert pair.versions() == {Version(2, 1), Version(3, 1)}
+    assert pair.versions() == {StateVersion(2, 1), StateVersion(3, 1)}
 
 
 def test_what_a_copy_takes_is_counted_at_both_ends(tmp_path: Path) -> None:
@@ -120,27 +120,27 @@ def test_what_a_copy_takes_is_counted_at_both_ends(tmp_path: Path) -> None:
 
     home, abroad = shard(tmp_path / "home"), shard(tmp_path / "abroad")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        Shelf({KEY: abroad}, CIRCLE, counting=counting("taken")).serve(listener)
-        keeper = Keeper(1, *listener.getsockname())
-        courier = Courier(KEY, shard(tmp_path / "home"), keeper, CIRCLE, 1e12, counting("sent"))
+        ReplicaReceiver({KEY: abroad}, CIRCLE, count_work=counting("taken")).serve(listener)
+        keeper = ReplicaTarget(1, *listener.getsockname())
+        courier = ReplicaSender(KEY, shard(tmp_path / "home"), keeper, CIRCLE, 1e12, counting("sent"))
         home.write(1, {"weight": torch.zeros(4)}, fingerprint=7)
         home.publish(torch.zeros(4 * RANK_STATE_BYTES, dtype=torch.uint8))
-        courier.send(Version(1, 1))
-        eventually(lambda: sorted(counted) == ["sent", "taken"], "both ends")
-        hang_up(listener)
+        courier.send(StateVersion(1, 1))
+        wait_until_true(lambda: sorted(counted) == ["sent", "taken"], "both ends")
+        close_connection(listener)
 
 
 def test_what_is_torn_on_its_way_is_none_and_the_one_before_stays(pair: Pair) -> None:
     before = pair.deliver(1)
     content = pair.content(pair.write(2))
     connection, link = pair.link()
-    link.say(offer(content))
-    assert link.hear() == {"refused": ""}
-    link.send(content[HEADER_BYTES : HEADER_BYTES + neighbour_link.LONGEST])
-    hang_up(connection)
+    link.send_json(offer(content))
+    assert link.receive_json() == {"refused": ""}
+    link.send(content[SLOT_HEADER_BYTES : SLOT_HEADER_BYTES + neighbour_link.MAX_PEER_MESSAGE_BYTES])
+    close_connection(connection)
     assert pair.versions() == {before}
-    assert pair.deliver(3) == Version(3, 1), "the next comes into the torn one's place"
-    assert pair.versions() == {before, Version(3, 1)}
+    assert pair.deliver(3) == StateVersion(3, 1), "the next comes into the torn one's place"
+    assert pair.versions() == {before, StateVersion(3, 1)}
 
 
 def test_what_does_not_fit_its_checksum_is_refused_before_it_counts(pair: Pair) -> None:
@@ -155,13 +155,13 @@ def test_what_does_not_fit_its_checksum_is_refused_before_it_counts(pair: Pair) 
 def hand_over(pair: Pair, content: bytearray) -> str:
     view = memoryview(content)
     connection, link = pair.link()
-    link.say(offer(view))
-    assert link.hear() == {"refused": ""}
-    for start in range(HEADER_BYTES, len(content), neighbour_link.LONGEST):
-        link.send(view[start : start + neighbour_link.LONGEST])
-    link.send(view[:HEADER_BYTES])
-    refused: str = link.hear()["refused"]
-    hang_up(connection)
+    link.send_json(offer(view))
+    assert link.receive_json() == {"refused": ""}
+    for start in range(SLOT_HEADER_BYTES, len(content), neighbour_link.MAX_PEER_MESSAGE_BYTES):
+        link.send(view[start : start + neighbour_link.MAX_PEER_MESSAGE_BYTES])
+    link.send(view[:SLOT_HEADER_BYTES])
+    refused: str = link.receive_json()["refused"]
+    close_connection(connection)
     return refused
 
 
@@ -178,19 +178,19 @@ def test_without_memory_the_neighbour_takes_none_and_is_asked_ever_more_seldom(
             tried.append(step)
     assert tried == [1, 3, 6]
     assert pair.versions() == set()
-    hang_up(pair.listener)
+    close_connection(pair.listener)
 
 
 @pytest.mark.parametrize(
     ("circle", "key"),
-    [(Circle(5, "cd" * 32), KEY), (Circle(6, "ab" * 32), KEY), (CIRCLE, "2"), (CIRCLE, "../../3")],
+    [(MembershipSecret(5, "cd" * 32), KEY), (MembershipSecret(6, "ab" * 32), KEY), (CIRCLE, "2"), (CIRCLE, "../../3")],
     ids=["another secret", "another membership", "a rank whose neighbour it is not", "a path"],
 )
-def test_nobody_else_leaves_anything(circle: Circle, key: str, pair: Pair) -> None:
+def test_nobody_else_leaves_anything(circle: MembershipSecret, key: str, pair: Pair) -> None:
     courier = pair.another_courier(circle, key)
     courier.send(pair.write(1))
     assert courier.wait(30)
-    assert courier.delivered == NOTHING
+    assert courier.delivered == NO_STATE_VERSION
     assert list(pair.abroad.iterdir()) == []
 
 
@@ -207,17 +207,17 @@ def test_a_stranger_is_hung_up_on_and_keeps_nobody_out(
                 pass  # the host's nonce
         except ConnectionResetError:
             pass
-    assert pair.versions() == {Version(1, 1)}
+    assert pair.versions() == {StateVersion(1, 1)}
 
 
 def test_a_message_that_was_changed_on_its_way_proves_nothing() -> None:
     here, there = socket.socketpair()
-    sender = Link(there, (b"a" * 32, b"b" * 32))
-    reader = Link(here, (b"b" * 32, b"a" * 32))
+    sender = PeerLink(there, (b"a" * 32, b"b" * 32))
+    reader = PeerLink(here, (b"b" * 32, b"a" * 32))
     sender.send(memoryview(b"good"))
     assert reader.receive() == b"good"
-    Link(there, (b"a" * 32, b"b" * 32)).send(memoryview(b"good"))  # as number 0 again
-    with pytest.raises(Forged, match="without proof"):
+    PeerLink(there, (b"a" * 32, b"b" * 32)).send(memoryview(b"good"))  # as number 0 again
+    with pytest.raises(AuthenticationError, match="without proof"):
         reader.receive()
     here.close()
     there.close()
@@ -234,15 +234,15 @@ def test_a_neighbour_that_falls_silent_holds_nobody_up(
         courier = courier_to(silent, shard(pair.home))
         courier.send(pair.write(1))
         guest, _ = silent.accept()
-        link = Link.to_guest(guest, CIRCLE.membership, CIRCLE.secret)
+        link = PeerLink.authenticate_client(guest, CIRCLE.membership, CIRCLE.secret)
         for _ in range(answers):
-            link.hear()
-            link.say({"refused": ""})
+            link.receive_json()
+            link.send_json({"refused": ""})
         assert courier.wait(30)
-    assert courier.delivered == NOTHING
+    assert courier.delivered == NO_STATE_VERSION
     assert "has not done its part of a message within 1 s" in said(caplog)
     guest.close()
-    hang_up(pair.listener)
+    close_connection(pair.listener)
 
 
 def test_a_neighbour_that_is_lost_in_mid_copy_costs_that_copy_only(
@@ -253,16 +253,16 @@ def test_a_neighbour_that_is_lost_in_mid_copy_costs_that_copy_only(
         courier = courier_to(lost, shard(pair.home))
         courier.send(pair.write(1))
         guest, _ = lost.accept()
-        link = Link.to_guest(guest, CIRCLE.membership, CIRCLE.secret)
-        link.hear()
-        link.say({"refused": ""})
-        link.receive_into(memoryview(bytearray(neighbour_link.LONGEST)))
-        hang_up(guest)
+        link = PeerLink.authenticate_client(guest, CIRCLE.membership, CIRCLE.secret)
+        link.receive_json()
+        link.send_json({"refused": ""})
+        link.receive_into(memoryview(bytearray(neighbour_link.MAX_PEER_MESSAGE_BYTES)))
+        close_connection(guest)
         assert courier.wait(30)
-    assert courier.delivered == NOTHING
+    assert courier.delivered == NO_STATE_VERSION
     assert "the snapshot of step 1 is not with its neighbour, rank 1 at 127.0.0.1: " in said(caplog)
     assert said(caplog).endswith("; tried again after 1 more")
-    hang_up(pair.listener)
+    close_connection(pair.listener)
 
 
 class Clock:
@@ -282,7 +282,7 @@ class Clock:
         self.now += seconds
 
 
-def with_clock(pair: Pair, clock: Clock, budget: float, monkeypatch: pytest.MonkeyPatch) -> Courier:
+def with_clock(pair: Pair, clock: Clock, budget: float, monkeypatch: pytest.MonkeyPatch) -> ReplicaSender:
     time: Any = SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep)
     monkeypatch.setattr(neighbours, "time", time)
     courier = pair.another_courier(budget=budget)
@@ -293,19 +293,19 @@ def with_clock(pair: Pair, clock: Clock, budget: float, monkeypatch: pytest.Monk
 
 def test_a_copy_takes_no_more_of_the_network_than_its_budget(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    with_clock(pair, clock, budget=neighbour_link.LONGEST / 2.0, monkeypatch=monkeypatch)
+    with_clock(pair, clock, budget=neighbour_link.MAX_PEER_MESSAGE_BYTES / 2.0, monkeypatch=monkeypatch)
     *whole, rest = clock.slept
     assert whole == [1.0] * 6, "12 MiB"
     assert 0 < rest < 0.1, "and what describes them"
-    assert pair.versions() == {Version(1, 1)}
+    assert pair.versions() == {StateVersion(1, 1)}
 
 
 def test_a_network_that_gives_much_less_is_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All snapshots of the job wait for this copy."""
-    courier = with_clock(pair, Clock(slowness=20.0), budget=neighbour_link.LONGEST, monkeypatch=monkeypatch)
-    assert courier.delivered == NOTHING
+    courier = with_clock(pair, Clock(slowness=20.0), budget=neighbour_link.MAX_PEER_MESSAGE_BYTES, monkeypatch=monkeypatch)
+    assert courier.delivered == NO_STATE_VERSION
     assert "PACEKEEPER_NEIGHBOUR_MEGABYTES" in said(caplog)
 
 
@@ -326,7 +326,7 @@ def test_a_model_that_has_grown_is_said_to_be_why_its_snapshots_stay_at_home(
 ) -> None:
     pair.writer.write(1, {"model": {"weight": torch.zeros(NUMBERS)}}, fingerprint=8)
     pair.writer.publish(torch.zeros(4 * RANK_STATE_BYTES, dtype=torch.uint8))
-    pair.courier.send(Version(1, 1))
+    pair.courier.send(StateVersion(1, 1))
     assert pair.courier.wait(30)
     assert "register(): the model has grown since it was registered" in said(caplog)
     assert "register it with all the parameters that it will have" in said(caplog)
@@ -334,21 +334,21 @@ def test_a_model_that_has_grown_is_said_to_be_why_its_snapshots_stay_at_home(
 
 def test_the_shelf_stays_open_for_the_next(pair: Pair) -> None:
     connection, link = pair.link()
-    link.say({"key": KEY, "bytes": -8, "part": neighbour_link.LONGEST})
+    link.send_json({"key": KEY, "bytes": -8, "part": neighbour_link.MAX_PEER_MESSAGE_BYTES})
     with pytest.raises(OSError, match=r"hung up|reset"):
-        link.hear()
-    hang_up(connection)
-    eventually(lambda: pair.deliver(1) == Version(1, 1), "the next copy")
-    assert pair.versions() == {Version(1, 1)}
+        link.receive_json()
+    close_connection(connection)
+    wait_until_true(lambda: pair.deliver(1) == StateVersion(1, 1), "the next copy")
+    assert pair.versions() == {StateVersion(1, 1)}
 
 
-@pytest.mark.parametrize("part", [0, neighbours.SHORTEST - 8, neighbours.SHORTEST + 1, neighbour_link.LONGEST + 8, "1"])
+@pytest.mark.parametrize("part", [0, neighbours.MIN_SNAPSHOT_PART_BYTES - 8, neighbours.MIN_SNAPSHOT_PART_BYTES + 1, neighbour_link.MAX_PEER_MESSAGE_BYTES + 8, "1"])
 def test_a_snapshot_in_strange_parts_is_not_taken(part: object, pair: Pair) -> None:
     connection, link = pair.link()
-    link.say({"key": KEY, "bytes": 12 << 20, "part": part})
+    link.send_json({"key": KEY, "bytes": 12 << 20, "part": part})
     with pytest.raises(OSError, match=r"hung up|reset"):
-        link.hear()
-    hang_up(connection)
+        link.receive_json()
+    close_connection(connection)
     assert list(pair.abroad.iterdir()) == []
 
 
@@ -362,13 +362,13 @@ def test_a_part_takes_about_a_second_of_a_small_budget(budget: float, part: int,
         courier = courier_to(listener, shard(pair.home), budget=budget)
         courier.send(pair.write(1))
         guest, _ = listener.accept()
-        link = Link.to_guest(guest, CIRCLE.membership, CIRCLE.secret)
-        assert link.hear()["part"] == part
-        link.say({"refused": ""})
+        link = PeerLink.authenticate_client(guest, CIRCLE.membership, CIRCLE.secret)
+        assert link.receive_json()["part"] == part
+        link.send_json({"refused": ""})
         link.receive_into(memoryview(bytearray(part)))
-        hang_up(guest)
+        close_connection(guest)
         assert courier.wait(30)
-    hang_up(pair.listener)
+    close_connection(pair.listener)
 
 
 def test_a_neighbour_has_as_long_to_take_memory_as_there_is_to_take(
@@ -378,15 +378,15 @@ def test_a_neighbour_has_as_long_to_take_memory_as_there_is_to_take(
     monkeypatch.setattr(neighbour_link, "PATIENCE_SECONDS", 1.0)
     monkeypatch.setattr(neighbours, "WORK_BYTES_A_SECOND", 1e6)
 
-    def take_slowly(*its: Any) -> GuestSlot:
+    def take_slowly(*its: Any) -> PeerSlot:
         threading.Event().wait(2.5)
         return guest_room(*its)
 
-    guest_room = Snapshots.guest_room
+    guest_room = Snapshots.allocate_peer_slot
     monkeypatch.setattr(Snapshots, "guest_room", take_slowly)
-    assert pair.deliver(1) == Version(1, 1)
+    assert pair.deliver(1) == StateVersion(1, 1)
     assert said(caplog) == ""
-    assert pair.courier.delivered == Version(1, 1)
+    assert pair.courier.delivered == StateVersion(1, 1)
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["reading", "writing"])
@@ -396,8 +396,8 @@ def test_a_trickle_is_no_message(reads: bool, monkeypatch: pytest.MonkeyPatch) -
     with socket.create_server(("127.0.0.1", 0)) as listener:
         there = socket.create_connection(listener.getsockname(), timeout=300)
         here, _ = listener.accept()
-    link, over = Link(here, (b"a" * 32, b"b" * 32)), threading.Event()
-    neighbour_link._be_patient(here)
+    link, over = PeerLink(here, (b"a" * 32, b"b" * 32)), threading.Event()
+    neighbour_link._set_kernel_timeouts(here)
 
     def trickle() -> None:
         for _ in range(1000):
@@ -407,7 +407,7 @@ def test_a_trickle_is_no_message(reads: bool, monkeypatch: pytest.MonkeyPatch) -
                 there.send(b"\0\0\0\1")
             else:
                 there.recv(4096)
-        hang_up(there)
+        close_connection(there)
 
     other = threading.Thread(target=trickle)
     other.start()
@@ -438,26 +438,26 @@ def test_a_passing_shortage_does_not_close_the_shelf(tmp_path: Path, monkeypatch
     pair = Pair(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as real:
         listener: Any = Listener(real, [errno.EMFILE, errno.ENOBUFS, errno.ECONNABORTED])
-        Shelf({KEY: shard(pair.abroad)}, CIRCLE).serve(listener)
+        ReplicaReceiver({KEY: shard(pair.abroad)}, CIRCLE).serve(listener)
         courier = courier_to(real, shard(pair.home))
         courier.send(pair.write(1))
         assert courier.wait(30)
-        assert courier.delivered == Version(1, 1)
-        hang_up(real)
-    hang_up(pair.listener)
+        assert courier.delivered == StateVersion(1, 1)
+        close_connection(real)
+    close_connection(pair.listener)
 
 
-@pytest.mark.parametrize("come_in", [Shelf._let_in, Shelf._attend], ids=["no thread", "no watch over it"])
+@pytest.mark.parametrize("come_in", [ReplicaReceiver._start_handler, ReplicaReceiver._handle_connection], ids=["no thread", "no watch over it"])
 def test_a_guest_for_whom_no_thread_starts_goes_and_leaves_its_place(
-    monkeypatch: pytest.MonkeyPatch, come_in: Callable[[Shelf, socket.socket], None]
+    monkeypatch: pytest.MonkeyPatch, come_in: Callable[[ReplicaReceiver, socket.socket], None]
 ) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    shelf = Shelf({}, CIRCLE)
+    shelf = ReplicaReceiver({}, CIRCLE)
     monkeypatch.setattr(threading.Thread, "start", start)
-    for _ in range(neighbours.GUESTS + 1):
-        assert shelf._guests.acquire(blocking=False)
+    for _ in range(neighbours.MAX_PEER_CONNECTIONS + 1):
+        assert shelf._connection_slots.acquire(blocking=False)
         host, guest = socket.socketpair()
         come_in(shelf, host)
         assert guest.recv(1) == b""
@@ -474,7 +474,7 @@ def test_what_fails_and_works_again_is_said(tmp_path: Path, caplog: pytest.LogCa
         pair.deliver(step)
         del left[:1]
         told.append(said(caplog))
-    hang_up(pair.listener)
+    close_connection(pair.listener)
     assert told[0] == "snapshots are with a neighbour, rank 1 at 127.0.0.1, from step 1 on"
     assert told[1].startswith("the snapshot of step 2 is not with its neighbour, rank 1 at 127.0.0.1: ")
     assert told[2:] == ["", "snapshots are with a neighbour again, rank 1 at 127.0.0.1, from step 4 on", ""]

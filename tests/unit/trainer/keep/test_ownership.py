@@ -19,7 +19,7 @@ import pytest
 from pacekeeper.environment import Environment, JobIdentity
 from pacekeeper.keep import ownership
 from pacekeeper.keep.checkpoints import CheckpointFolder
-from pacekeeper.keep.manifests import FileSum, Manifest, checksum
+from pacekeeper.keep.manifests import FileChecksum, Manifest, compute_checksum
 from pacekeeper_analysis.errors import InputError
 
 ONE, AGAIN, OTHER = (
@@ -36,16 +36,16 @@ def claimed(path: Path, job: JobIdentity, round_: int = 1, **options: Any) -> Ch
 
 
 def publish(folder: CheckpointFolder, step: int, content: bytes = b"weights") -> bool:
-    partial = folder.partial(step)
+    partial = folder.get_partial_path(step)
     partial.mkdir()
     (partial / "__0_0.distcp").write_bytes(content)
-    files: dict[str, FileSum] = {path.name: checksum(path) for path in partial.iterdir()}
+    files: dict[str, FileChecksum] = {path.name: compute_checksum(path) for path in partial.iterdir()}
     job = folder.job
     return folder.publish(Manifest(step, folder.round, 1, {}, ("model",), files, job.name, job.uid))
 
 
 def steps(folder: CheckpointFolder) -> list[int]:
-    return [manifest.step for manifest in folder.published()]
+    return [manifest.step for manifest in folder.list_published()]
 
 
 def content(path: Path) -> dict[str, bytes | None]:
@@ -71,7 +71,7 @@ def make_old(path: Path) -> None:
 def test_another_jobs_folder_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     first = claimed(tmp_path, ONE)
     publish(first, 300)
-    first.partial(400).mkdir()
+    first.get_partial_path(400).mkdir()
     before = content(tmp_path)
     with pytest.raises(InputError) as refused:
         CheckpointFolder(tmp_path, 1, job=OTHER)
@@ -87,7 +87,7 @@ def test_the_same_job_applied_again_goes_on_and_the_one_before_does_not_come_bac
     second = claimed(tmp_path, AGAIN)
     assert steps(second) == [300]
     assert not publish(first, 400)
-    assert "team/one (UID uid-2)" in first.taken_by
+    assert "team/one (UID uid-2)" in first.new_owner_message
     with pytest.raises(InputError, match="belongs to a later run of this job by now"):
         CheckpointFolder(tmp_path, 2, job=ONE)
     assert publish(claimed(tmp_path, AGAIN, round_=2), 500)
@@ -97,7 +97,7 @@ def test_a_later_round_of_the_same_run_is_no_news_of_an_owner(tmp_path: Path) ->
     first = claimed(tmp_path, ONE)
     claimed(tmp_path, ONE, round_=2)
     assert not publish(first, 300)
-    assert first.taken_by == ""
+    assert first.new_owner_message == ""
 
 
 def test_a_process_of_the_job_that_is_none_of_its_ranks_does_not_take_the_folder(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_adoption_is_asked_for_by_name_and_the_one_before_is_told(tmp_path: Path
     second = claimed(tmp_path, OTHER, adopt="team/one")
     assert steps(second) == [300]
     assert not publish(first, 400)
-    assert "team/other (UID uid-3)" in first.taken_by
+    assert "team/other (UID uid-3)" in first.new_owner_message
     for step in (400, 500, 600, 700):
         assert publish(second, step)
     assert steps(second) == [700, 600, 500, 300], "what another job has written is not its to delete"
@@ -200,27 +200,27 @@ def test_a_folder_that_is_no_checkpoint_is_left_alone(tmp_path: Path) -> None:
 
 def test_half_written_checkpoints_of_other_jobs_stay_and_do_not_mix(tmp_path: Path) -> None:
     one, other = CheckpointFolder(tmp_path, 1, job=ONE), CheckpointFolder(tmp_path, 1, job=OTHER)
-    assert one.partial(5) != other.partial(5) != CheckpointFolder(tmp_path, 1, job=AGAIN).partial(5)
-    other.partial(5).mkdir()
-    mark = other.mark()
+    assert one.get_partial_path(5) != other.get_partial_path(5) != CheckpointFolder(tmp_path, 1, job=AGAIN).get_partial_path(5)
+    other.get_partial_path(5).mkdir()
+    mark = other.create_visibility_mark()
     one.claim()
-    assert other.partial(5).exists()
-    assert other.sees(mark)
+    assert other.get_partial_path(5).exists()
+    assert other.has_visibility_mark(mark)
     claimed(tmp_path, AGAIN)
-    one.partial(5).mkdir()
+    one.get_partial_path(5).mkdir()
     claimed(tmp_path, AGAIN, round_=2)
-    assert not one.partial(5).exists(), "an earlier run of the same job left it"
+    assert not one.get_partial_path(5).exists(), "an earlier run of the same job left it"
 
 
 def test_an_evaluation_beside_the_job_disturbs_nobody(tmp_path: Path) -> None:
     folder = claimed(tmp_path, ONE)
     publish(folder, 300)
-    folder.partial(400).mkdir()
+    folder.get_partial_path(400).mkdir()
     before = content(tmp_path)
     reader = CheckpointFolder(tmp_path, 1, job=OTHER, read_only=True)
     assert steps(reader) == [300]
     assert content(tmp_path) == before
-    shutil.rmtree(folder.partial(400))
+    shutil.rmtree(folder.get_partial_path(400))
     assert publish(folder, 400)
     assert steps(reader) == [400, 300]
     with pytest.raises(InputError, match="is not there"):
@@ -406,9 +406,9 @@ def test_a_checkpoint_that_takes_anothers_place_loses_nothing_when_it_is_cut_off
     after = False
     for path in crashes(tmp_path, monkeypatch, replace, prepare):
         found = CheckpointFolder(path, 3, job=ONE)
-        before_claim = [(found.folder(manifest) / "__0_0.distcp").read_bytes() for manifest in found.published()]
+        before_claim = [(found.find_folder(manifest) / "__0_0.distcp").read_bytes() for manifest in found.list_published()]
         found.claim()
-        (now, *_) = [*found.published(), None]
+        (now, *_) = [*found.list_published(), None]
         bytes_now = [] if now is None else [(path / "step-00000300/__0_0.distcp").read_bytes()]
         assert before_claim == bytes_now, "what is read before the claim is what is there afterwards"
         assert bytes_now in ([b"before"], [b"after"]) or (torn and not after), "one of them is there always"
@@ -422,17 +422,17 @@ def test_what_an_older_version_was_cut_off_in_comes_back(tmp_path: Path) -> None
     publish(claimed(tmp_path, ONE), 300)
     (tmp_path / "step-00000300").rename(tmp_path / "step-00000300.replaced-r1")
     folder = CheckpointFolder(tmp_path, 2, job=ONE)
-    (manifest,) = folder.published()
-    assert folder.folder(manifest).name == "step-00000300.replaced-r1"
+    (manifest,) = folder.list_published()
+    assert folder.find_folder(manifest).name == "step-00000300.replaced-r1"
     folder.claim()
-    assert folder.folder(manifest).name == "step-00000300"
+    assert folder.find_folder(manifest).name == "step-00000300"
 
 
 def test_old_claims_go_and_a_job_that_was_late_by_as_many_does_not_become_the_owner(tmp_path: Path) -> None:
     for round_ in range(1, 20):
         claimed(tmp_path, ONE, round_)
-    assert len(list(tmp_path.glob(".owner-*"))) == ownership._CLAIMS_KEPT
-    late = ownership.Claimant(OTHER, 1).succeed(None, None)
-    assert not ownership.take(tmp_path, 2, late)
+    assert len(list(tmp_path.glob(".owner-*"))) == ownership._RETAINED_CLAIMS
+    late = ownership.FolderClaimant(OTHER, 1).build_next_owner(None, None)
+    assert not ownership.take_folder(tmp_path, 2, late)
     assert ownership.read_claims(tmp_path).owner is not None
     assert ownership.read_claims(tmp_path).owner.job == "team/one"  # type: ignore[union-attr]

@@ -17,8 +17,8 @@ import torch
 from pacekeeper.keep import snapshots
 from pacekeeper.keep.copies import HostCopies
 from pacekeeper.keep.rank_state import RANK_STATE_BYTES, capture_rank_state, restore_rank_state
-from pacekeeper.keep.snapshots import HEADER_BYTES, GuestSlot, Snapshots, Written, taking_turns, unpack
-from pacekeeper.keep.versions import NOTHING, Version
+from pacekeeper.keep.snapshots import SLOT_HEADER_BYTES, PeerSlot, Snapshots, CopyOutcome, hold_file_lock, unpack_slot
+from pacekeeper.keep.versions import NO_STATE_VERSION, StateVersion
 from pacekeeper_analysis.errors import InputError
 
 MODEL = 7
@@ -28,7 +28,7 @@ MODEL = 7
 def make(
     folder: Path, round_: int = 1, fingerprint: int = MODEL, left: Callable[[], float] = lambda: math.inf
 ) -> Snapshots:
-    return Snapshots(folder, "replica", round_=round_, world_size=2, fingerprint=fingerprint, left=left)
+    return Snapshots(folder, "replica", round_=round_, world_size=2, fingerprint=fingerprint, read_memory_left=left)
 
 
 def keep(snapshots: Snapshots, step: int, state: dict[str, Any], fingerprint: int = MODEL) -> int:
@@ -36,20 +36,20 @@ def keep(snapshots: Snapshots, step: int, state: dict[str, Any], fingerprint: in
     return snapshots.publish(rank_states(step))
 
 
-def versions(snapshots: Snapshots) -> list[Version]:
-    return [version for version, _ in snapshots.held()]
+def versions(snapshots: Snapshots) -> list[StateVersion]:
+    return [version for version, _ in snapshots.list_versions()]
 
 
-def read(snapshots: Snapshots, version: Version) -> torch.Tensor:
+def read(snapshots: Snapshots, version: StateVersion) -> torch.Tensor:
     slot = snapshots.read(version)
     assert slot is not None
     return slot
 
 
-def fill(slot: GuestSlot, content: bytes) -> None:
+def fill(slot: PeerSlot, content: bytes) -> None:
     """`content`: of a whole slot."""
-    slot.add(memoryview(content)[HEADER_BYTES:])
-    slot.finish(bytearray(content[:HEADER_BYTES]))
+    slot.add(memoryview(content)[SLOT_HEADER_BYTES:])
+    slot.finish(bytearray(content[:SLOT_HEADER_BYTES]))
 
 
 def state(step: int) -> dict[str, Any]:
@@ -81,9 +81,9 @@ def test_the_two_newest_can_be_read_by_a_later_round(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         assert keep(writer, step, state(step)) == step
     reader = make(tmp_path, round_=2)
-    assert sorted(versions(reader)) == [Version(10, 1), Version(15, 1)]
+    assert sorted(versions(reader)) == [StateVersion(10, 1), StateVersion(15, 1)]
     for step in (10, 15):
-        found, ranks = unpack(read(reader, Version(step, 1)), None)
+        found, ranks = unpack_slot(read(reader, StateVersion(step, 1)), None)
         assert_same(found, state(step))
         assert ranks == [bytes([step]) * RANK_STATE_BYTES] * 2
 
@@ -93,7 +93,7 @@ def test_a_half_written_snapshot_is_void_and_the_one_before_remains(tmp_path: Pa
     for step in (5, 10):
         keep(writer, step, state(step))
     writer.write(15, state(15), MODEL)  # killed before the rank states came
-    assert sorted(versions(make(tmp_path))) == [NOTHING, Version(10, 1)]
+    assert sorted(versions(make(tmp_path))) == [NO_STATE_VERSION, StateVersion(10, 1)]
 
 
 def test_a_state_that_grows_gets_new_slots(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_state_that_grows_gets_new_slots(tmp_path: Path) -> None:
     keep(writer, 1, {"model": torch.zeros(2)})
     keep(writer, 2, state(2))
     keep(writer, 3, state(3))
-    found, _ = unpack(read(make(tmp_path), Version(3, 1)), None)
+    found, _ = unpack_slot(read(make(tmp_path), StateVersion(3, 1)), None)
     assert_same(found, state(3))
 
 
@@ -109,7 +109,7 @@ def test_a_model_that_has_grown_since_the_round_began_is_another_model(tmp_path:
     writer = make(tmp_path)
     keep(writer, 5, state(5))
     keep(writer, 10, {"model": torch.zeros(2)}, MODEL + 1)
-    assert versions(make(tmp_path)) == [Version(5, 1), NOTHING]
+    assert versions(make(tmp_path)) == [StateVersion(5, 1), NO_STATE_VERSION]
 
 
 def test_a_bit_that_flips_anywhere_is_found_and_the_other_slot_remains(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_a_bit_that_flips_anywhere_is_found_and_the_other_slot_remains(tmp_path:
     for place in (24, 32, 40, 48, 64, 4096, 4096 + 2 * RANK_STATE_BYTES, len(good) - 1):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         reader = make(tmp_path)
-        assert reader.read(Version(10, 1)) is None
-        assert versions(reader) == [Version(5, 1), NOTHING]
-        assert_same(unpack(read(reader, Version(5, 1)), None)[0], state(5))
+        assert reader.read(StateVersion(10, 1)) is None
+        assert versions(reader) == [StateVersion(5, 1), NO_STATE_VERSION]
+        assert_same(unpack_slot(read(reader, StateVersion(5, 1)), None)[0], state(5))
 
 
 def test_a_torn_slot_is_none_for_whoever_looks_and_a_peers_copy_of_it_counts(tmp_path: Path) -> None:
@@ -135,12 +135,12 @@ def test_a_torn_slot_is_none_for_whoever_looks_and_a_peers_copy_of_it_counts(tmp
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     reader, other = make(tmp_path), make(tmp_path)
-    assert reader.read(Version(10, 1)) is None
-    assert versions(reader) == versions(other) == [Version(5, 1), NOTHING]
-    fill(reader.room(len(good)), good)
+    assert reader.read(StateVersion(10, 1)) is None
+    assert versions(reader) == versions(other) == [StateVersion(5, 1), NO_STATE_VERSION]
+    fill(reader.allocate_slot(len(good)), good)
     for each in (reader, other):
-        assert_same(unpack(read(each, Version(10, 1)), None)[0], state(10))
-        assert_same(unpack(read(each, Version(5, 1)), None)[0], state(5))
+        assert_same(unpack_slot(read(each, StateVersion(10, 1)), None)[0], state(10))
+        assert_same(unpack_slot(read(each, StateVersion(5, 1)), None)[0], state(5))
 
 
 def test_parts_that_have_changed_places_are_found(tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ def test_parts_that_have_changed_places_are_found(tmp_path: Path) -> None:
     path = tmp_path / "replica.0"
     good = path.read_bytes()
     path.write_bytes(good[:4096] + good[4096 + mib : 4096 + 2 * mib] + good[4096 : 4096 + mib] + good[4096 + 2 * mib :])
-    assert make(tmp_path).read(Version(5, 1)) is None
+    assert make(tmp_path).read(StateVersion(5, 1)) is None
 
 
 def test_what_was_read_does_not_change_with_the_file(tmp_path: Path) -> None:
     keep(make(tmp_path), 5, state(5))
-    found, _ = unpack(read(make(tmp_path), Version(5, 1)), None)
+    found, _ = unpack_slot(read(make(tmp_path), StateVersion(5, 1)), None)
     content = (tmp_path / "replica.0").stat().st_size
     with (tmp_path / "replica.0").open("r+b") as file:
         file.write(bytes(content))
@@ -167,9 +167,9 @@ def test_the_slot_that_a_round_comes_from_is_not_the_first_that_it_writes(tmp_pa
         for step in (5, 10):
             keep(writer, step, state(step))
         later = make(tmp_path, round_=2)
-        read(later, Version(restored, 1))
+        read(later, StateVersion(restored, 1))
         later.write(15, state(15), MODEL)  # killed before the rank states came
-        assert versions(make(tmp_path))[remaining] == Version(restored, 1)
+        assert versions(make(tmp_path))[remaining] == StateVersion(restored, 1)
 
 
 def test_a_slot_takes_no_memory_that_the_control_group_has_not(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_slot_takes_no_memory_that_the_control_group_has_not(tmp_path: Path) -
     keep(snapshots, 5, state(5))
     with pytest.raises(OSError, match=r"a slot takes 2 MiB, and the control group has 65 MiB left"):
         snapshots.write(10, {"weight": torch.zeros(2 << 20, dtype=torch.uint8)}, MODEL)
-    assert versions(make(tmp_path)) == [Version(5, 1), NOTHING]
+    assert versions(make(tmp_path)) == [StateVersion(5, 1), NO_STATE_VERSION]
 
 
 def test_ranks_that_take_memory_at_the_same_moment_do_not_take_the_same_memory(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_ranks_that_take_memory_at_the_same_moment_do_not_take_the_same_memory(t
 
     def shard(rank: int) -> Snapshots:
         name = f"shard-{rank}-of-2"
-        return Snapshots(tmp_path, name, round_=1, world_size=2, fingerprint=MODEL, left=left)
+        return Snapshots(tmp_path, name, round_=1, world_size=2, fingerprint=MODEL, read_memory_left=left)
 
     first, second = shard(0), shard(1)
 
@@ -203,15 +203,15 @@ def test_ranks_that_take_memory_at_the_same_moment_do_not_take_the_same_memory(t
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr("os.posix_fallocate", allocate)
     keep(first, 5, {"weight": torch.zeros(20 << 20, dtype=torch.uint8)})
-    assert versions(first) == [Version(5, 1), NOTHING]
-    assert versions(second) == [NOTHING, NOTHING]
+    assert versions(first) == [StateVersion(5, 1), NO_STATE_VERSION]
+    assert versions(second) == [NO_STATE_VERSION, NO_STATE_VERSION]
 
 
 def test_who_looks_for_memory_waits_for_its_turn_and_not_for_ever(tmp_path: Path) -> None:
     turn = tmp_path / "turn"
-    with taking_turns(turn), pytest.raises(TimeoutError, match="was taken for"), taking_turns(turn, patience=0.0):
+    with hold_file_lock(turn), pytest.raises(TimeoutError, match="was taken for"), hold_file_lock(turn, timeout=0.0):
         pass
-    with taking_turns(turn, patience=0.0):
+    with hold_file_lock(turn, timeout=0.0):
         pass
 
 
@@ -219,13 +219,13 @@ def test_what_is_given_up_leaves_the_other_slot_and_its_place_is_written_next(tm
     writer = make(tmp_path)
     for step in (5, 10):
         keep(writer, step, state(step))
-    assert writer.write(15, state(15), MODEL) is Written.COPIED, "the slot was there"
-    writer.give_up()
+    assert writer.write(15, state(15), MODEL) is CopyOutcome.COPIED, "the slot was there"
+    writer.release_slot()
     assert [path.name for path in tmp_path.glob("replica.*")] == ["replica.1"]
-    assert versions(make(tmp_path)) == [NOTHING, Version(10, 1)]
-    assert writer.write(20, state(20), MODEL) is Written.MADE_AND_COPIED
+    assert versions(make(tmp_path)) == [NO_STATE_VERSION, StateVersion(10, 1)]
+    assert writer.write(20, state(20), MODEL) is CopyOutcome.ALLOCATED_AND_COPIED
     writer.publish(rank_states(20))
-    assert versions(make(tmp_path)) == [Version(20, 1), Version(10, 1)]
+    assert versions(make(tmp_path)) == [StateVersion(20, 1), StateVersion(10, 1)]
 
 
 def test_a_peers_replica_takes_the_place_of_the_oldest(tmp_path: Path) -> None:
@@ -236,11 +236,11 @@ def test_a_peers_replica_takes_the_place_of_the_oldest(tmp_path: Path) -> None:
     for step in (5, 10):
         keep(older, step, state(step))
     keep(writer, 15, state(15))
-    content = read(writer, Version(15, 1))
+    content = read(writer, StateVersion(15, 1))
     receiver = make(lacking, round_=2)
-    fill(receiver.room(len(content)), bytes(content.numpy()))
-    assert versions(receiver) == [Version(15, 1), Version(10, 1)]
-    assert_same(unpack(read(receiver, Version(15, 1)), None)[0], state(15))
+    fill(receiver.allocate_slot(len(content)), bytes(content.numpy()))
+    assert versions(receiver) == [StateVersion(15, 1), StateVersion(10, 1)]
+    assert_same(unpack_slot(read(receiver, StateVersion(15, 1)), None)[0], state(15))
 
 
 def test_a_worker_with_room_for_one_slot_gets_a_peers_replica_in_the_place_of_what_it_has(tmp_path: Path) -> None:
@@ -257,17 +257,17 @@ def test_a_worker_with_room_for_one_slot_gets_a_peers_replica_in_the_place_of_wh
 
     writer = make(holder)
     keep(writer, 15, large(15))
-    content = read(writer, Version(15, 1))
+    content = read(writer, StateVersion(15, 1))
     keep(make(lacking, left=left), 10, large(10))
     receiver = make(lacking, round_=2, left=left)
     with pytest.raises(OSError, match="a slot takes 20 MiB"):
-        receiver.room(len(content))
-    assert set(versions(receiver)) == {Version(10, 1), NOTHING}
-    fill(receiver.room(len(content), may_replace=True), bytes(content.numpy()))
-    assert set(versions(receiver)) == {Version(15, 1), NOTHING}
+        receiver.allocate_slot(len(content))
+    assert set(versions(receiver)) == {StateVersion(10, 1), NO_STATE_VERSION}
+    fill(receiver.allocate_slot(len(content), may_replace=True), bytes(content.numpy()))
+    assert set(versions(receiver)) == {StateVersion(15, 1), NO_STATE_VERSION}
     with pytest.raises(OSError, match="a slot takes 40 MiB"):
-        receiver.room(2 * len(content), may_replace=True)
-    assert set(versions(receiver)) == {Version(15, 1), NOTHING}, "it is not given up for nothing"
+        receiver.allocate_slot(2 * len(content), may_replace=True)
+    assert set(versions(receiver)) == {StateVersion(15, 1), NO_STATE_VERSION}, "it is not given up for nothing"
 
 
 def test_what_a_round_that_went_back_leaves_ahead_of_it_is_the_first_to_go(tmp_path: Path) -> None:
@@ -280,13 +280,13 @@ def test_what_a_round_that_went_back_leaves_ahead_of_it_is_the_first_to_go(tmp_p
     held = []
     for step in (52, 54, 56):
         keep(after, step, state(step))
-        content = read(after, Version(step, 2))
-        fill(shelf.guest_room(len(content)), bytes(content.numpy()))
+        content = read(after, StateVersion(step, 2))
+        fill(shelf.allocate_peer_slot(len(content)), bytes(content.numpy()))
         held.append(sorted(versions(shelf)))
     assert held == [
-        [Version(52, 2), Version(100, 1)],
-        [Version(52, 2), Version(54, 2)],
-        [Version(54, 2), Version(56, 2)],
+        [StateVersion(52, 2), StateVersion(100, 1)],
+        [StateVersion(52, 2), StateVersion(54, 2)],
+        [StateVersion(54, 2), StateVersion(56, 2)],
     ]
 
 
@@ -301,28 +301,28 @@ def test_a_guests_slot_is_written_over_in_its_memory_and_is_void_meanwhile(
     shelf = make(tmp_path, round_=2, left=lambda: 0)
     with monkeypatch.context() as without:
         without.setattr("os.posix_fallocate", None)
-        shelf.guest_room(nbytes)
+        shelf.allocate_peer_slot(nbytes)
     assert (tmp_path / "replica.0").stat().st_size == nbytes
-    assert versions(shelf) == [NOTHING, Version(10, 1)]
+    assert versions(shelf) == [NO_STATE_VERSION, StateVersion(10, 1)]
     with pytest.raises(OSError, match="a slot takes"):
-        shelf.guest_room(nbytes + 8)
+        shelf.allocate_peer_slot(nbytes + 8)
 
 
 def test_a_guest_leaves_what_the_worker_needs_itself(tmp_path: Path) -> None:
     shelf = make(tmp_path, left=lambda: 100 << 20)
     with pytest.raises(OSError, match=r"a slot takes 16 MiB, .* 100 MiB left, of which 16 MiB and a tenth are spared"):
-        shelf.guest_room(16 << 20, spared=16 << 20)
+        shelf.allocate_peer_slot(16 << 20, reserved=16 << 20)
     with pytest.raises(OSError, match="a slot takes 32 MiB"):  # with the reserve, more than nine tenths
-        shelf.guest_room(32 << 20)
-    shelf.guest_room(16 << 20, spared=8 << 20)
+        shelf.allocate_peer_slot(32 << 20)
+    shelf.allocate_peer_slot(16 << 20, reserved=8 << 20)
     assert (tmp_path / "replica.0").stat().st_size == 16 << 20
 
 
 def test_what_is_yet_to_take_memory_is_known(tmp_path: Path) -> None:
     writer = make(tmp_path)
-    assert writer.slots_to_come == 2
+    assert writer.unallocated_slots == 2
     keep(writer, 5, state(5))
-    assert writer.slots_to_come == 1
+    assert writer.unallocated_slots == 1
     keep(writer, 10, state(10))
     assert writer.slots_to_come == 0
     assert make(tmp_path, round_=2).slots_to_come == 0, "it gets the memory of what is there"
@@ -330,7 +330,7 @@ def test_what_is_yet_to_take_memory_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["gone", "another one"])
 def test_a_guest_that_has_given_way_writes_nothing(replaced: bool, tmp_path: Path) -> None:
-    slot = make(tmp_path).guest_room(1 << 20)
+    slot = make(tmp_path).allocate_peer_slot(1 << 20)
     path = tmp_path / "replica.0"
     path.rename(tmp_path / "gone")
     if replaced:
@@ -344,8 +344,8 @@ def test_a_guest_that_has_given_way_writes_nothing(replaced: bool, tmp_path: Pat
 def test_a_process_that_is_forked_in_mid_delivery_does_not_keep_a_guests_memory(again: bool, tmp_path: Path) -> None:
     shelf = make(tmp_path)
     if again:
-        shelf.guest_room(1 << 20)
-    slot = shelf.guest_room(1 << 20)
+        shelf.allocate_peer_slot(1 << 20)
+    slot = shelf.allocate_peer_slot(1 << 20)
     slot.add(memoryview(bytes(4096)))
     assert in_a_fork(lambda: "replica.0" not in in_use())
     slot.add(memoryview(bytes(4096)))
@@ -367,7 +367,7 @@ def test_a_slot_that_does_not_fit_any_more_is_gone_before_another_is_made(
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     for nbytes in (1 << 20, 2 << 20):
         weight = torch.zeros(nbytes, dtype=torch.uint8)
-        assert writer.write(5, {"weight": weight}, MODEL, wait=True) is Written.MADE_AND_COPIED
+        assert writer.write(5, {"weight": weight}, MODEL, wait=True) is CopyOutcome.ALLOCATED_AND_COPIED
     assert held == [0, 0]
 
 
@@ -385,7 +385,7 @@ def test_pages_come_beside_the_training_and_are_pinned_by_it(tmp_path: Path, mon
     monkeypatch.setattr(HostCopies, "asynchronous", True)
     monkeypatch.setattr(HostCopies, "pin", pin)
     monkeypatch.setattr(snapshots, "touch", lambda _: here("touched"))
-    assert make(tmp_path).write(5, {"weight": torch.zeros(10)}, MODEL, wait=True) is Written.MADE_AND_COPIED
+    assert make(tmp_path).write(5, {"weight": torch.zeros(10)}, MODEL, wait=True) is CopyOutcome.ALLOCATED_AND_COPIED
     assert seen == [("touched", False), ("pinned", True)]
 
 
@@ -401,13 +401,13 @@ def test_a_slot_that_was_begun_for_a_smaller_state_is_made_anew(
         before(*arguments)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
-    assert writer.write(5, {"weight": torch.zeros(10)}, MODEL) is Written.LATER
+    assert writer.write(5, {"weight": torch.zeros(10)}, MODEL) is CopyOutcome.DEFERRED
     go.set()
-    assert writer.write(6, {"weight": torch.ones(20)}, MODEL, wait=True) is Written.MADE_AND_COPIED
+    assert writer.write(6, {"weight": torch.ones(20)}, MODEL, wait=True) is CopyOutcome.ALLOCATED_AND_COPIED
     writer.publish(torch.zeros(2 * RANK_STATE_BYTES, dtype=torch.uint8))
-    slot = writer.read(Version(6, 1))
+    slot = writer.read(StateVersion(6, 1))
     assert slot is not None
-    state, _ = unpack(slot, None)
+    state, _ = unpack_slot(slot, None)
     assert state["weight"].tolist() == [1.0] * 20
 
 
@@ -422,14 +422,14 @@ def in_use() -> str:
 
 def test_a_process_that_is_forked_in_a_turn_does_not_keep_it(tmp_path: Path) -> None:
     turn, over = tmp_path / "turn", os.pipe()
-    with taking_turns(turn):
+    with hold_file_lock(turn):
         child = os.fork()
         if child == 0:
             os.close(over[1])
             os.read(over[0], 1)  # until the test is over
             os._exit(0)
     try:
-        with taking_turns(turn, patience=0.0):
+        with hold_file_lock(turn, timeout=0.0):
             pass
     finally:
         for end in over:
@@ -457,8 +457,8 @@ def test_a_slot_of_ones_own_comes_before_what_gives_way(tmp_path: Path) -> None:
         round_=1,
         world_size=2,
         fingerprint=MODEL,
-        left=lambda: left[0],
-        make_room=make_room,
+        read_memory_left=lambda: left[0],
+        free_memory=make_room,
     )
     assert keep(snapshots, 5, state(5)) == 5
     assert left == [65 << 20], "once"
@@ -470,8 +470,8 @@ def test_what_copies_what_it_loads_is_given_the_slots_own_memory(tmp_path: Path)
     """Whoever keeps what it is given would keep the whole slot in memory with it."""
     writer = make(tmp_path)
     keep(writer, 5, state(5))
-    slot = read(writer, Version(5, 1))
-    found, _ = unpack(slot, None, copying={"model"})
+    slot = read(writer, StateVersion(5, 1))
+    found, _ = unpack_slot(slot, None, copying_objects={"model"})
     begin, end = slot.data_ptr(), slot.data_ptr() + len(slot)
     assert begin < found["model"]["weight"].data_ptr() < end
     assert not begin < found["optimizer"]["state"][0]["step"].data_ptr() < end
@@ -484,15 +484,15 @@ def test_bytes_are_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     keep(writer, 5, state(5))
     checked: list[torch.Tensor] = []
     monkeypatch.setattr("pacekeeper.keep.snapshots.check", checked.append)
-    unpack(read(writer, Version(5, 1)), None)
+    unpack_slot(read(writer, StateVersion(5, 1)), None)
     assert len(checked) == 1
 
 
 def test_the_snapshot_of_another_model_and_a_torn_file_count_as_nothing(tmp_path: Path) -> None:
     keep(make(tmp_path), 5, state(5))
     (tmp_path / "replica.1").write_bytes(b"torn")
-    assert versions(make(tmp_path, fingerprint=8)) == [NOTHING, NOTHING]
-    assert versions(make(tmp_path)) == [Version(5, 1), NOTHING]
+    assert versions(make(tmp_path, fingerprint=8)) == [NO_STATE_VERSION, NO_STATE_VERSION]
+    assert versions(make(tmp_path)) == [StateVersion(5, 1), NO_STATE_VERSION]
 
 
 def test_memory_that_does_not_suffice_is_an_error_not_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,7 +515,7 @@ class _Bomb:
 def test_a_slot_from_a_peer_that_is_none_is_an_input_error_and_runs_nothing(tmp_path: Path) -> None:
     writer = make(tmp_path)
     keep(writer, 5, state(5))
-    good = read(writer, Version(5, 1))
+    good = read(writer, StateVersion(5, 1))
     content = good.numpy().tobytes()
     start = content.index(b"[{")
     bomb = pickle.dumps(_Bomb(tmp_path / "exploded"))
@@ -528,9 +528,9 @@ def test_a_slot_from_a_peer_that_is_none_is_an_input_error_and_runs_nothing(tmp_
         content[:start] + b"[" * 500 + content[start + 500 :],
     ):
         with pytest.raises(InputError):
-            unpack(torch.frombuffer(bytearray(hostile) or bytearray(1), dtype=torch.uint8), None)
+            unpack_slot(torch.frombuffer(bytearray(hostile) or bytearray(1), dtype=torch.uint8), None)
     assert not (tmp_path / "exploded").exists()
-    assert_same(unpack(good, None)[0], state(5))
+    assert_same(unpack_slot(good, None)[0], state(5))
 
 
 def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from pacekeeper.keep.versions import NOTHING, Version, choose, transfers
+from pacekeeper.keep.versions import NO_STATE_VERSION, StateVersion, choose_version, plan_transfers
 
 
 @pytest.mark.parametrize(
     ("held", "sharded", "expected"),
     [
-        ([[(9, 1), (8, 1)], [(8, 1), (9, 1)]], True, Version(9, 1)),
-        ([[(9, 1), (8, 1)], [(8, 1), (7, 1)]], True, Version(8, 1)),  # rank 1 was killed before its copy of 9
-        ([[(8, 1), (7, 1)], [(9, 1), (8, 1)]], False, Version(9, 1)),  # a replica is as good as any other
-        ([[(9, 1), (8, 1)], [(-1, -1), (-1, -1)]], True, NOTHING),  # a spare has no shard
-        ([[(-1, -1), (-1, -1)], [(9, 1), (8, 1)]], False, Version(9, 1)),
-        ([[(9, 1), (4, 1)], [(9, 2), (4, 1)]], True, Version(4, 1)),  # the same step of two rounds
-        ([[(-1, -1)], [(-1, -1)]], False, NOTHING),
+        ([[(9, 1), (8, 1)], [(8, 1), (9, 1)]], True, StateVersion(9, 1)),
+        ([[(9, 1), (8, 1)], [(8, 1), (7, 1)]], True, StateVersion(8, 1)),  # rank 1 was killed before its copy of 9
+        ([[(8, 1), (7, 1)], [(9, 1), (8, 1)]], False, StateVersion(9, 1)),  # a replica is as good as any other
+        ([[(9, 1), (8, 1)], [(-1, -1), (-1, -1)]], True, NO_STATE_VERSION),  # a spare has no shard
+        ([[(-1, -1), (-1, -1)], [(9, 1), (8, 1)]], False, StateVersion(9, 1)),
+        ([[(9, 1), (4, 1)], [(9, 2), (4, 1)]], True, StateVersion(4, 1)),  # the same step of two rounds
+        ([[(-1, -1)], [(-1, -1)]], False, NO_STATE_VERSION),
     ],
 )
 def test_the_newest_state_that_all_can_have_is_chosen(
-    held: list[list[tuple[int, int]]], sharded: bool, expected: Version
+    held: list[list[tuple[int, int]]], sharded: bool, expected: StateVersion
 ) -> None:
-    assert choose([[Version(*version) for version in rank] for rank in held], sharded) == expected
+    assert choose_version([[StateVersion(*version) for version in rank] for rank in held], sharded) == expected
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_the_newest_state_that_all_can_have_is_chosen(
     ],
 )
 def test_each_worker_that_lacks_a_replica_gets_one(holds: str, keeps: str, expected: list[tuple[int, int]]) -> None:
-    assert transfers([has == "1" for has in holds], [its == "1" for its in keeps]) == expected
+    assert plan_transfers([has == "1" for has in holds], [its == "1" for its in keeps]) == expected

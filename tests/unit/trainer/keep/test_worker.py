@@ -7,14 +7,14 @@ import socket
 
 import pytest
 
-from pacekeeper.keep.worker import this_worker
+from pacekeeper.keep.worker import identify_worker
 
 
 def test_a_sandbox_that_does_not_tell_its_mounts_is_known_by_its_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert this_worker() == f"{socket.gethostname()} {os.readlink('/proc/self/ns/mnt')}"
+    assert identify_worker() == f"{socket.gethostname()} {os.readlink('/proc/self/ns/mnt')}"
 
     def refused(_: str) -> str:
         raise PermissionError("not here")
 
     monkeypatch.setattr(os, "readlink", refused)
-    assert this_worker() == f"{socket.gethostname()} device:[{os.stat('/').st_dev}]"
+    assert identify_worker() == f"{socket.gethostname()} device:[{os.stat('/').st_dev}]"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pacekeeper.modes.retention import Retention, snapshot_interval
+from pacekeeper.modes.retention import StateSaver, compute_snapshot_interval
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_snapshot_that_would_wait_for_its_copy_is_not_due_where_that_is_looked
     every: int, look_first: bool, under_way: bool, due: bool
 ) -> None:
     store = Store(under_way)
-    assert retention(store).snapshot_due(16, 20, every, look_first) is due
+    assert retention(store).is_snapshot_due(16, 20, every, look_first) is due
     assert store.looks == (["settle", "may_snapshot"] if look_first and every == 10 else [])
 
 
@@ -41,7 +41,7 @@ def test_a_snapshot_that_is_valid_only_once_the_next_is_due_is_told_of() -> None
     recorder: Any = SimpleNamespace(ring=SimpleNamespace(state=state))
     progress: Any = SimpleNamespace(step=50, own_samples=7)
     replication: Any = SimpleNamespace(finish=lambda: None)
-    one = Retention(store, recorder, progress, replication, checkpoint_every=0, snapshot_every=None)
+    one = StateSaver(store, recorder, progress, replication, checkpoint_every=0, snapshot_every=None)
     one.settle()
     one.snapshot()
     assert valid == [40]
@@ -60,20 +60,20 @@ class Store:
         self.looks.append("settle")
         return -1
 
-    def may_snapshot(self) -> bool:
+    def is_snapshot_possible(self) -> bool:
         self.looks.append("may_snapshot")
         return not self._under_way
 
 
-def retention(store: Any) -> Retention:
+def retention(store: Any) -> StateSaver:
     nothing: Any = SimpleNamespace(ring=SimpleNamespace(state=None))
-    return Retention(store, nothing, nothing, nothing, checkpoint_every=0, snapshot_every=None)
+    return StateSaver(store, nothing, nothing, nothing, checkpoint_every=0, snapshot_every=None)
 
 
 def test_the_interval_keeps_the_cost_below_one_percent() -> None:
-    assert snapshot_interval(0.0, 0.1) == 1
-    assert snapshot_interval(0.001, 0.1) == 1
-    assert snapshot_interval(0.0011, 0.1) == 2
-    assert snapshot_interval(0.1, 0.1) == 128
-    assert snapshot_interval(9.0, 0.1) == 16384
-    assert snapshot_interval(0.001, 0.0) == 100
+    assert compute_snapshot_interval(0.0, 0.1) == 1
+    assert compute_snapshot_interval(0.001, 0.1) == 1
+    assert compute_snapshot_interval(0.0011, 0.1) == 2
+    assert compute_snapshot_interval(0.1, 0.1) == 128
+    assert compute_snapshot_interval(9.0, 0.1) == 16384
+    assert compute_snapshot_interval(0.001, 0.0) == 100

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from pacekeeper.observe.losses import Losses
+from pacekeeper.observe.losses import LossTracker
 from pacekeeper.observe.recorder import Recorder
 from pacekeeper.observe.ring import RingReader, RingWriter, create_ring
-from pacekeeper_analysis.records import Kind
-from tests.support.async_device import Rank, Stream, World
+from pacekeeper_analysis.records import RecordKind
+from tests.support.async_device import DeviceRank, Stream, DeviceWorld
 
 MS = 1_000_000
 
 
 def test_a_mark_of_a_device_has_the_time_at_which_the_work_before_it_was_done() -> None:
-    def script(rank: Rank) -> None:
+    def script(rank: DeviceRank) -> None:
         clock = rank.clock()
         begun = clock.mark()
         rank.launch(70 * MS)
@@ -34,11 +34,11 @@ def test_a_mark_of_a_device_has_the_time_at_which_the_work_before_it_was_done() 
         assert done.ns - begun.ns == 70 * MS
         assert rank.now - done.ns == 131 * MS
 
-    World().run(script)
+    DeviceWorld().run(script)
 
 
 def test_to_wait_for_a_mark_is_to_wait_for_the_work_before_it() -> None:
-    def script(rank: Rank) -> None:
+    def script(rank: DeviceRank) -> None:
         mark = rank.clock().mark()
         rank.launch(70 * MS)
         mark.wait()
@@ -47,7 +47,7 @@ def test_to_wait_for_a_mark_is_to_wait_for_the_work_before_it() -> None:
         end.wait()
         assert rank.now == end.ns == mark.ns + 70 * MS
 
-    World().run(script)
+    DeviceWorld().run(script)
 
 
 @pytest.mark.parametrize("drift", [-1e-4, 0.0, 1e-4], ids=["slower", "alike", "faster"])
@@ -55,7 +55,7 @@ def test_a_device_s_clock_that_drifts_stays_with_the_host_s(drift: float) -> Non
     """Off by what has come together since the device was idle last, not by what has since the beginning."""
     step, pause = 50 * MS, 700 * MS
 
-    def script(rank: Rank) -> None:
+    def script(rank: DeviceRank) -> None:
         rank.drift = drift
         clock, off = rank.clock(), abs(drift) * (pause + 4 * step) + 2
         for _ in range(300):
@@ -68,7 +68,7 @@ def test_a_device_s_clock_that_drifts_stays_with_the_host_s(drift: float) -> Non
             assert all(mark.reached for mark in marks)
             assert [mark.ns for mark in marks] == pytest.approx([begun, begun + step, begun + 2 * step], abs=off)
 
-    World().run(script)
+    DeviceWorld().run(script)
 
 
 def test_times_stay_exact_where_the_host_is_always_ahead() -> None:
@@ -76,7 +76,7 @@ def test_times_stay_exact_where_the_host_is_always_ahead() -> None:
 
     step = 20_000_777_123
 
-    def script(rank: Rank) -> None:
+    def script(rank: DeviceRank) -> None:
         clock = rank.clock()
         marks = [clock.mark()]
         rank.launch(step)
@@ -89,19 +89,19 @@ def test_times_stay_exact_where_the_host_is_always_ahead() -> None:
             assert marks[1].ns - marks[0].ns == pytest.approx(step, abs=2000)
             del marks[0]
 
-    World().run(script)
+    DeviceWorld().run(script)
 
 
 def test_events_are_used_again() -> None:
     made = 0
 
-    class Counted(Rank):
+    class Counted(DeviceRank):
         def event(self) -> Any:
             nonlocal made
             made += 1
             return super().event()
 
-    def script(rank: Rank) -> None:
+    def script(rank: DeviceRank) -> None:
         rank.__class__ = Counted
         clock = rank.clock()
         for _ in range(100):
@@ -110,12 +110,12 @@ def test_events_are_used_again() -> None:
             marks[-1].wait()
             assert all(mark.reached for mark in marks)
 
-    World().run(script)
+    DeviceWorld().run(script)
     assert made <= 7  # five, the anchor, and the one before it
 
 
 def test_a_number_comes_to_the_host_without_a_stop() -> None:
-    def script(rank: Rank) -> None:
+    def script(rank: DeviceRank) -> None:
         clock, begun = rank.clock(), rank.now
         rank.launch(30 * MS)
         fetched = clock.fetch(torch.tensor(2.5, device="meta"))
@@ -124,57 +124,57 @@ def test_a_number_comes_to_the_host_without_a_stop() -> None:
         rank.busy(40 * MS)
         assert fetched.ready
 
-    World().run(script)
+    DeviceWorld().run(script)
 
 
 @pytest.mark.usefixtures("either_way")
 def test_waits_count_where_they_hold_the_step_s_work_up(tmp_path: Path) -> None:
-    def script(rank: Rank) -> None:
+    def script(rank: DeviceRank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
         recorder, side = Recorder(RingWriter(tmp_path / "ring"), rank.clock()), Stream()
         for _ in range(3):
             rank.launch(50 * MS)
-            with rank.on(side), recorder.waiting():
+            with rank.on(side), recorder.time_peer_wait():
                 rank.launch(500 * MS)
-            with recorder.waiting():
+            with recorder.time_peer_wait():
                 rank.launch(20 * MS)
-                with recorder.waiting():
+                with recorder.time_peer_wait():
                     rank.launch(10 * MS)
             recorder.end_step()
         recorder.finish()
 
-    World().run(script)
+    DeviceWorld().run(script)
     found = RingReader(tmp_path / "ring").records()
-    own = found[found["kind"] == Kind.COMPUTE]
+    own = found[found["kind"] == RecordKind.COMPUTE]
     assert ((own["end_ns"] - own["start_ns"]) / MS).tolist() == pytest.approx([50.0] * 3)
 
 
 @pytest.mark.usefixtures("either_way")
 def test_garbage_is_collected_at_a_cost_where_the_device_runs_out_of_work(tmp_path: Path) -> None:
-    def script(rank: Rank) -> None:
+    def script(rank: DeviceRank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
         recorder = Recorder(RingWriter(tmp_path / "ring"), rank.clock())
         for work in (20 * MS, 100 * MS):
             rank.launch(work)
             begun = recorder.clock.mark()
             rank.busy(50 * MS)
-            recorder.collected(begun, recorder.clock.mark())
+            recorder.record_gc(begun, recorder.clock.mark())
             recorder.end_step()
             rank.wait_for(rank.computing.tail[0])
         recorder.finish()
 
-    World().run(script)
+    DeviceWorld().run(script)
     found = RingReader(tmp_path / "ring").records()
-    garbage = found[found["kind"] == Kind.GARBAGE]
+    garbage = found[found["kind"] == RecordKind.GARBAGE]
     assert ((garbage["end_ns"] - garbage["start_ns"]) / MS).tolist() == pytest.approx([30.0, 0.0])
-    assert found["kind"].tolist() == [Kind.GARBAGE, Kind.STEP, Kind.COMPUTE] * 2
+    assert found["kind"].tolist() == [RecordKind.GARBAGE, RecordKind.STEP, RecordKind.COMPUTE] * 2
 
 
 @pytest.mark.usefixtures("either_way")
 def test_garbage_just_behind_the_end_of_a_step_is_waited_for(tmp_path: Path) -> None:
     """Python collects where it likes: also where the end of the step is marked and the next one has not begun."""
 
-    def script(rank: Rank) -> None:
+    def script(rank: DeviceRank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
         recorder = Recorder(RingWriter(tmp_path / "ring"), rank.clock())
         recorder.end_step()
@@ -183,15 +183,15 @@ def test_garbage_just_behind_the_end_of_a_step_is_waited_for(tmp_path: Path) -> 
         recorder.end_step()
         (end,) = rank.computing.tail
         rank.launch(20 * MS)
-        step.garbage.append((recorder.clock.mark(), recorder.clock.mark()))
+        step.collections.append((recorder.clock.mark(), recorder.clock.mark()))
         rank.wait_for(end)
         recorder.write_reached()
         rank.wait_for(rank.computing.tail[0])
         recorder.finish()
 
-    World().run(script)
+    DeviceWorld().run(script)
     found = RingReader(tmp_path / "ring").records()
-    assert found["kind"].tolist() == [Kind.STEP, Kind.COMPUTE, Kind.GARBAGE, Kind.STEP, Kind.COMPUTE]
+    assert found["kind"].tolist() == [RecordKind.STEP, RecordKind.COMPUTE, RecordKind.GARBAGE, RecordKind.STEP, RecordKind.COMPUTE]
 
 
 class ReportedStep:
@@ -207,27 +207,27 @@ class ReportedStep:
 def test_losses_come_a_step_or_two_later_and_none_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda _: False))  # the double's
 
-    def script(rank: Rank) -> None:
+    def script(rank: DeviceRank) -> None:
         create_ring(tmp_path / "ring", 0, 1)
         recorder = Recorder(RingWriter(tmp_path / "ring"), rank.clock())
         recorder.restart_clock(1)
-        losses, handed = Losses(recorder), []
+        losses, handed = LossTracker(recorder), []
         for number in range(1, 7):
             rank.launch(50 * MS)
             step: Any = ReportedStep(math.nan if number == 4 else float(number))
             recorder.end_step()
             began = rank.now
-            losses.take(step)
-            losses.take(step)
-            handed.append(losses.hand_over()[1] / ReportedStep.weight)
+            losses.add_step(step)
+            losses.add_step(step)
+            handed.append(losses.take_sums()[1] / ReportedStep.weight)
             assert rank.now == began  # nothing waits
         assert handed == [0, 0, 1, 1, 1, 1]
         losses.finish()
-        total, weight = losses.hand_over()
+        total, weight = losses.take_sums()
         assert (math.isnan(total), weight) == (False, 2 * ReportedStep.weight)
 
-    World().run(script)
+    DeviceWorld().run(script)
     ring = RingReader(tmp_path / "ring")
     found = ring.records()
-    assert found[found["kind"] == Kind.LOSS]["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert found[found["kind"] == RecordKind.LOSS]["step"].tolist() == [1, 2, 3, 4, 5, 6]
     assert ring.state()["bad_loss_step"] == 4

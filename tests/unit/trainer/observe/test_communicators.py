@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pacekeeper.observe.communicators import Communicators, read_communicators
-from pacekeeper_analysis.communicators import MOST_COMMUNICATORS
+from pacekeeper_analysis.communicators import MAX_COMMUNICATORS
 
 
 def identities(path: Path) -> list[int]:
@@ -17,15 +17,15 @@ def identities(path: Path) -> list[int]:
 def test_the_first_that_were_destroyed_make_room_but_none_that_was_made_again(tmp_path: Path) -> None:
     path = tmp_path / "0.json"
     known = Communicators(path)
-    for identity in range(1, MOST_COMMUNICATORS + 1):
+    for identity in range(1, MAX_COMMUNICATORS + 1):
         known.add(identity, (0, 1))
     for identity in (7, 3, 7, 9):
-        known.destroyed(identity)
+        known.mark_destroyed(identity)
     known.add(9, (0, 1))
     for new in (1001, 1002, 1003):
         known.add(new, (0, 1))
     left = identities(path)
-    assert len(left) == MOST_COMMUNICATORS
+    assert len(left) == MAX_COMMUNICATORS
     assert not {7, 3, 1} & set(left), "then the eldest goes"
     assert {2, 9, 1001, 1002, 1003} <= set(left)
 

@@ -14,7 +14,7 @@ from pacekeeper.environment import Environment
 from pacekeeper.native import recording
 from pacekeeper.observe import fast, opening
 from pacekeeper.observe.ring import RingWriter, create_ring
-from pacekeeper.runtime import Runtime
+from pacekeeper.runtime import RuntimeFolder
 
 SOURCE = Path(str(recording.__file__)).with_suffix(".c")
 STRESS = Path(__file__).parents[3] / "support" / "scripts" / "recording_stress.py"
@@ -61,7 +61,7 @@ def test_nothing_is_touched_that_is_gone(tmp_path: Path, seed: int) -> None:
 
 def test_numbers_that_no_record_can_hold_are_refused_by_name(tmp_path: Path) -> None:
     create_ring(tmp_path / "ring", 0, 1)
-    ring = fast.FastRing(tmp_path / "ring")
+    ring = fast.NativeRing(tmp_path / "ring")
     for given, complaint in (
         ({"flags": 256}, "flags=256 .* 0 to 255"),
         ({"step": -1}, "step=-1"),
@@ -90,10 +90,10 @@ def test_a_build_of_another_version_is_not_used(layout: str, monkeypatch: pytest
 def test_without_it_python_records_and_the_log_says_why(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runtime = Runtime(tmp_path).make()
+    runtime = RuntimeFolder(tmp_path).create()
     create_ring(runtime.ring(0), 0, 1)
     variables = {"PACEKEEPER_RUNTIME": str(tmp_path)}
-    assert isinstance(opening.open_recorder(Environment.read(variables)), fast.FastRecorder)
+    assert isinstance(opening.open_recorder(Environment.read(variables)), fast.NativeRecorder)
     if reason == "not built":
         monkeypatch.setattr(opening, "fast", None)
         monkeypatch.setattr(opening, "WHY_SLOW", reason)
@@ -102,5 +102,5 @@ def test_without_it_python_records_and_the_log_says_why(
     with caplog.at_level("INFO"):
         recorder = opening.open_recorder(Environment.read(variables))
     assert type(recorder.ring) is RingWriter
-    assert type(opening.watcher_of(recorder)).__name__ == "Watcher"
+    assert type(opening.create_collective_monitor(recorder)).__name__ == "Watcher"
     assert f"this rank records in Python alone: {reason}" in caplog.text

@@ -15,8 +15,8 @@ from torch._C import _distributed_c10d
 
 from pacekeeper import torch_internals
 from pacekeeper.launcher.settings import LauncherSettings
-from pacekeeper.launcher.watch import deadline
-from pacekeeper.observe.flight import PERIOD, FlightWatch, leave_captures_alone, oldest, patience
+from pacekeeper.launcher.watch import compute_stall_deadline
+from pacekeeper.observe.flight import FLIGHT_POLL_INTERVAL_SECONDS, FlightMonitor, preserve_graph_captures, find_oldest_collective, compute_query_delay
 from pacekeeper.observe.ring import NO_PLACE, RingReader, RingWriter, create_ring
 from pacekeeper_analysis.records import Collective, Device, Phase
 
@@ -70,28 +70,28 @@ def record(*entries: dict[str, Any], completed: int = 6, started: int = 6, **cha
 
 
 def test_the_oldest_that_is_not_complete_counts() -> None:
-    found = oldest(record(entry(8, "scheduled"), entry(7, "started", profiling_name="nccl:_all_gather_base")))
+    found = find_oldest_collective(record(entry(8, "scheduled"), entry(7, "started", profiling_name="nccl:_all_gather_base")))
     assert (found.device, found.collective, found.sequence) == (Device.STARTED, Collective.ALL_GATHER, 7)
-    found = oldest(record(entry(7, "scheduled"), entry(8, "scheduled")))
+    found = find_oldest_collective(record(entry(7, "scheduled"), entry(8, "scheduled")))
     assert (found.device, found.collective, found.sequence) == (Device.SCHEDULED, Collective.ALL_REDUCE, 7)
-    assert oldest(record(entry(6, "completed"), entry(5, "started", retired=True))).device is Device.IDLE
-    assert oldest(record()).device is Device.IDLE
+    assert find_oldest_collective(record(entry(6, "completed"), entry(5, "started", retired=True))).device is Device.IDLE
+    assert find_oldest_collective(record()).device is Device.IDLE
 
 
 def test_a_group_has_the_same_number_on_its_ranks_and_another_than_other_groups() -> None:
     def group(ranks: str) -> int:
-        return oldest(record(entry(7, "started"), pg_config={"0": {"ranks": ranks}})).group
+        return find_oldest_collective(record(entry(7, "started"), pg_config={"0": {"ranks": ranks}})).group
 
     assert group("[0, 1]") == group("[0, 1]") != group("[2, 3]")
 
 
 def test_what_the_recorder_cannot_know_is_not_taken_for_knowledge() -> None:
     without_timing = record(entry(7, "scheduled"), completed=6, started=-1)
-    assert oldest(without_timing).device is Device.RUNNING
+    assert find_oldest_collective(without_timing).device is Device.RUNNING
     in_a_batch = entry(7, "scheduled", is_p2p=True, profiling_name="nccl:send 0->1", p2p_seq_id=3)
-    assert oldest(record(in_a_batch)).device is Device.RUNNING
+    assert find_oldest_collective(record(in_a_batch)).device is Device.RUNNING
     begun = entry(8, "started", is_p2p=True, profiling_name="nccl:recv 0<-1", p2p_seq_id=4)
-    found = oldest(record(in_a_batch, begun))
+    found = find_oldest_collective(record(in_a_batch, begun))
     assert (found.device, found.collective, found.group) == (Device.STARTED, Collective.RECV, 0)
 
 
@@ -106,19 +106,19 @@ def test_what_the_recorder_cannot_know_is_not_taken_for_knowledge() -> None:
     ],
 )  # fmt: skip
 def test_a_record_of_another_kind_says_nothing(strange: bytes) -> None:
-    assert oldest(strange).device is Device.RUNNING
+    assert find_oldest_collective(strange).device is Device.RUNNING
 
 
 def test_it_reads_what_this_torch_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of gloo, since there is no NCCL here: the same recorder writes it, but never says when a collective has begun."""
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")  # as the launcher does: before 2.15 the recorder is off
-    record = torch_internals.flight_record()
+    record = torch_internals.dump_flight_record()
     assert record is not None
     assert json.loads(record)["version"].startswith("2.")
-    assert oldest(record).device is Device.RUNNING
+    assert find_oldest_collective(record).device is Device.RUNNING
     dist.init_process_group("gloo", store=torch_internals.HashStore(), rank=0, world_size=1)
     try:
-        assert torch_internals.backends() == ["cpu:gloo,cuda:gloo"]
+        assert torch_internals.list_backends() == ["cpu:gloo,cuda:gloo"]
         dist.all_reduce(torch.ones(3))
         content = json.loads(_distributed_c10d._dump_fr_trace_json(True, True))
     finally:
@@ -130,7 +130,7 @@ def test_it_reads_what_this_torch_writes(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {name: written[name] for name in same} == {name: by_hand[name] for name in same}
     assert written["profiling_name"] == "gloo:all_reduce"
     still_under_way = {**content, "entries": [{**written, "retired": False}], "pg_status": {}}
-    found = oldest(json.dumps(still_under_way).encode())
+    found = find_oldest_collective(json.dumps(still_under_way).encode())
     assert (found.device, found.collective, found.sequence) == (Device.SCHEDULED, Collective.ALL_REDUCE, 1)
 
 
@@ -141,7 +141,7 @@ class Rank:
         create_ring(path, rank=0, round_=1, capacity=64)
         self.writer, self.reader = RingWriter(path), RingReader(path)
         self.record, self.asked, self.uses_gpu, self.uses_nccl = record(), 0, True, True
-        self.watch = FlightWatch(self.writer.state, lambda: self.uses_gpu, lambda: self.uses_nccl, self._answer)
+        self.watch = FlightMonitor(self.writer.state, lambda: self.uses_gpu, lambda: self.uses_nccl, self._answer)
         self.writer.enter_phase(Phase.TRAIN)
         self.now = 100.0
 
@@ -156,7 +156,7 @@ class Rank:
 
     def look(self, after: float = 0.0) -> Device:
         self.now += after
-        self.watch.look(self.now)
+        self.watch.check(self.now)
         return Device(int(self.reader.state()["device"]))
 
 
@@ -188,8 +188,8 @@ def test_it_is_asked_before_the_launcher_takes_the_silence_for_a_stall(rank: Ran
     assert rank.look(14.0) is Device.RUNNING
     assert rank.look(1.5) is Device.IDLE
     for steps, seconds in ((0, 0.0), (3, 0.1), (5, 0.1), (5, 30.0)):
-        stalled_after = deadline(Phase.TRAIN, steps, seconds, SETTINGS, earlier_step_seconds=seconds)
-        assert patience(steps, seconds) + 2 * PERIOD <= stalled_after
+        stalled_after = compute_stall_deadline(Phase.TRAIN, steps, seconds, SETTINGS, earlier_step_seconds=seconds)
+        assert compute_query_delay(steps, seconds) + 2 * FLIGHT_POLL_INTERVAL_SECONDS <= stalled_after
 
 
 def test_long_phases_and_ranks_without_a_gpu_are_left_alone(rank: Rank) -> None:
@@ -224,10 +224,10 @@ def test_a_thread_keeps_its_questions_out_of_what_others_capture(tmp_path: Path)
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "driver.c"], check=True, timeout=600)
     driver = ctypes.CDLL(str(library))
-    leave_captures_alone(str(library))
+    preserve_graph_captures(str(library))
     mode = ctypes.c_int(0)
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     assert mode.value == 1
     ctypes.c_int.in_dll(driver, "refusal").value = 3
     with pytest.raises(RuntimeError, match="error 3"):
-        leave_captures_alone(str(library))
+        preserve_graph_captures(str(library))

@@ -13,7 +13,7 @@ from pacekeeper.environment import Environment
 from pacekeeper.observe.opening import open_recorder
 from pacekeeper.observe.recorder import NoRing
 from pacekeeper.observe.ring import RingReader, create_ring
-from pacekeeper.runtime import FIRST_TO_TAKE, Runtime
+from pacekeeper.runtime import FIRST_PROCESS_OWNER, RuntimeFolder
 
 TAKES_PART = """
 from pacekeeper.environment import Environment
@@ -22,22 +22,22 @@ print("takes part" if Environment.read().runtime is not None else "is left out")
 
 
 @pytest.fixture
-def runtime(tmp_path: Path) -> Runtime:
+def runtime(tmp_path: Path) -> RuntimeFolder:
     """With the communicators of a rank, which is this process."""
-    runtime = Runtime(tmp_path).make()
+    runtime = RuntimeFolder(tmp_path).create()
     create_ring(runtime.ring(0), 0, 1, capacity=64, owner=os.getpid())
-    runtime.communicators_of(0).write_text("{}")
+    runtime.communicators_file(0).write_text("{}")
     return runtime
 
 
-def test_the_process_that_the_launcher_forked_takes_the_ring(runtime: Runtime) -> None:
+def test_the_process_that_the_launcher_forked_takes_the_ring(runtime: RuntimeFolder) -> None:
     recorder = open_recorder(Environment.read({"PACEKEEPER_RUNTIME": str(runtime.root)}))
     assert not isinstance(recorder.ring, NoRing)
     assert RingReader(runtime.ring(0)).state()["pid"] == os.getpid()
-    assert not runtime.communicators_of(0).exists(), "they were of the round before"
+    assert not runtime.communicators_file(0).exists(), "they were of the round before"
 
 
-def test_a_child_that_inherits_the_environment_leaves_the_ranks_files_alone(runtime: Runtime) -> None:
+def test_a_child_that_inherits_the_environment_leaves_the_ranks_files_alone(runtime: RuntimeFolder) -> None:
     """A spawned DataLoader's worker imports the script, and with it `pacekeeper.auto`."""
     variables = {"PACEKEEPER_RUNTIME": str(runtime.root)}
     pid = os.fork()
@@ -46,10 +46,10 @@ def test_a_child_that_inherits_the_environment_leaves_the_ranks_files_alone(runt
         os._exit(0 if isinstance(recorder.ring, NoRing) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert RingReader(runtime.ring(0)).state()["pid"] == 0
-    assert runtime.communicators_of(0).exists()
+    assert runtime.communicators_file(0).exists()
 
 
-def test_a_program_in_the_place_of_the_rank_is_the_rank_and_what_it_starts_is_not(runtime: Runtime) -> None:
+def test_a_program_in_the_place_of_the_rank_is_the_rank_and_what_it_starts_is_not(runtime: RuntimeFolder) -> None:
     """`exec` keeps the process id."""
     environment = {**os.environ, "PACEKEEPER_RUNTIME": str(runtime.root), "TAKES_PART": TAKES_PART}
     take_ring = "import os, sys; from pathlib import Path; from pacekeeper.observe.ring import create_ring"
@@ -63,17 +63,17 @@ def test_a_program_in_the_place_of_the_rank_is_the_rank_and_what_it_starts_is_no
 
 
 def test_without_a_ring_or_with_one_that_names_no_owner_any_process_may(tmp_path: Path) -> None:
-    runtime = Runtime(tmp_path).make()
-    assert runtime.is_lent(0)
+    runtime = RuntimeFolder(tmp_path).create()
+    assert runtime.is_rank_process(0)
     create_ring(runtime.ring(0), 0, 1, capacity=64)
-    assert runtime.is_lent(0)
+    assert runtime.is_rank_process(0)
     runtime.ring(0).write_bytes(b"short")
-    assert runtime.is_lent(0)
+    assert runtime.is_rank_process(0)
 
 
-def test_the_ring_of_a_rank_that_is_any_program_belongs_to_the_first_process_that_takes_it(runtime: Runtime) -> None:
+def test_the_ring_of_a_rank_that_is_any_program_belongs_to_the_first_process_that_takes_it(runtime: RuntimeFolder) -> None:
     """A shell script starts the Python that trains; what that starts is not the rank."""
-    create_ring(runtime.ring(0), 0, 1, capacity=64, owner=FIRST_TO_TAKE)
+    create_ring(runtime.ring(0), 0, 1, capacity=64, owner=FIRST_PROCESS_OWNER)
     variables = {"PACEKEEPER_RUNTIME": str(runtime.root)}
     pid = os.fork()
     if pid == 0:

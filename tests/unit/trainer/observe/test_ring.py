@@ -15,17 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pacekeeper.observe.ring import DEFAULT_CAPACITY, NO_PLACE, RingReader, RingWriter, create_ring
+from pacekeeper.observe.ring import DEFAULT_RING_CAPACITY, NO_PLACE, RingReader, RingWriter, create_ring
 from pacekeeper_analysis.errors import InputError
 from pacekeeper_analysis.records import (
-    ENTERED_PLACES,
-    HEADER_BYTES,
-    STATE,
+    MAX_ENTERED_GROUPS,
+    RING_HEADER_BYTES,
+    RING_STATE,
     Collective,
     Device,
-    Kind,
+    RecordKind,
     Phase,
-    ring_bytes,
+    compute_ring_bytes,
 )
 
 pytestmark = pytest.mark.usefixtures("either_way")
@@ -47,7 +47,7 @@ def test_a_fresh_ring_tells_rank_and_round_and_knows_nothing_else(path: Path) ->
 
 def test_every_field_of_a_record_arrives(path: Path) -> None:
     RingWriter(path).write(
-        Kind.COLLECTIVE, 10, 20, 7, Phase.TRAIN, 1.5, Collective.ALL_REDUCE, 2**32 - 1, 9, 4096, peer=2, flags=1
+        RecordKind.COLLECTIVE, 10, 20, 7, Phase.TRAIN, 1.5, Collective.ALL_REDUCE, 2**32 - 1, 9, 4096, peer=2, flags=1
     )
     (record,) = RingReader(path).records()
     assert {name: record[name].item() for name in record.dtype.names} == {
@@ -56,14 +56,14 @@ def test_every_field_of_a_record_arrives(path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in STATE.names or () if name not in {"magic", "capacity", "entered"}])
+@pytest.mark.parametrize("name", [name for name in RING_STATE.names or () if name not in {"magic", "capacity", "entered"}])
 def test_every_field_of_the_state_arrives_alone(path: Path, name: str) -> None:
     writer, reader = RingWriter(path), RingReader(path)
     before = reader.state().copy()
     setattr(writer.state, name, 5)
     after = reader.state()
     assert after[name] == getattr(writer.state, name) == 5
-    assert [other for other in STATE.names or () if (before[other] != after[other]).any()] == [name]
+    assert [other for other in RING_STATE.names or () if (before[other] != after[other]).any()] == [name]
 
 
 def test_an_unknown_field_is_refused(path: Path) -> None:
@@ -86,15 +86,15 @@ def test_collectives_and_steps_show_in_the_state(path: Path) -> None:
 
 def test_groups_that_find_no_place_count_in_vain_until_one_is_given_back(path: Path) -> None:
     writer, reader = RingWriter(path), RingReader(path)
-    places = [writer.take_place(group) for group in range(1, 2 * ENTERED_PLACES)]
-    assert len(set(places)) == ENTERED_PLACES
+    places = [writer.take_place(group) for group in range(1, 2 * MAX_ENTERED_GROUPS)]
+    assert len(set(places)) == MAX_ENTERED_GROUPS
     for sequence, place in enumerate(places, 1):
         writer.enter_collective(Collective.BARRIER, sequence, sequence, 0, place)
     entered = reader.state()["entered"]
     found = {int(group): int(sequence) for group, sequence in entered[entered["group"] > 0]}
-    assert found == {group: group for group in range(1, ENTERED_PLACES)}
-    writer.give_back(NO_PLACE)
-    writer.give_back(places[4])
+    assert found == {group: group for group in range(1, MAX_ENTERED_GROUPS)}
+    writer.release_place(NO_PLACE)
+    writer.release_place(places[4])
     assert writer.take_place(200) == places[4]
     assert reader.state()["entered"][5].tolist() == (200, 0)
 
@@ -102,7 +102,7 @@ def test_groups_that_find_no_place_count_in_vain_until_one_is_given_back(path: P
 def test_only_the_last_records_are_kept_and_later_ones_can_be_asked_for(path: Path) -> None:
     writer, reader = RingWriter(path), RingReader(path)
     for step in range(200):
-        writer.write(Kind.STEP, 0, 0, step)
+        writer.write(RecordKind.STEP, 0, 0, step)
     assert reader.records()["step"].tolist() == list(range(136, 200))
     assert reader.records(since=198)["step"].tolist() == [198, 199]
 
@@ -111,12 +111,12 @@ def test_only_the_last_records_are_kept_and_later_ones_can_be_asked_for(path: Pa
 def test_a_reader_finds_all_that_is_there_however_often_the_ring_was_filled(path: Path, written: int) -> None:
     writer, reader = RingWriter(path), RingReader(path)
     for step in range(1, written + 1):
-        writer.write(Kind.STEP, 0, 0, step)
+        writer.write(RecordKind.STEP, 0, 0, step)
     for since in {0, 1, written // 2, written - 64, written - 1, written} & set(range(written + 1)):
         there = list(range(max(since, written - 64) + 1, written + 1))
         found = reader.records(since)
         assert found["index"].tolist() == found["step"].tolist() == there
-    RingWriter(path).write(Kind.STEP, 0, 0, 999)
+    RingWriter(path).write(RecordKind.STEP, 0, 0, 999)
     assert reader.records(written)[["index", "step"]].tolist() == [(written + 1, 999)]
 
 
@@ -125,8 +125,8 @@ def test_a_slot_that_is_being_written_is_left_out(path: Path, place: int) -> Non
     """The next one in turn, whose record is the oldest."""
     writer, reader = RingWriter(path), RingReader(path)
     for step in range(1, 64 + place + 1):
-        writer.write(Kind.STEP, 0, 0, step)
-    writer._map[HEADER_BYTES + 64 * place : HEADER_BYTES + 64 * place + 8] = bytes(8)
+        writer.write(RecordKind.STEP, 0, 0, step)
+    writer._map[RING_HEADER_BYTES + 64 * place : RING_HEADER_BYTES + 64 * place + 8] = bytes(8)
     assert reader.records()["index"].tolist() == list(range(place + 2, 64 + place + 1))
 
 
@@ -135,7 +135,7 @@ def test_a_ring_has_all_of_its_memory_from_the_beginning() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder, "0")
         create_ring(path, rank=0, round_=1)
-        assert path.stat().st_blocks * 512 >= ring_bytes(DEFAULT_CAPACITY)
+        assert path.stat().st_blocks * 512 >= compute_ring_bytes(DEFAULT_RING_CAPACITY)
 
 
 def test_a_full_volume_is_told_and_nothing_is_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,13 +150,13 @@ def test_a_full_volume_is_told_and_nothing_is_left_there(tmp_path: Path, monkeyp
 
 def test_what_a_rank_forks_writes_nothing_into_its_ring(path: Path) -> None:
     writer, reader = RingWriter(path), RingReader(path)
-    writer.write(Kind.STEP, 0, 0, 1)
+    writer.write(RecordKind.STEP, 0, 0, 1)
     place = writer.take_place(7)
     writer.end_step(1, 2_000)
 
     def as_a_worker() -> None:
         for step in range(200):
-            writer.write(Kind.GARBAGE, 0, 0, step)
+            writer.write(RecordKind.GARBAGE, 0, 0, step)
         writer.enter_phase(Phase.EVALUATE)
         writer.enter_collective(Collective.BARRIER, 7, 3, 1_000, place)
         writer.end_step(8, 3_000)
@@ -168,7 +168,7 @@ def test_what_a_rank_forks_writes_nothing_into_its_ring(path: Path) -> None:
     in_fork(as_a_worker)
     in_fork(lambda: in_fork(as_a_worker))
     assert path.read_bytes() == before
-    writer.write(Kind.STEP, 0, 0, 2)
+    writer.write(RecordKind.STEP, 0, 0, 2)
     writer.end_step(2, 4_000)
     assert reader.records()["step"].tolist() == [1, 2], "the rank itself goes on"
     assert reader.state()["step"] == 2
@@ -191,7 +191,7 @@ def in_fork(call: Callable[[], None]) -> None:
 
 def test_a_second_writer_goes_on_behind_the_first(path: Path) -> None:
     for step in range(3):
-        RingWriter(path).write(Kind.STEP, 0, 0, step)
+        RingWriter(path).write(RecordKind.STEP, 0, 0, step)
     assert RingReader(path).records()["index"].tolist() == [1, 2, 3]
 
 
@@ -208,7 +208,7 @@ def test_threads_share_a_writer_without_losing_a_record(path: Path) -> None:
 
     def write(number: int) -> None:
         for _ in range(16):
-            writer.write(Kind.STEP, 0, 0, number)
+            writer.write(RecordKind.STEP, 0, 0, number)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -228,7 +228,7 @@ def test_a_reader_never_sees_half_a_record(path: Path) -> None:
         number = 0
         while True:
             number += 1
-            writer.write(Kind.STEP, number, number, number, 0, float(number), 0, number, number, number)
+            writer.write(RecordKind.STEP, number, number, number, 0, float(number), 0, number, number, number)
     try:
         reader, seen = RingReader(path), 0
         deadline = time.monotonic() + 10
@@ -267,6 +267,6 @@ def test_a_ring_of_the_first_version_is_read_and_one_of_this_version_by_that(pat
     content = path.read_bytes()
     seen_by_the_first = np.frombuffer(content[: first.itemsize], first)[0]
     assert seen_by_the_first.tolist() == RingReader(path).state().tolist()[: len(first.names or ())]
-    path.write_bytes(content[: first.itemsize].ljust(HEADER_BYTES, b"\0") + content[HEADER_BYTES:])
+    path.write_bytes(content[: first.itemsize].ljust(RING_HEADER_BYTES, b"\0") + content[RING_HEADER_BYTES:])
     state = RingReader(path).state()
     assert (state["step"], state["share_grain"], state["device"], state["longest_load_ns"]) == (11, 0, Device.NONE, 0)

@@ -6,6 +6,6 @@ the plan's file now and then.
 exactly. `machine`: how the process is set up, and what its processors did.
 """
 
-from .watch import watch_behaviour
+from .watch import start_rank_profiler
 
-__all__ = ["watch_behaviour"]
+__all__ = ["start_rank_profiler"]

@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from pacekeeper import cgroup
-from pacekeeper_analysis.behaviour.pattern import VARIABLES, Setup
+from pacekeeper_analysis.behaviour.pattern import REPORTED_VARIABLES, ProcessSetup
 
-INFINIBAND = Path("/sys/class/infiniband")
-LONGEST_VALUE = 80
+INFINIBAND_FOLDER = Path("/sys/class/infiniband")
+MAX_VARIABLE_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
-class MachineLook:
+class MachineCounters:
     """Counters at one moment."""
 
     at_ns: int
@@ -29,34 +29,34 @@ class MachineLook:
     throttled: int  # of these, those in which it held the worker up
 
 
-def look(thread: int) -> MachineLook:
+def read_machine_counters(thread: int) -> MachineCounters:
     """`thread`: identity of the training thread."""
-    return MachineLook(time.monotonic_ns(), *_schedule(thread), *cgroup.throttling())
+    return MachineCounters(time.monotonic_ns(), *_read_schedule_times(thread), *cgroup.read_throttling())
 
 
-def setup_between(before: MachineLook, after: MachineLook) -> Setup:
+def build_setup(before: MachineCounters, after: MachineCounters) -> ProcessSetup:
     """Now, with what the machine did meanwhile."""
     seconds, periods = max(1, after.at_ns - before.at_ns), after.periods - before.periods
     known = min(before.ran_ns, after.ran_ns) >= 0
-    limit = min(cgroup.cpu_limit(), float(len(os.sched_getaffinity(0))))
-    return Setup(
+    limit = min(cgroup.read_cpu_limit(), float(len(os.sched_getaffinity(0))))
+    return ProcessSetup(
         threads=torch.get_num_threads(),
         processors=round(limit, 2) if math.isfinite(limit) else 0.0,
         ranks=int(os.environ.get("LOCAL_WORLD_SIZE") or 0),
-        throttled=_part(after.throttled - before.throttled, periods) if periods > 0 else 0.0,
-        ran=_part(after.ran_ns - before.ran_ns, seconds) if known else -1.0,
-        delayed=_part(after.delayed_ns - before.delayed_ns, seconds) if known else -1.0,
-        infiniband=INFINIBAND.is_dir() and any(INFINIBAND.iterdir()),
+        throttled=_compute_share(after.throttled - before.throttled, periods) if periods > 0 else 0.0,
+        ran=_compute_share(after.ran_ns - before.ran_ns, seconds) if known else -1.0,
+        delayed=_compute_share(after.delayed_ns - before.delayed_ns, seconds) if known else -1.0,
+        infiniband=INFINIBAND_FOLDER.is_dir() and any(INFINIBAND_FOLDER.iterdir()),
         anomalies=torch.is_anomaly_enabled(),
-        variables=tuple(f"{name}={os.environ[name][:LONGEST_VALUE]}" for name in sorted(VARIABLES & os.environ.keys())),
+        variables=tuple(f"{name}={os.environ[name][:MAX_VARIABLE_CHARACTERS]}" for name in sorted(REPORTED_VARIABLES & os.environ.keys())),
     )
 
 
-def _part(count: int, of: int) -> float:
+def _compute_share(count: int, of: int) -> float:
     return round(min(1.0, max(0.0, count / of)), 4)
 
 
-def _schedule(thread: int) -> tuple[int, int]:
+def _read_schedule_times(thread: int) -> tuple[int, int]:
     """Nanoseconds that the thread ran, and waited for a processor; (-1, 0): this kernel does not tell."""
     native = next((each.native_id for each in threading.enumerate() if each.ident == thread), None)
     try:

@@ -11,18 +11,18 @@ from types import CodeType
 
 import numpy as np
 
-from pacekeeper_analysis.behaviour.reduce import Looks
+from pacekeeper_analysis.behaviour.reduce import StackSamples
 
-HERTZ = 50.0
-MOST_LOOKS = 4096
+STACK_SAMPLING_HERTZ = 50.0
+MAX_STACK_SAMPLES = 4096
 """A window that never ends costs no more."""
-DEEPEST = 128
+MAX_SAMPLED_STACK_DEPTH = 128
 
-Codes = tuple[CodeType, ...]
+CodeStack = tuple[CodeType, ...]
 """A stack, outermost first."""
 
 
-class Sampler:
+class StackSampler:
     """One window's looks, from its making until `stop`."""
 
     def __init__(self, thread: int, is_training: Callable[[], bool]) -> None:
@@ -30,44 +30,44 @@ class Sampler:
         out."""
         self._thread = thread
         self._is_training = is_training
-        self._clock = _processor_clock(thread)
+        self._clock = _find_thread_clock(thread)
         self._stacks: dict[tuple[int, ...], int] = {}
         """By identity: equal code may stand in two files."""
-        self._codes: list[Codes] = []
-        self._looks: list[tuple[int, int, int]] = []
-        self._left_out = 0
+        self._codes: list[CodeStack] = []
+        self._samples: list[tuple[int, int, int]] = []
+        self._skipped = 0
         self._over = threading.Event()
         self._random = random.Random(thread)  # the script's own generator is left alone
         self._runner = threading.Thread(target=self._run, name="pacekeeper-looks", daemon=True)
         self._runner.start()
 
     @property
-    def left_out_seconds(self) -> float:
+    def skipped_seconds(self) -> float:
         """About so long other phases have taken."""
-        return self._left_out / HERTZ
+        return self._skipped / STACK_SAMPLING_HERTZ
 
     def stop(self) -> None:
         """No further look begins."""
         self._over.set()
 
-    def looks(self, name: Callable[[Codes], tuple[str, ...]], between: tuple[int, int]) -> Looks:
+    def collect_samples(self, name: Callable[[CodeStack], tuple[str, ...]], between: tuple[int, int]) -> StackSamples:
         """Those of the steps between these times (ns of CLOCK_MONOTONIC). `name`: the frames of a stack."""
         stacks = [name(codes) for codes in self._codes]
-        taken = [look for look in self._looks if between[0] <= look[0] < between[1] and stacks[look[2]]]
+        taken = [look for look in self._samples if between[0] <= look[0] < between[1] and stacks[look[2]]]
         columns = np.array(taken, np.int64).reshape(-1, 3)
-        return Looks(columns[:, 0], columns[:, 1], columns[:, 2], [stack or ("?",) for stack in stacks])
+        return StackSamples(columns[:, 0], columns[:, 1], columns[:, 2], [stack or ("?",) for stack in stacks])
 
     def _run(self) -> None:
-        while len(self._looks) < MOST_LOOKS and not self._over.wait(self._random.uniform(0.5, 1.5) / HERTZ):
+        while len(self._samples) < MAX_STACK_SAMPLES and not self._over.wait(self._random.uniform(0.5, 1.5) / STACK_SAMPLING_HERTZ):
             if self._is_training():
-                self._look()
+                self._sample_stack()
             else:
-                self._left_out += 1
+                self._skipped += 1
 
-    def _look(self) -> None:
+    def _sample_stack(self) -> None:
         frame = sys._current_frames().get(self._thread)
         codes: list[CodeType] = []
-        while frame is not None and len(codes) < DEEPEST:
+        while frame is not None and len(codes) < MAX_SAMPLED_STACK_DEPTH:
             codes.append(frame.f_code)
             frame = frame.f_back
         if codes:
@@ -75,10 +75,10 @@ class Sampler:
             if stack == len(self._codes):
                 self._codes.append(tuple(reversed(codes)))
             ran = 0 if self._clock is None else time.clock_gettime_ns(self._clock)
-            self._looks.append((time.monotonic_ns(), ran, stack))
+            self._samples.append((time.monotonic_ns(), ran, stack))
 
 
-def _processor_clock(thread: int) -> int | None:
+def _find_thread_clock(thread: int) -> int | None:
     """Of a thread's processor time; None: there is none."""
     try:
         clock = time.pthread_getcpuclockid(thread)

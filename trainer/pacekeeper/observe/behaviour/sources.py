@@ -10,74 +10,74 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType
 
-OWN = "./"
+OWN_FILE_PREFIX = "./"
 """Where names of the job's own files begin."""
-_PACKAGES = ("/site-packages/", "/dist-packages/")
-_LIBRARY = os.path.dirname(os.__file__) + "/"
-_PACEKEEPER = str(Path(__file__).parents[3]) + "/"
-_STARTS = ("runpy.py:", "<frozen runpy>:", "pacekeeper/launcher/")
+_PACKAGE_FOLDERS = ("/site-packages/", "/dist-packages/")
+_STANDARD_LIBRARY_FOLDER = os.path.dirname(os.__file__) + "/"
+_PACEKEEPER_FOLDER = str(Path(__file__).parents[3]) + "/"
+_SCRIPT_START_FRAMES = ("runpy.py:", "<frozen runpy>:", "pacekeeper/launcher/")
 """Outermost frames that start the script, and are the same in every stack."""
 
 
-class SourceNames:
+class FunctionNames:
     """Names what is looked at, and remembers paths."""
 
     def __init__(self, folder: str | None = None) -> None:
         """folder: of the job's script; None: that of the one which runs."""
-        self._folder = (folder or _script_folder()).rstrip("/") + "/"
+        self._folder = (folder or _find_script_folder()).rstrip("/") + "/"
         self._paths: dict[str, str] = {}
 
-    def stack(self, codes: Sequence[CodeType]) -> tuple[str, ...]:
+    def name_stack(self, codes: Sequence[CodeType]) -> tuple[str, ...]:
         """Names from the script's own first frame on; (): it is not in it."""
-        names = [self.name(code) for code in codes]
-        first = max((i + 1 for i, name in enumerate(names) if name.startswith(_STARTS)), default=0)
+        names = [self.name_function(code) for code in codes]
+        first = max((i + 1 for i, name in enumerate(names) if name.startswith(_SCRIPT_START_FRAMES)), default=0)
         return tuple(names[first:])
 
-    def name(self, code: CodeType) -> str:
+    def name_function(self, code: CodeType) -> str:
         """file:function."""
         path = self._paths.get(code.co_filename)
         if path is None:
-            path = self._paths[code.co_filename] = self._path(code.co_filename)
-        return f"{path}:{_function(code)}"
+            path = self._paths[code.co_filename] = self._shorten_path(code.co_filename)
+        return f"{path}:{_get_qualified_name(code)}"
 
-    def _path(self, path: str) -> str:
-        for folder in _PACKAGES:
+    def _shorten_path(self, path: str) -> str:
+        for folder in _PACKAGE_FOLDERS:
             if folder in path:
                 return path.rpartition(folder)[2]
-        for root in (_LIBRARY, _PACEKEEPER):
+        for root in (_STANDARD_LIBRARY_FOLDER, _PACEKEEPER_FOLDER):
             if path.startswith(root):
                 return path.removeprefix(root)
         if not os.path.isabs(path):
-            return path if path.startswith("<frozen") else OWN + path
+            return path if path.startswith("<frozen") else OWN_FILE_PREFIX + path
         if path.startswith(self._folder):
-            return OWN + path.removeprefix(self._folder)
-        return OWN + "/".join(path.split("/")[-3:])
+            return OWN_FILE_PREFIX + path.removeprefix(self._folder)
+        return OWN_FILE_PREFIX + "/".join(path.split("/")[-3:])
 
 
-def hidden(name: str) -> str:
+def hide_own_path(name: str) -> str:
     """The same where the job does not show its own files: "./train.py:load" is "#3f2a91c0:load"."""
-    if not name.startswith(OWN):
+    if not name.startswith(OWN_FILE_PREFIX):
         return name
     path, _, function = name.rpartition(":")
-    return f"{alias(path)}:{function}"
+    return f"{hash_path(path)}:{function}"
 
 
-def alias(path: str) -> str:
+def hash_path(path: str) -> str:
     """Of one of the job's own files."""
     return "#" + hashlib.blake2b(path.encode(errors="replace"), digest_size=4).hexdigest()
 
 
-def aliases(names: Sequence[str]) -> Mapping[str, str]:
+def map_path_hashes(names: Sequence[str]) -> Mapping[str, str]:
     """What the aliases in the `hidden` names stand for."""
-    own = sorted({name.rpartition(":")[0] for name in names if name.startswith(OWN)})
-    return {alias(path): path for path in own}
+    own = sorted({name.rpartition(":")[0] for name in names if name.startswith(OWN_FILE_PREFIX)})
+    return {hash_path(path): path for path in own}
 
 
-def _function(code: CodeType) -> str:
+def _get_qualified_name(code: CodeType) -> str:
     return getattr(code, "co_qualname", code.co_name).replace("<locals>.", "")
 
 
-def _script_folder() -> str:
+def _find_script_folder() -> str:
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
     return os.path.dirname(os.path.abspath(path)) if path else os.getcwd()

@@ -11,22 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pacekeeper import torch_internals
-from pacekeeper_analysis.behaviour.pattern import Owner
+from pacekeeper_analysis.behaviour.pattern import TimeOwner
 from pacekeeper_analysis.behaviour.reduce import KnownSpans
-from pacekeeper_analysis.records import Collective, Kind, Phase
+from pacekeeper_analysis.records import Collective, RecordKind, Phase
 
-from ..recorder import AHEAD
+from ..recorder import MAX_STEPS_AHEAD
 
-GARBAGE = "(garbage collection)"
-WAIT = "(wait for peers)"
+GC_SPAN_NAME = "(garbage collection)"
+PEER_WAIT_SPAN_NAME = "(wait for peers)"
 """Of a wait beside which no collective has ended."""
 
-Span = tuple[Owner, str, int, int]
+Span = tuple[TimeOwner, str, int, int]
 """Owner, name, start and end in ns of CLOCK_MONOTONIC."""
 
 
 @dataclass(frozen=True)
-class Steps:
+class WindowSteps:
     """The steps of a window, oldest first, other phases left out."""
 
     first: int
@@ -35,42 +35,42 @@ class Steps:
     lengths: NDArray[np.float64]  # (): not all are known
 
 
-def steps_between(records: NDArray[np.void], between: tuple[int, int]) -> Steps | None:
+def select_steps(records: NDArray[np.void], between: tuple[int, int]) -> WindowSteps | None:
     """Those that have begun and ended in this time; None: none has."""
-    steps = records[(records["kind"] == Kind.STEP) & (records["phase"] == Phase.TRAIN)]
+    steps = records[(records["kind"] == RecordKind.STEP) & (records["phase"] == Phase.TRAIN)]
     steps = steps[(steps["start_ns"] >= between[0]) & (steps["end_ns"] <= between[1])]
     if not len(steps):
         return None
-    own = {int(record["start_ns"]): _seconds(record) for record in records[records["kind"] == Kind.COMPUTE]}
-    totals = {int(record["step"]): float(record["value"]) for record in records[records["kind"] == Kind.LENGTHS]}
+    own = {int(record["start_ns"]): _compute_duration(record) for record in records[records["kind"] == RecordKind.COMPUTE]}
+    totals = {int(record["step"]): float(record["value"]) for record in records[records["kind"] == RecordKind.LENGTHS]}
     lengths = [totals[int(step["step"])] for step in steps if int(step["step"]) in totals]
-    return Steps(
+    return WindowSteps(
         first=int(steps["step"][0]),
         seconds=(steps["end_ns"] - steps["start_ns"]) * 1e-9,
-        own_seconds=np.array([own.get(int(step["start_ns"]), _seconds(step)) for step in steps]),
+        own_seconds=np.array([own.get(int(step["start_ns"]), _compute_duration(step)) for step in steps]),
         lengths=np.array(lengths if len(lengths) == len(steps) else []),
     )
 
 
-def complete_from(records: NDArray[np.void]) -> int:
+def find_complete_start(records: NDArray[np.void]) -> int:
     """The beginning (ns) of the first step of which a ring's records, oldest first, tell all; 0: none were overwritten.
 
     The oldest record may be of a step that a device came to the end of when the host had begun the next ones.
     """
     if not len(records) or records["index"][0] == 1:
         return 0
-    steps = records[(records["kind"] == Kind.STEP) & (records["start_ns"] >= records["end_ns"][0])]
-    return int(steps["start_ns"][AHEAD]) if len(steps) > AHEAD else int(records["end_ns"].max())
+    steps = records[(records["kind"] == RecordKind.STEP) & (records["start_ns"] >= records["end_ns"][0])]
+    return int(steps["start_ns"][MAX_STEPS_AHEAD]) if len(steps) > MAX_STEPS_AHEAD else int(records["end_ns"].max())
 
 
-def spans_between(
+def collect_known_spans(
     records: NDArray[np.void],
     waits: Sequence[tuple[int, int]],
     kernels: Sequence[Span],
     between: tuple[int, int],
 ) -> KnownSpans:
     """All that has an owner by itself. `waits`: for peers, on the host's clock."""
-    found = [*_recorded(records), *_named(waits, records), *_in_steps(kernels, records)]
+    found = [*_list_recorded_spans(records), *_name_waits(waits, records), *_clip_to_steps(kernels, records)]
     found = [
         (owner, name, max(start, between[0]), min(end, between[1]))
         for owner, name, start, end in found
@@ -87,28 +87,28 @@ def spans_between(
     )
 
 
-def _recorded(records: NDArray[np.void]) -> Iterator[Span]:
+def _list_recorded_spans(records: NDArray[np.void]) -> Iterator[Span]:
     """Loading and collections that were part of a step."""
     training = records[records["phase"] == Phase.TRAIN]
-    for kind, owner, name in ((Kind.DATA, Owner.DATA, ""), (Kind.GARBAGE, Owner.GARBAGE, GARBAGE)):
+    for kind, owner, name in ((RecordKind.DATA, TimeOwner.DATA, ""), (RecordKind.GARBAGE, TimeOwner.GARBAGE, GC_SPAN_NAME)):
         for record in training[training["kind"] == kind]:
             yield owner, name, int(record["start_ns"]), int(record["end_ns"])
 
 
-def _named(waits: Sequence[tuple[int, int]], records: NDArray[np.void]) -> Iterator[Span]:
+def _name_waits(waits: Sequence[tuple[int, int]], records: NDArray[np.void]) -> Iterator[Span]:
     """A wait has the name of the collective that ended with it, or last before its end."""
-    collectives = records[records["kind"] == Kind.COLLECTIVE]
+    collectives = records[records["kind"] == RecordKind.COLLECTIVE]
     collectives = collectives[np.argsort(collectives["end_ns"], kind="stable")]
     for start, end in waits:
         place = int(np.searchsorted(collectives["end_ns"], end + 1_000_000)) - 1
         known = place >= 0 and collectives["end_ns"][place] >= start
-        name = Collective(int(collectives["collective"][place])).name.lower() if known else WAIT
-        yield Owner.COLLECTIVE, name, start, end
+        name = Collective(int(collectives["collective"][place])).name.lower() if known else PEER_WAIT_SPAN_NAME
+        yield TimeOwner.COLLECTIVE, name, start, end
 
 
-def _in_steps(kernels: Sequence[Span], records: NDArray[np.void]) -> Iterator[Span]:
+def _clip_to_steps(kernels: Sequence[Span], records: NDArray[np.void]) -> Iterator[Span]:
     """What of them lies in a step: the GPU works in an evaluation, too."""
-    steps = records[(records["kind"] == Kind.STEP) & (records["phase"] == Phase.TRAIN)]
+    steps = records[(records["kind"] == RecordKind.STEP) & (records["phase"] == Phase.TRAIN)]
     starts, ends = steps["start_ns"].astype(np.int64), steps["end_ns"].astype(np.int64)
     first = np.searchsorted(ends, [start for *_, start, _ in kernels], side="right").tolist()
     behind = np.searchsorted(starts, [end for *_, end in kernels], side="left").tolist()
@@ -117,11 +117,11 @@ def _in_steps(kernels: Sequence[Span], records: NDArray[np.void]) -> Iterator[Sp
             yield owner, name, max(start, int(starts[step])), min(end, int(ends[step]))
 
 
-def _seconds(record: np.void) -> float:
+def _compute_duration(record: np.void) -> float:
     return float(record["end_ns"] - record["start_ns"]) * 1e-9
 
 
-class Kernels:
+class KernelProfile:
     """What the GPU did from the making of this until `stop`: by torch's profiler, with nothing of the host in it."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Kernels:
         self._profile = torch_internals.start_kernel_profile()
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
         self._given_up = False
-        self._stay = torch_internals.before_another_profile(self._profile, self._give_up)
+        self._stay = torch_internals.call_before_other_profile(self._profile, self._give_up)
 
     def stop(self) -> None:
         if not self._given_up:
@@ -142,25 +142,25 @@ class Kernels:
         with contextlib.suppress(RuntimeError):
             self._profile.stop()
 
-    def spans(self) -> list[Span]:
+    def read_spans(self) -> list[Span]:
         """After `stop`. Nothing where the script has begun to profile meanwhile: a part would look like an idle GPU."""
         if self._given_up:
             return []
-        found = torch_internals.device_activities(self._profile)
+        found = torch_internals.list_device_activities(self._profile)
         return [
-            (owner_of(name), kernel_name(name), start - self._epoch_ns, start - self._epoch_ns + duration)
+            (classify_activity(name), shorten_kernel_name(name), start - self._epoch_ns, start - self._epoch_ns + duration)
             for name, start, duration in found
         ]
 
 
-def owner_of(activity: str) -> Owner:
+def classify_activity(activity: str) -> TimeOwner:
     """Of what a GPU does, by the name that CUDA gives it."""
     if "nccl" in activity.lower():
-        return Owner.COLLECTIVE
-    return Owner.GPU_MEMORY if activity.startswith(("Memcpy", "Memset")) else Owner.GPU_COMPUTE
+        return TimeOwner.COLLECTIVE
+    return TimeOwner.GPU_MEMORY if activity.startswith(("Memcpy", "Memset")) else TimeOwner.GPU_COMPUTE
 
 
-def kernel_name(activity: str) -> str:
+def shorten_kernel_name(activity: str) -> str:
     """Without what its template was given: "void at::native::add<float>(…)" is "at::native::add"."""
     if activity.startswith(("Memcpy", "Memset")):
         return activity

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from pacekeeper.environment import Environment
-from pacekeeper.runtime import Runtime, write_text
-from pacekeeper_analysis.behaviour.pattern import Answer, RankPattern
-from pacekeeper_analysis.behaviour.reduce import Recording, reduce
+from pacekeeper.runtime import RuntimeFolder, write_text
+from pacekeeper_analysis.behaviour.pattern import ProfileAnswer, RankPattern
+from pacekeeper_analysis.behaviour.reduce import WindowRecording, reduce_window
 from pacekeeper_analysis.errors import InputError
-from pacekeeper_analysis.plan import MODES, Profile, Sources, SyncMode, WorkerPlan
+from pacekeeper_analysis.plan import SYNC_MODES, ProfileRequest, SourceNaming, SyncMode, WorkerPlan
 from pacekeeper_analysis.reading import parse_json
 from pacekeeper_analysis.records import Phase
 
@@ -31,182 +31,182 @@ from ..clock import HostClock, Mark
 from ..recorder import Recorder
 from ..ring import RingReader
 from . import machine, sources
-from .sampler import Sampler
-from .spans import Kernels, complete_from, spans_between, steps_between
+from .sampler import StackSampler
+from .spans import KernelProfile, find_complete_start, collect_known_spans, select_steps
 
-LOOK_SECONDS = 0.25
+PROFILE_POLL_INTERVAL_SECONDS = 0.25
 """Between two looks at what windows depend on, while none is open or soon to be: most steps end without one."""
-EARLY = Profile("", first_step=0, steps=2**20, seconds=5.0)
+EARLY_PROFILE = ProfileRequest("", first_step=0, steps=2**20, seconds=5.0)
 """The window of a rank's early steps. No other has an empty name."""
-EARLY_AFTER_STEPS, EARLY_AFTER_SECONDS = 10, 3.0
+EARLY_PROFILE_MIN_STEPS, EARLY_PROFILE_MIN_SECONDS = 10, 3.0
 """Of a round: then caches and allocators are warm."""
-EARLY_WINDOWS, EARLY_PAUSE_SECONDS = 3, 15.0
+EARLY_PROFILE_WINDOWS, EARLY_PROFILE_PAUSE_SECONDS = 3, 15.0
 """So many of them with such pauses, the fastest of which counts: while a job starts, its nodes are busy with more than
 its steps."""
-LEAST_EARLY_SECONDS = 0.5
-LONGEST = 3.0
+MIN_EARLY_PROFILE_SECONDS = 0.5
+MAX_PROFILE_DURATION_FACTOR = 3.0
 """A window may take so many times its seconds, with what is left out of it."""
-SAME_SAMPLES = 0.1
+COMPARABLE_SHARE_DIFFERENCE = 0.1
 """Shares that differ by less leave steps comparable."""
-_NAME = re.compile(r"[A-Za-z0-9.-]{1,80}")
+_WINDOW_NAME_PATTERN = re.compile(r"[A-Za-z0-9.-]{1,80}")
 
 log = logging.getLogger(__name__)
 
 
-def watch_behaviour(recorder: Recorder, environment: Environment) -> None:
+def start_rank_profiler(recorder: Recorder, environment: Environment) -> None:
     """From now on the rank has its windows. It has a ring."""
     assert environment.runtime is not None
-    watch = BehaviourWatch(recorder, environment, environment.runtime)
+    watch = RankProfiler(recorder, environment, environment.runtime)
     recorder.step_ended = watch.step_ended
 
 
 @dataclass(frozen=True)
-class Conditions:
+class TrainingConditions:
     """How a rank trains: steps under different ones do not compare."""
 
     world_size: int
     mode: int
     samples: int  # in a step; 0: unknown
 
-    def like(self, other: Conditions) -> bool:
+    def is_comparable(self, other: TrainingConditions) -> bool:
         """Whether early steps under `other` are still something to hold these against."""
         if (self.world_size, self.mode) != (other.world_size, other.mode):
             return False
-        steady = self.mode < 0 or MODES[self.mode] is SyncMode.SYNC
-        return not steady or abs(self.samples - other.samples) <= SAME_SAMPLES * max(self.samples, other.samples)
+        steady = self.mode < 0 or SYNC_MODES[self.mode] is SyncMode.SYNC
+        return not steady or abs(self.samples - other.samples) <= COMPARABLE_SHARE_DIFFERENCE * max(self.samples, other.samples)
 
 
-class BehaviourWatch:
+class RankProfiler:
     """One rank's windows."""
 
-    def __init__(self, recorder: Recorder, environment: Environment, runtime: Runtime) -> None:
+    def __init__(self, recorder: Recorder, environment: Environment, runtime: RuntimeFolder) -> None:
         self._recorder = recorder
         self._environment = environment
         self._runtime = runtime
-        self._plan = _PlanFile(runtime.plan)
+        self._plan = _ProfileRequestReader(runtime.plan)
         self._open: _OpenWindow | None = None
-        self._told = ""
+        self._last_window = ""
         """Name of the window that was taken part in last, or missed."""
         self._since: float | None = None
         self._steps = 0
         """Of this round."""
-        self._early: tuple[Conditions, RankPattern] | None = None
-        self._early_tried: Conditions | None = None
+        self._early: tuple[TrainingConditions, RankPattern] | None = None
+        self._early_tried: TrainingConditions | None = None
         self._early_windows = 0
         """That were begun under these."""
         self._early_due = 0.0
-        self._sources = sources.SourceNames()
-        self._look_due = 0.0
+        self._sources = sources.FunctionNames()
+        self._poll_due = 0.0
 
     def step_ended(self) -> None:
         """In the training thread. What fails here must not fail the training: it is the end of the rank's windows."""
         self._steps += 1
         now = time.monotonic()
-        if now < self._look_due:
+        if now < self._poll_due:
             return
         try:
-            self._follow(now)
+            self._update_window(now)
         except Exception:
             log.exception("this rank has no behaviour windows from now on")
-            self._recorder.step_ended = _nothing
-            self._recorder.notice_wait = _no_wait
+            self._recorder.step_ended = _do_nothing
+            self._recorder.notice_wait = _ignore_wait
 
-    def _follow(self, now: float) -> None:
+    def _update_window(self, now: float) -> None:
         self._since = self._since or now
-        profile = self._plan.profile(now)
-        asked = self._asked(profile)
+        profile = self._plan.read_profile(now)
+        asked = self._select_due_profile(profile)
         window = self._open
         if window is not None:
-            conditions = self._conditions()
+            conditions = self._read_conditions()
             interrupted = asked is not None and not window.profile.name
-            if window.is_over(now, self._steps) or interrupted or not conditions.like(window.conditions):
-                self._end(window)
+            if window.is_over(now, self._steps) or interrupted or not conditions.is_comparable(window.conditions):
+                self._end_window(window)
         if self._open is None and asked is not None:
-            self._begin(asked, now)
-        elif self._open is None and self._wants_early(now):
-            self._begin(EARLY, now)
-        soon = profile is not None and profile.name != self._told
-        self._look_due = 0.0 if soon or self._open is not None else now + LOOK_SECONDS
+            self._begin_window(asked, now)
+        elif self._open is None and self._needs_early_window(now):
+            self._begin_window(EARLY_PROFILE, now)
+        soon = profile is not None and profile.name != self._last_window
+        self._poll_due = 0.0 if soon or self._open is not None else now + PROFILE_POLL_INTERVAL_SECONDS
 
-    def _asked(self, profile: Profile | None) -> Profile | None:
+    def _select_due_profile(self, profile: ProfileRequest | None) -> ProfileRequest | None:
         """The window that is to begin here and now; one that is over before it was heard of is let be."""
-        if profile is None or profile.name == self._told or self._recorder.step < profile.first_step:
+        if profile is None or profile.name == self._last_window or self._recorder.step < profile.first_step:
             return None
-        if self._recorder.step >= profile.first_step + profile.steps or not _NAME.fullmatch(profile.name):
-            self._told = profile.name
+        if self._recorder.step >= profile.first_step + profile.steps or not _WINDOW_NAME_PATTERN.fullmatch(profile.name):
+            self._last_window = profile.name
             return None
         return replace(profile, steps=profile.first_step + profile.steps - self._recorder.step)
 
-    def _wants_early(self, now: float) -> bool:
-        if self._steps < EARLY_AFTER_STEPS or now - (self._since or now) < EARLY_AFTER_SECONDS:
+    def _needs_early_window(self, now: float) -> bool:
+        if self._steps < EARLY_PROFILE_MIN_STEPS or now - (self._since or now) < EARLY_PROFILE_MIN_SECONDS:
             return False
-        conditions = self._conditions()
-        if self._early_tried is None or not conditions.like(self._early_tried):
+        conditions = self._read_conditions()
+        if self._early_tried is None or not conditions.is_comparable(self._early_tried):
             self._early_windows = 0
             return True
-        return self._early_windows < EARLY_WINDOWS and now >= self._early_due
+        return self._early_windows < EARLY_PROFILE_WINDOWS and now >= self._early_due
 
-    def _conditions(self) -> Conditions:
+    def _read_conditions(self) -> TrainingConditions:
         state = self._recorder.ring.state
-        return Conditions(self._environment.world_size, int(state.sync_mode), int(state.share))
+        return TrainingConditions(self._environment.world_size, int(state.sync_mode), int(state.share))
 
-    def _begin(self, profile: Profile, now: float) -> None:
-        conditions = self._conditions()
+    def _begin_window(self, profile: ProfileRequest, now: float) -> None:
+        conditions = self._read_conditions()
         if profile.name:
-            self._told = profile.name
+            self._last_window = profile.name
         else:
             self._early_tried = conditions
             self._early_windows += 1
-            self._early_due = now + profile.seconds + EARLY_PAUSE_SECONDS
-            if self._early_windows == 1 and (kept := self._kept_early(conditions)) is not None:
+            self._early_due = now + profile.seconds + EARLY_PROFILE_PAUSE_SECONDS
+            if self._early_windows == 1 and (kept := self._load_early_pattern(conditions)) is not None:
                 self._early = conditions, kept
-                self._early_windows = EARLY_WINDOWS
+                self._early_windows = EARLY_PROFILE_WINDOWS
                 return
         self._open = _OpenWindow(self._recorder, profile, conditions, now, self._steps)
 
-    def _end(self, window: _OpenWindow) -> None:
+    def _end_window(self, window: _OpenWindow) -> None:
         """The training goes on while another thread puts together what was seen."""
         self._open = None
         window.stop()
-        threading.Thread(target=self._put_together, args=(window,), name="pacekeeper-behaviour", daemon=True).start()
+        threading.Thread(target=self._process_window, args=(window,), name="pacekeeper-behaviour", daemon=True).start()
 
-    def _put_together(self, window: _OpenWindow) -> None:
+    def _process_window(self, window: _OpenWindow) -> None:
         """What fails here must not fail the training."""
         try:
-            pattern = window.pattern(self._environment, self._runtime, self._sources)
+            pattern = window.build_pattern(self._environment, self._runtime, self._sources)
             if pattern is None:
                 log.warning("behaviour window %s: no step was complete in it", window.profile.name or "of early steps")
             elif window.profile.name:
-                self._tell(window, pattern)
-            elif pattern.seconds >= LEAST_EARLY_SECONDS:
-                self._keep_early(window.conditions, pattern)
+                self._publish_pattern(window, pattern)
+            elif pattern.seconds >= MIN_EARLY_PROFILE_SECONDS:
+                self._save_early_pattern(window.conditions, pattern)
         except Exception:
             log.exception("behaviour window %s is lost", window.profile.name)
 
-    def _tell(self, window: _OpenWindow, pattern: RankPattern) -> None:
-        early = self._early[1] if self._early is not None and self._early[0].like(window.conditions) else None
-        answer = Answer(pattern, early)
-        if window.profile.sources is Sources.HASH:
-            table = sources.aliases(answer.names)
+    def _publish_pattern(self, window: _OpenWindow, pattern: RankPattern) -> None:
+        early = self._early[1] if self._early is not None and self._early[0].is_comparable(window.conditions) else None
+        answer = ProfileAnswer(pattern, early)
+        if window.profile.sources is SourceNaming.HASH:
+            table = sources.map_path_hashes(answer.names)
             log.info("behaviour window %s: %s", window.profile.name, ", ".join(f"{k} is {v}" for k, v in table.items()))
-            answer = answer.renamed(sources.hidden, Sources.HASH)
+            answer = answer.rename_functions(sources.hide_own_path, SourceNaming.HASH)
         path = self._runtime.pattern(window.profile.name, self._environment.rank)
         write_text(path, answer.to_bytes().decode())
 
-    def _keep_early(self, conditions: Conditions, pattern: RankPattern) -> None:
+    def _save_early_pattern(self, conditions: TrainingConditions, pattern: RankPattern) -> None:
         before = self._early
-        if before is not None and before[0].like(conditions) and before[1].step_seconds <= pattern.step_seconds:
+        if before is not None and before[0].is_comparable(conditions) and before[1].step_seconds <= pattern.step_seconds:
             return
         self._early = conditions, pattern
         content = {**asdict(conditions), "pattern": pattern.to_json()}
         write_text(self._runtime.early_pattern(self._environment.rank), json.dumps(content))
 
-    def _kept_early(self, conditions: Conditions) -> RankPattern | None:
+    def _load_early_pattern(self, conditions: TrainingConditions) -> RankPattern | None:
         """Of an earlier round on this worker, under the same conditions."""
         try:
             content = parse_json(self._runtime.early_pattern(self._environment.rank).read_bytes())
-            kept = Conditions(content["world_size"], content["mode"], content["samples"])
-            return RankPattern.from_json(content["pattern"]) if conditions.like(kept) else None
+            kept = TrainingConditions(content["world_size"], content["mode"], content["samples"])
+            return RankPattern.from_json(content["pattern"]) if conditions.is_comparable(kept) else None
         except (OSError, ValueError, KeyError, TypeError, InputError):
             return None
 
@@ -214,47 +214,47 @@ class BehaviourWatch:
 class _OpenWindow:
     """A window that is under way."""
 
-    def __init__(self, recorder: Recorder, profile: Profile, conditions: Conditions, now: float, steps: int) -> None:
+    def __init__(self, recorder: Recorder, profile: ProfileRequest, conditions: TrainingConditions, now: float, steps: int) -> None:
         self.profile = profile
         self.conditions = conditions
         self._recorder = recorder
         self._began, self._steps = now, steps
         self._waits: list[tuple[Mark, Mark]] = []
-        self._kernels = _kernels()
+        self._kernels = _start_kernel_profile()
         if isinstance(recorder.clock, HostClock):  # a device's waits are among its kernels
             recorder.notice_wait = lambda start, end: self._waits.append((start, end))
-        self._before = self._after = machine.look(recorder.training_thread)
-        self._sampler = Sampler(recorder.training_thread, lambda: recorder.phase in (Phase.TRAIN, Phase.LOAD))
+        self._before = self._after = machine.read_machine_counters(recorder.training_thread)
+        self._sampler = StackSampler(recorder.training_thread, lambda: recorder.phase in (Phase.TRAIN, Phase.LOAD))
         self._from = recorder.last_end
 
     def is_over(self, now: float, steps: int) -> bool:
         """`steps`: of this round, so far."""
         seconds = now - self._began
-        trained = seconds - self._sampler.left_out_seconds
+        trained = seconds - self._sampler.skipped_seconds
         enough = steps - self._steps >= self.profile.steps or trained >= self.profile.seconds
-        return enough or seconds >= LONGEST * self.profile.seconds
+        return enough or seconds >= MAX_PROFILE_DURATION_FACTOR * self.profile.seconds
 
     def stop(self) -> None:
         """At the end of a step."""
         self._sampler.stop()
-        self._recorder.notice_wait = _no_wait
+        self._recorder.notice_wait = _ignore_wait
         if self._kernels is not None:
             self._recorder.finish()  # the steps that the GPU is at belong to the window
             self._kernels.stop()
         self._until = self._recorder.last_end
-        self._after = machine.look(self._recorder.training_thread)
+        self._after = machine.read_machine_counters(self._recorder.training_thread)
 
-    def pattern(self, environment: Environment, runtime: Runtime, names: sources.SourceNames) -> RankPattern | None:
+    def build_pattern(self, environment: Environment, runtime: RuntimeFolder, names: sources.FunctionNames) -> RankPattern | None:
         """None: it has no whole step. Of one that the ring no longer holds from its beginning, what it holds."""
         records = RingReader(runtime.ring(environment.local_rank)).records()
-        between = max(self._from.ns, complete_from(records)), self._until.ns
-        steps = steps_between(records, between)
+        between = max(self._from.ns, find_complete_start(records)), self._until.ns
+        steps = select_steps(records, between)
         if steps is None:
             return None
         waits = [(start.ns, end.ns) for start, end in self._waits]
-        kernels = [] if self._kernels is None else self._kernels.spans()
-        return reduce(
-            Recording(
+        kernels = [] if self._kernels is None else self._kernels.read_spans()
+        return reduce_window(
+            WindowRecording(
                 rank=environment.rank,
                 round=environment.round,
                 first_step=steps.first,
@@ -262,51 +262,51 @@ class _OpenWindow:
                 own_seconds=steps.own_seconds,
                 lengths=steps.lengths,
                 samples=self.conditions.samples,
-                looks=self._sampler.looks(names.stack, between),
-                spans=spans_between(records, waits, kernels, between),
-                mode=MODES[self.conditions.mode] if self.conditions.mode >= 0 else "",
-                sources=Sources.SHOW,
-                setup=machine.setup_between(self._before, self._after),
+                looks=self._sampler.collect_samples(names.name_stack, between),
+                spans=collect_known_spans(records, waits, kernels, between),
+                mode=SYNC_MODES[self.conditions.mode] if self.conditions.mode >= 0 else "",
+                sources=SourceNaming.SHOW,
+                setup=machine.build_setup(self._before, self._after),
             )
         )
 
 
-class _PlanFile:
+class _ProfileRequestReader:
     """What the plan's file says of a window."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._looked_at = float("-inf")
-        self._seen: tuple[int, int] | None = None
-        self._profile: Profile | None = None
+        self._polled_at = float("-inf")
+        self._file_identity: tuple[int, int] | None = None
+        self._profile: ProfileRequest | None = None
 
-    def profile(self, now: float) -> Profile | None:
+    def read_profile(self, now: float) -> ProfileRequest | None:
         """Costs next to nothing where it was asked a moment ago."""
-        if now - self._looked_at < LOOK_SECONDS:
+        if now - self._polled_at < PROFILE_POLL_INTERVAL_SECONDS:
             return self._profile
-        self._looked_at = now
+        self._polled_at = now
         try:
             status = self._path.stat()
-            if (status.st_ino, status.st_mtime_ns) != self._seen:
-                self._seen = status.st_ino, status.st_mtime_ns
+            if (status.st_ino, status.st_mtime_ns) != self._file_identity:
+                self._file_identity = status.st_ino, status.st_mtime_ns
                 self._profile = WorkerPlan.from_json(parse_json(self._path.read_bytes())).profile
         except (OSError, ValueError, InputError):  # rank 0 says what is wrong with it
             self._profile = None
         return self._profile
 
 
-def _kernels() -> Kernels | None:
+def _start_kernel_profile() -> KernelProfile | None:
     """None: the rank uses no GPU, or somebody profiles it already."""
     if not torch.cuda.is_initialized():
         return None
     try:
-        return Kernels()
+        return KernelProfile()
     except RuntimeError as error:
         log.warning("a behaviour window without kernels: %s", error)
         return None
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
-def _no_wait(_start: Any, _end: Any) -> None: ...
+def _ignore_wait(_start: Any, _end: Any) -> None: ...

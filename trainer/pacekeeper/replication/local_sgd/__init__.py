@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .equalise import equalise, reset_moments
+from .equalise import equalize_replicas, reset_moments
 from .forward import ForwardPass
 from .outer import OuterOptimizer
-from .replicas import Replicas, Synchronisation
+from .replicas import Replicas, Synchronization
 from .settings import OuterSGD
 
-__all__ = ["ForwardPass", "OuterOptimizer", "OuterSGD", "Replicas", "Synchronisation", "equalise", "reset_moments"]
+__all__ = ["ForwardPass", "OuterOptimizer", "OuterSGD", "Replicas", "Synchronization", "equalize_replicas", "reset_moments"]

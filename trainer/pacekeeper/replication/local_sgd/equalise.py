@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pacekeeper.exchange import gather
-from pacekeeper.plain import allow
+from pacekeeper.exchange import all_gather_objects
+from pacekeeper.plain import allow_classes
 
-from .outer import exchange_type, local
+from .outer import choose_exchange_type, get_local_tensor
 
-_CHUNK_BYTES = 64 << 20
+_ALL_REDUCE_CHUNK_BYTES = 64 << 20
 """Of one all-reduce."""
-_STEP = "step"
+_STEP_COUNT_KEY = "step"
 """How torch's optimizers call their count of steps, a floating-point tensor."""
 
 
-def equalise(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], sync_group: dist.ProcessGroup) -> None:
+def equalize_replicas(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], sync_group: dist.ProcessGroup) -> None:
     """Makes inner moments and buffers the same on all replicas. Collective over the sync group.
 
     Floating-point moments and buffers become the mean over the replicas where they are finite, step counts the
@@ -37,19 +37,19 @@ def equalise(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], sync
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
     ]
     averaged = [
-        _Entry(local(value), (index, key) not in borrowed)
+        _StateEntry(get_local_tensor(value), (index, key) not in borrowed)
         for index, key, value in moments
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and key != _STEP
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and key != _STEP_COUNT_KEY
     ]
-    averaged += [_Entry(local(buffer), True) for buffer in buffers if buffer.is_floating_point()]
-    device = local(parameters[0]).device
+    averaged += [_StateEntry(get_local_tensor(buffer), True) for buffer in buffers if buffer.is_floating_point()]
+    device = get_local_tensor(parameters[0]).device
     with torch.no_grad():
-        _average(averaged, device, sync_group)
+        _average_entries(averaged, device, sync_group)
         _take_largest(optimizer, parameters, moments, device, sync_group)
-        others = [value for _, key, value in moments if isinstance(value, torch.Tensor) and key != _STEP]
+        others = [value for _, key, value in moments if isinstance(value, torch.Tensor) and key != _STEP_COUNT_KEY]
         for tensor in others + buffers:
             if not tensor.is_floating_point():
-                _take_first(local(tensor), device, sync_group)
+                _take_first(get_local_tensor(tensor), device, sync_group)
 
 
 def reset_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -57,13 +57,13 @@ def reset_moments(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                local(value).zero_()
+                get_local_tensor(value).zero_()
             elif _is_number(value):
                 state[key] = type(value)(0)
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _StateEntryLayout:
     """Of one entry of an optimizer's state."""
 
     shape: torch.Size | None  # None: a plain number
@@ -71,13 +71,13 @@ class _Layout:
     on_cpu: bool
 
 
-allow(_Layout)
+allow_classes(_StateEntryLayout)
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _StateEntry:
     tensor: torch.Tensor
-    counts: bool
+    is_counted: bool
 
 
 def _borrow_layout(
@@ -85,51 +85,51 @@ def _borrow_layout(
 ) -> set[tuple[int, str]]:
     """Gives this rank's state whatever another replica's has, as zeros; returns (parameter, key) of what it got."""
     mine = {
-        (index, key): _layout(value)
+        (index, key): _describe_layout(value)
         for index, parameter in enumerate(parameters)
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor) or _is_number(value)
     }
-    union: dict[tuple[int, str], _Layout] = {}
-    for layouts in gather(mine, group, local(parameters[0]).device):
+    union: dict[tuple[int, str], _StateEntryLayout] = {}
+    for layouts in all_gather_objects(mine, group, get_local_tensor(parameters[0]).device):
         union = layouts | union
     missing = union.keys() - mine.keys()
     for index, key in sorted(missing):
         parameter = parameters[index]
-        optimizer.state[parameter][key] = _zeros(union[index, key], parameter)
+        optimizer.state[parameter][key] = _create_zeros(union[index, key], parameter)
     return set(missing)
 
 
-def _layout(value: Any) -> _Layout:
+def _describe_layout(value: Any) -> _StateEntryLayout:
     if isinstance(value, torch.Tensor):
-        part = local(value)
-        return _Layout(part.shape, part.dtype, part.is_cpu)
-    return _Layout(None, None, on_cpu=True)
+        part = get_local_tensor(value)
+        return _StateEntryLayout(part.shape, part.dtype, part.is_cpu)
+    return _StateEntryLayout(None, None, on_cpu=True)
 
 
-def _zeros(layout: _Layout, parameter: nn.Parameter) -> Any:
+def _create_zeros(layout: _StateEntryLayout, parameter: nn.Parameter) -> Any:
     if layout.shape is None:
         return 0
-    if layout.shape == local(parameter).shape:  # sharded like the parameter
+    if layout.shape == get_local_tensor(parameter).shape:  # sharded like the parameter
         zeros = torch.zeros_like(parameter, dtype=layout.dtype, requires_grad=False)
     else:
-        zeros = torch.zeros(layout.shape, dtype=layout.dtype, device=local(parameter).device)
+        zeros = torch.zeros(layout.shape, dtype=layout.dtype, device=get_local_tensor(parameter).device)
     return zeros.cpu() if layout.on_cpu else zeros
 
 
-def _average(entries: Sequence[_Entry], device: torch.device, group: dist.ProcessGroup) -> None:
+def _average_entries(entries: Sequence[_StateEntry], device: torch.device, group: dist.ProcessGroup) -> None:
     """Each tensor becomes the mean of the replicas' that count and are finite; zero, where there are none."""
     if not entries:
         return
-    good = [entry.counts and bool(entry.tensor.isfinite().all()) for entry in entries]
+    good = [entry.is_counted and bool(entry.tensor.isfinite().all()) for entry in entries]
     counts = torch.tensor(good, dtype=torch.float64, device=device)
     dist.all_reduce(counts, group=group)
     shares = (1 / counts.clamp(min=1)).tolist()
-    for chunk in _chunks(entries):
+    for chunk in _split_into_chunks(entries):
         tensors = [entries[index].tensor for index in chunk]
         flat = torch.cat(
             [
-                (tensor if good[index] else torch.zeros_like(tensor)).flatten().to(device, exchange_type(tensor))
+                (tensor if good[index] else torch.zeros_like(tensor)).flatten().to(device, choose_exchange_type(tensor))
                 for index, tensor in zip(chunk, tensors, strict=True)
             ]
         )
@@ -139,9 +139,9 @@ def _average(entries: Sequence[_Entry], device: torch.device, group: dist.Proces
             tensor.copy_(piece.mul_(shares[index]).view(tensor.shape))
 
 
-def _chunks(entries: Sequence[_Entry]) -> Iterator[list[int]]:
+def _split_into_chunks(entries: Sequence[_StateEntry]) -> Iterator[list[int]]:
     """Indices of entries that go into one all-reduce: of one type, and not too many bytes."""
-    types = [exchange_type(entry.tensor) for entry in entries]
+    types = [choose_exchange_type(entry.tensor) for entry in entries]
     for dtype in dict.fromkeys(types):
         chunk: list[int] = []
         nbytes = 0
@@ -150,7 +150,7 @@ def _chunks(entries: Sequence[_Entry]) -> Iterator[list[int]]:
                 continue
             chunk.append(index)
             nbytes += entry.tensor.numel() * dtype.itemsize
-            if nbytes >= _CHUNK_BYTES:
+            if nbytes >= _ALL_REDUCE_CHUNK_BYTES:
                 yield chunk
                 chunk, nbytes = [], 0
         if chunk:
@@ -165,14 +165,14 @@ def _take_largest(
     group: dist.ProcessGroup,
 ) -> None:
     """Step counts and other plain numbers become the largest of the replicas'."""
-    counts = [(index, key, value) for index, key, value in moments if key == _STEP or _is_number(value)]
+    counts = [(index, key, value) for index, key, value in moments if key == _STEP_COUNT_KEY or _is_number(value)]
     if not counts:
         return
     largest = torch.tensor([float(value) for _, _, value in counts], dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     for (index, key, value), number in zip(counts, largest.tolist(), strict=True):
         if isinstance(value, torch.Tensor):
-            local(value).fill_(number)
+            get_local_tensor(value).fill_(number)
         else:
             optimizer.state[parameters[index]][key] = type(value)(number)
 

@@ -30,34 +30,34 @@ class ForwardPass:
         self.units = tuple(units)
         self.pending = False
         """Whether a unit has to be completed before its forward pass. Compiled code is specialised on it."""
-        self.complete: Callable[[nn.Module], None] = _nothing
+        self.complete: Callable[[nn.Module], None] = _do_nothing
         """Completes what the forward pass of a module needs; called while `pending`."""
-        self.begun: set[nn.Module] = set()
+        self.begun_modules: set[nn.Module] = set()
         """Modules whose forward pass, with gradients, has begun outside of compiled code."""
         parts = set(model.modules())
         for unit in self.units:
             if unit not in parts:
                 raise InputError(f"units: {type(unit).__name__} is not a part of the model; give its own modules")
         for module in dict.fromkeys((model, *self.units)):
-            module.register_forward_pre_hook(self._before, prepend=True)  # before FSDP2 gathers its parameters
+            module.register_forward_pre_hook(self._handle_forward_begin, prepend=True)  # before FSDP2 gathers its parameters
 
-    def _before(self, module: nn.Module, _: Any) -> None:
+    def _handle_forward_begin(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
             if self.pending:  # compiled anew between two synchronisations: right, but its graph breaks here
-                torch.compiler.disable(self._complete)(module)
+                torch.compiler.disable(self._complete_module)(module)
             return
         if torch.is_grad_enabled():
-            self.begun.add(module)
+            self.begun_modules.add(module)
         if self.pending:
-            self._complete(module)
+            self._complete_module(module)
 
-    def _complete(self, module: nn.Module) -> None:
+    def _complete_module(self, module: nn.Module) -> None:
         self.complete(module)
 
 
-def _nothing(_: nn.Module) -> None:
+def _do_nothing(_: nn.Module) -> None:
     pass
 
 
-torch_internals.leave_uncompiled(ForwardPass._before)
-torch_internals.leave_uncompiled(ForwardPass._complete, recursive=True)
+torch_internals.leave_uncompiled(ForwardPass._handle_forward_begin)
+torch_internals.leave_uncompiled(ForwardPass._complete_module, recursive=True)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from .settings import OuterSGD
 
-_MOMENTUM = "momentum_buffer"
+_MOMENTUM_KEY = "momentum_buffer"
 
 
 class OuterOptimizer(torch.optim.Optimizer):
@@ -26,9 +26,9 @@ class OuterOptimizer(torch.optim.Optimizer):
             list(parameters), {"lr": settings.lr, "momentum": settings.momentum, "nesterov": settings.nesterov}
         )
         self._offload = settings.offload
-        for parameter in self._parameters():
-            zeros = torch.zeros_like(parameter, dtype=exchange_type(parameter), requires_grad=False)
-            self.state[parameter] = {_MOMENTUM: zeros.cpu() if self._offload else zeros}
+        for parameter in self._list_parameters():
+            zeros = torch.zeros_like(parameter, dtype=choose_exchange_type(parameter), requires_grad=False)
+            self.state[parameter] = {_MOMENTUM_KEY: zeros.cpu() if self._offload else zeros}
 
     @torch.no_grad()
     def apply(
@@ -42,11 +42,11 @@ class OuterOptimizer(torch.optim.Optimizer):
         settings = self.param_groups[0]
         lr, momentum, nesterov = settings["lr"], settings["momentum"], settings["nesterov"]
         for parameter, anchor, gradient in zip(parameters, last, gradients, strict=True):
-            velocity = local(self.state[parameter][_MOMENTUM])
+            velocity = get_local_tensor(self.state[parameter][_MOMENTUM_KEY])
             velocity.mul_(momentum).add_(gradient)
             step = gradient.add_(velocity, alpha=momentum) if nesterov else velocity
             anchor.copy_(torch.add(anchor, step, alpha=-lr))  # in the wider type, then rounded once
-            local(parameter).copy_(anchor)
+            get_local_tensor(parameter).copy_(anchor)
 
     def step(self, closure: Any = None) -> NoReturn:  # noqa: ARG002
         raise RuntimeError("the outer optimizer steps in synchronisations; leave it to the job")
@@ -55,26 +55,26 @@ class OuterOptimizer(torch.optim.Optimizer):
         """As of any optimizer, but the momentum keeps its own type and place."""
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        for key, parameter in zip(keys, self._parameters(), strict=True):
-            loaded = state_dict["state"][key][_MOMENTUM].detach().to(exchange_type(parameter), copy=True)
-            place = torch.device("cpu") if self._offload else local(parameter).device
-            self.state[parameter] = {_MOMENTUM: loaded.to(place)}
+        for key, parameter in zip(keys, self._list_parameters(), strict=True):
+            loaded = state_dict["state"][key][_MOMENTUM_KEY].detach().to(choose_exchange_type(parameter), copy=True)
+            place = torch.device("cpu") if self._offload else get_local_tensor(parameter).device
+            self.state[parameter] = {_MOMENTUM_KEY: loaded.to(place)}
 
     def reset(self) -> None:
         """As in the beginning."""
-        for parameter in self._parameters():
-            self.state[parameter][_MOMENTUM].zero_()
+        for parameter in self._list_parameters():
+            self.state[parameter][_MOMENTUM_KEY].zero_()
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def _list_parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor, sharing its memory; the tensor itself where it is not sharded."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def exchange_type(tensor: torch.Tensor) -> torch.dtype:
+def choose_exchange_type(tensor: torch.Tensor) -> torch.dtype:
     """In which pseudo-gradients are computed, sent and summed up: float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)

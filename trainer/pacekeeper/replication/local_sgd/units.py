@@ -9,42 +9,42 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .outer import OuterOptimizer, exchange_type, local
+from .outer import OuterOptimizer, choose_exchange_type, get_local_tensor
 
-ROOT = "(root)"
+ROOT_UNIT_NAME = "(root)"
 """The unit of what no other unit has: embeddings and head, usually. The whole forward pass may use it, so it comes
 first."""
 
 
-def make_units(model: nn.Module, modules: Iterable[nn.Module], offload: bool) -> list[Unit]:
+def make_units(model: nn.Module, modules: Iterable[nn.Module], offload: bool) -> list[SyncUnit]:
     """The root unit and one for each of `modules`, with each trained parameter in exactly one of them."""
     names = {module: name for name, module in model.named_modules()}
     taken: set[nn.Parameter] = set()
     units = []
     for module in modules:
-        units.append(Unit(names[module], module, _take(module, taken), offload))
-    units.insert(0, Unit(ROOT, model, _take(model, taken), offload))
+        units.append(SyncUnit(names[module], module, _take_parameters(module, taken), offload))
+    units.insert(0, SyncUnit(ROOT_UNIT_NAME, model, _take_parameters(model, taken), offload))
     return [unit for unit in units if unit.parameters]
 
 
-def _take(module: nn.Module, taken: set[nn.Parameter]) -> list[nn.Parameter]:
+def _take_parameters(module: nn.Module, taken: set[nn.Parameter]) -> list[nn.Parameter]:
     parameters = [p for p in module.parameters() if p.requires_grad and p not in taken]
     taken.update(parameters)
     return parameters
 
 
-class Unit:
+class SyncUnit:
     """Some parameters of the model, this rank's part of them, and where they were at the last synchronisation."""
 
     def __init__(self, name: str, module: nn.Module, parameters: list[nn.Parameter], offload: bool) -> None:
         self.name = name
         self.module = module
         self.parameters = parameters
-        self.numel = sum(local(parameter).numel() for parameter in parameters)
+        self.numel = sum(get_local_tensor(parameter).numel() for parameter in parameters)
         """Of this rank's part."""
-        self._last: list[torch.Tensor] = []
+        self._common_parameters: list[torch.Tensor] = []
         self._offload = offload
-        self._type = functools.reduce(torch.promote_types, map(exchange_type, parameters), torch.float32)
+        self._type = functools.reduce(torch.promote_types, map(choose_exchange_type, parameters), torch.float32)
         self._buffer: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
@@ -55,18 +55,18 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        return local(self.parameters[0]).device
+        return get_local_tensor(self.parameters[0]).device
 
-    def remember(self) -> None:
+    def save_parameters(self) -> None:
         """The parameters are the common ones."""
-        self._last = [self._placed(local(parameter)) for parameter in self.parameters]
+        self._common_parameters = [self._copy_to_storage(get_local_tensor(parameter)) for parameter in self.parameters]
 
-    def forget(self) -> None:
-        self._last = []
+    def free_parameters(self) -> None:
+        self._common_parameters = []
 
-    def squared_norm(self) -> torch.Tensor:
+    def compute_squared_norm(self) -> torch.Tensor:
         """‖Δ‖² of this rank's part; float64, a scalar on its device."""
-        norm: torch.Tensor = torch.linalg.vector_norm(self._pseudo_gradient(), dtype=torch.float64)
+        norm: torch.Tensor = torch.linalg.vector_norm(self._compute_pseudo_gradient(), dtype=torch.float64)
         return norm.square()
 
     def launch(self, weight: float, group: dist.ProcessGroup) -> None:
@@ -74,7 +74,7 @@ class Unit:
         if weight == 0:  # not by multiplication: 0 · NaN is NaN
             self._buffer = torch.zeros(self.numel, dtype=self._type, device=self.device)
         else:
-            self._buffer = self._pseudo_gradient().mul_(weight)
+            self._buffer = self._compute_pseudo_gradient().mul_(weight)
         if self.numel:
             self._work = dist.all_reduce(self._buffer, group=group, async_op=True)
 
@@ -88,30 +88,30 @@ class Unit:
 
     def apply(self, summed: torch.Tensor, outer: OuterOptimizer) -> None:
         """Takes the outer step with the mean pseudo-gradient."""
-        pieces = summed.split([last.numel() for last in self._last])
+        pieces = summed.split([last.numel() for last in self._common_parameters])
         gradients = [
-            piece.view(last.shape).to(last.device, exchange_type(last))
-            for piece, last in zip(pieces, self._last, strict=True)
+            piece.view(last.shape).to(last.device, choose_exchange_type(last))
+            for piece, last in zip(pieces, self._common_parameters, strict=True)
         ]
-        outer.apply(self.parameters, self._last, gradients)
+        outer.apply(self.parameters, self._common_parameters, gradients)
 
     def roll_back(self) -> None:
         """To the last common parameters."""
-        for parameter, last in zip(self.parameters, self._last, strict=True):
-            local(parameter).copy_(last)
+        for parameter, last in zip(self.parameters, self._common_parameters, strict=True):
+            get_local_tensor(parameter).copy_(last)
 
-    def _pseudo_gradient(self) -> torch.Tensor:
+    def _compute_pseudo_gradient(self) -> torch.Tensor:
         """Δ = θ_last − θ, this rank's part, flat."""
-        assert self._last, f"{self.name}: no common parameters are known; start() comes first"
+        assert self._common_parameters, f"{self.name}: no common parameters are known; start() comes first"
         flat = torch.cat(
             [
-                last.to(local(p).device, self._type).flatten()
-                for p, last in zip(self.parameters, self._last, strict=True)
+                last.to(get_local_tensor(p).device, self._type).flatten()
+                for p, last in zip(self.parameters, self._common_parameters, strict=True)
             ]
         )
-        for piece, parameter in zip(flat.split([last.numel() for last in self._last]), self.parameters, strict=True):
-            piece.sub_(local(parameter).flatten())
+        for piece, parameter in zip(flat.split([last.numel() for last in self._common_parameters]), self.parameters, strict=True):
+            piece.sub_(get_local_tensor(parameter).flatten())
         return flat
 
-    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_to_storage(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu", copy=True) if self._offload else tensor.clone()
