@@ -97,7 +97,7 @@ def main() -> None:
         **{name: medians(its) for name, its in losses.items()},
         "against_without_all": {name: ratios(its, "without_all") for name, its in losses.items()},
         "curves": curves,
-        "by_workers": measure_losses_by_workers(),
+        "measure_losses_by_workers": measure_losses_by_workers(),
     }
     if picture_at is not None:
         picture_at.write_text(picture(curves))

@@ -289,7 +289,7 @@ def summary(scenario: Scenario, of_sides: Mapping[str, Mapping[int, Measured]]) 
         "compute_share": round(max(run.compute_share for run in runs), 4) if runs else None,
         "samples_used_twice": sum(run.used_twice for run in runs),
         "of_bound_within_reach": {  # of schedules that cannot foresee, with no overhead
-            "equal_shares": round(bounds.shares_rate(costs, (LOCAL_BATCH,) * RANKS) / known, 4),
+            "split_equally": round(bounds.shares_rate(costs, (LOCAL_BATCH,) * RANKS) / known, 4),
             "best_fixed_shares": round(bounds.fixed_shares(costs, GLOBAL_BATCH)[1] / known, 4),
             "leases_of_a_local_batch": round(bounds.leases(costs, LOCAL_BATCH) / known, 4),
             **{

@@ -331,7 +331,7 @@ def _add_permanent_fault(random: Random, schedule: Schedule) -> Schedule:
     others = [stroke for stroke in schedule.injections if not isinstance(stroke.trigger, AfterFault)][: random.randint(0, 3)]
     world = replace(schedule.world, nodes=job.replicas + job.spares + 3, operators=2)
     strokes = tuple(stroke for stroke in others if derive_kind(type(stroke.fault)) not in LIVENESS_EXCLUDED_KINDS)
-    return replace(schedule, aim=Aim.LIVENESS, world=world, jobs=(job,), strokes=(broken, *strokes))
+    return replace(schedule, aim=Aim.LIVENESS, world=world, jobs=(job,), injections=(broken, *strokes))
 
 
 LIVENESS_EXCLUDED_KINDS = frozenset({"quota-is-full", "job-deleted", "job-finishes", "pods-are-denied"})

@@ -22,7 +22,7 @@ CRASH_TEST_TRIGGER = AtTime(40.0)
 def build_crash_tests(base: Schedule, writes: int) -> list[Schedule]:
     """`writes`: how many the operator sends in the base scenario."""
     moments = [moment for number in range(1, writes + 1) for moment in (BeforeWrite(number), AfterWrite(number))]
-    return [replace(base, strokes=(*base.injections, FaultInjection(moment, operators.OperatorKilled()))) for moment in moments]
+    return [replace(base, injections=(*base.injections, FaultInjection(moment, operators.OperatorKilled()))) for moment in moments]
 
 
 def _build_schedule(*injections: FaultInjection, replicas: int = 2, spares: int = 1, **spec: Any) -> Schedule:

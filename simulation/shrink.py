@@ -42,7 +42,7 @@ def iterate_simpler(schedule: Schedule) -> Iterator[Schedule]:
         size //= 2
     for place, stroke in enumerate(schedule.injections):
         for other in _simplify_injection(stroke):
-            yield replace(schedule, strokes=(*schedule.injections[:place], other, *schedule.injections[place + 1 :]))
+            yield replace(schedule, injections=(*schedule.injections[:place], other, *schedule.injections[place + 1 :]))
     yield from _simplify_world(schedule)
 
 
@@ -58,9 +58,9 @@ def _remove_injections(schedule: Schedule, places: range) -> Schedule:
     for place in kept:
         stroke = schedule.injections[place]
         if isinstance(stroke.trigger, AfterFault):
-            stroke = replace(stroke, when=replace(stroke.trigger, stroke=new_place[stroke.trigger.injection]))
+            stroke = replace(stroke, when=replace(stroke.trigger, injection=new_place[stroke.trigger.injection]))
         strokes.append(stroke)
-    return replace(schedule, strokes=tuple(strokes))
+    return replace(schedule, injections=tuple(strokes))
 
 
 def _simplify_injection(injection: FaultInjection) -> Iterator[FaultInjection]:

@@ -34,7 +34,7 @@ class CableEnd:
         self.assign_lane("1:2", "ip", "dst", subnet, priority=2)
 
     def assign_lane(self, lane: str, *matched: str, priority: int) -> None:
-        """After `limit_towards`: what tc's u32 matches goes by this lane ("1:1": as fast as before). Lower is first."""
+        """After `limit_rate_to_subnet`: what tc's u32 matches goes by this lane ("1:1": as fast as before). Lower is first."""
         its = ["protocol", "ip", "prio", str(priority), "u32", "match", *matched, "flowid", lane]
         run_command("tc", *self.namespace_options, "filter", "replace", "dev", self.device, "parent", "1:", *its)
 

@@ -2,7 +2,7 @@
 
     found = diagnose(windows, threshold)                 # of a job in mode Sync: its trouble and S
     for way in ways(found, threshold=threshold): ...     # best first: each priced, none applied
-    plan = way.applied_to(plan)
+    plan = way.apply_to(plan)
     way_back(windows, threshold=threshold, trouble=…)    # of a job in a Local-SGD mode: back to Sync?
     broken(windows, plan, threshold=3.0)                 # of such a job: a rank that it is better without?
 
@@ -73,7 +73,7 @@ that is taken to be known."""
 MIN_GC_PAUSE_SHARE = 0.25
 """Of the longest collection, at least, is one that is worth planning."""
 MIN_FREE_REMEDY_SLOWDOWN = 1.01
-"""From this slowdown on what is MENDED_FOR_GOOD is dealt with."""
+"""From this slowdown on what is FREE_LASTING_REMEDIES is dealt with."""
 MAX_SAME_BALANCE_DIFFERENCE = 0.02
 """Costs by which the ranks' parts of a step differ by less balance alike."""
 MAX_REVERT_STEP_TIME_RATIO = 1.1
@@ -153,7 +153,7 @@ def diagnose_bottleneck(
 ) -> Diagnosis | None:
     """What costs the synchronous job most.
 
-    `Trouble.NONE` where no trouble has an S of `threshold` or more, and none that is MENDED_FOR_GOOD of LITTLE. None
+    `Trouble.NONE` where no trouble has an S of `threshold` or more, and none that is FREE_LASTING_REMEDIES of LITTLE. None
     where the windows cannot tell: ranks are missing, fewer than 8 common steps since the shares last changed, or a
     Local-SGD mode is in force; or it has begun in the last few steps. One that has begun within the windows is judged
     by the steps since: those before would only make it look less.
@@ -371,7 +371,7 @@ def lengthen_sync_interval(
     windows: Sequence[RankWindow], in_force: float, lasted_seconds: float, *, threshold: float, global_batch: int = 0
 ) -> float:
     """Seconds between two synchronisations in mode AsyncEDiT from now on, while it is needed: the rarer the longer it
-    has been, until they cost no more than LASTING_SYNCHRONISING.
+    has been, until they cost no more than MAX_LASTING_SYNC_COST_SHARE.
 
     windows, global_batch: as of `way_back`. in_force: seconds as the plan has them. stayed: that the trouble lasts.
     """
@@ -656,7 +656,7 @@ def _plan_gc_interval(garbage: Seconds) -> tuple[int, float]:
     """Steps between two collections, as often as the ranks collect by themselves, and what they cost a step then.
 
     All collect in the same step, so the longest pause counts, once. garbage: (steps, ranks). How often is the mean of
-    what these steps show and of COLLECTS_EVERY, as if STEPS_BEFORE had been seen: a window is looked at because of its
+    what these steps show and of ASSUMED_GC_INTERVAL_STEPS, as if ASSUMED_GC_PRIOR_STEPS had been seen: a window is looked at because of its
     pauses, and a short one has many by luck.
     """
     if garbage.max() <= 0:

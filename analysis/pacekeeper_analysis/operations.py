@@ -31,7 +31,7 @@ MAX_OPERATIONS_CHARACTERS = 4 * ((MAX_OPERATIONS * OPERATION.itemsize + 2) // 3)
 
 
 def encode_operations(operations: NDArray[np.void]) -> str:
-    """As text. Raises ValueError for more than MOST_OPERATIONS."""
+    """As text. Raises ValueError for more than MAX_OPERATIONS."""
     if len(operations) > MAX_OPERATIONS:
         raise ValueError(f"{len(operations)} operations are more than {MAX_OPERATIONS}")
     return base64.b64encode(operations.astype(OPERATION).tobytes()).decode()

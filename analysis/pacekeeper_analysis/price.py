@@ -91,7 +91,7 @@ def choose_remedy(
 
     slowdown: S of the job as it is (inf: it stands still). lost_seconds: loss accumulated since the first sign, see
     `Loss`. remaining_seconds: expected rest of the fault's duration, over which gains are reckoned, see
-    `expected_remaining`; inf: it will not pass by itself. mended: a slowdown below this needs no better free remedy.
+    `estimate_remaining_seconds`; inf: it will not pass by itself. mended: a slowdown below this needs no better free remedy.
     bearable: a free remedy that leaves this or more comes behind a dear one that is due.
 
     What is free comes first: exact SGD where it mends the job, or nearly as well as Local-SGD. A dear option is due

@@ -94,7 +94,7 @@ class Penalty:
 class NormStatistics:
     """Exponentially weighted mean and variance of each unit's norm on each replica, for each law of growth.
 
-    A norm is divided by steps^p first, p of GROWTHS, so that numbers of steps may vary.
+    A norm is divided by steps^p first, p of GROWTH_EXPONENTS, so that numbers of steps may vary.
     """
 
     mean: Floats

@@ -310,7 +310,7 @@ def _shrink_costs(per_sample: Seconds, known: Mapping[int, float] | None = None,
     as `balance` takes it. known: paces that are known better.
 
     Shares that follow chance make steps longer, by more the more ranks there are. A rank's deviation from the median
-    rank counts in full where it is many standard errors, and not at all within LUCK (MORE_LUCK beside known ones, who
+    rank counts in full where it is many standard errors, and not at all within LUCK (REPEATED_CHANCE_STANDARD_ERRORS beside known ones, who
     are looked at again and again), or as many as one of so many ranks is off by (positive-part shrinkage). Those that
     are as slow as each other, as a node's ranks are, are so by their mean. Its own steps say how a rank varies where
     they do so by more than chance has it.

@@ -1,6 +1,6 @@
 """Jobs with pipeline stages: what holds them back, by the graph of what their ranks did.
 
-    live = live_window(evidence)                 # None: no stages, or too little is known
+    live = build_live_window(evidence)                 # None: no stages, or too little is known
     found = diagnose(live, windows, threshold)   # as adapt.diagnose
 
 A stage that has more to do than the others is the script's own way, so a rank's peers are those of its own stage.

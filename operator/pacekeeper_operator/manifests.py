@@ -1,7 +1,7 @@
 """Pure builders: from a job and the installation's settings to the objects that the API server is sent.
 
 A worker is the user's pod template with what Pacekeeper adds to it; nothing that the user wrote is lost or changed.
-What must not be in a template is refused, with the reason (`refused_template`), and never left out silently.
+What must not be in a template is refused, with the reason (`find_template_refusal`), and never left out silently.
 """
 
 from __future__ import annotations
@@ -205,12 +205,12 @@ def identify_checkpoint_folder(job: TrainingJob, separate: bool) -> str:
         return _join_folder(f"claim {wish.volume_claim_name}", choose_checkpoint_sub_path(job, separate))
     try:
         return _identify_mounted_folder(job.spec.template["spec"], wish.path)
-    except (AttributeError, KeyError, StopIteration, TypeError):  # no pod template: `refused_template` says so
+    except (AttributeError, KeyError, StopIteration, TypeError):  # no pod template: `find_template_refusal` says so
         return ""
 
 
 def _identify_mounted_folder(spec: Object, path: str) -> str:
-    """As `checkpoint_folder`, of a path that lies on a volume of the template."""
+    """As `identify_checkpoint_folder`, of a path that lies on a volume of the template."""
     trainer = next(container for container in spec["containers"] if container["name"] == TRAINER_CONTAINER)
     mounts = [mount for mount in trainer.get("volumeMounts") or () if _is_below(path, mount["mountPath"])]
     mount = max(mounts, key=lambda each: len(each["mountPath"]), default=None)

@@ -38,7 +38,7 @@ class PodView:
     delete_by: float = 0.0  # end of its grace period; 0: not being deleted
     disruption_reason: str = ""  # reason of its DisruptionTarget condition: eviction, preemption, taint, …
     unschedulable_message: str = ""  # the scheduler's words
-    exit_code: int | None = None  # of the trainer, or of `ended_before`; None: it has not ended
+    exit_code: int | None = None  # of the trainer, or of `failed_init_container`; None: it has not ended
     failed_init_container: str = ""  # the init container that failed, so that the trainer never ran
     self_inflicted_reason: str = ""  # why its kubelet ended it, where the pod itself is the cause, in the kubelet's words
     exit_reason: str = ""  # OOMKilled, Error, …
@@ -334,7 +334,7 @@ class Observation:
             return self  # with all that it has worked out by now
         records = desired.state.placement.workers
         return self._replace_fields(
-            draft=desired,
+            desired=desired,
             workers=self.workers if records is self.state.placement.workers else self._update_views(records),
             faults=self._drop_settled_faults(desired.state.incidents),
             evidence=tuple(item for item in self.evidence if item.request == desired.plan.evidence_request),
@@ -343,14 +343,14 @@ class Observation:
 
     def with_blocked_actions(self, blocked_actions: tuple[BlockedAction, ...]) -> Observation:
         """The same, with what could not be done."""
-        return self._replace_fields(hindrances=blocked_actions)
+        return self._replace_fields(blocked_actions=blocked_actions)
 
     def _replace_fields(self, **changes: Any) -> Observation:
         """The same but for these; what has been worked out stays where nothing that it comes from has changed."""
         changed = replace(self, **changes)
         kept: list[str] = []
         if changed.workers is self.workers:
-            kept += ["_by_name", "places"]
+            kept += ["_workers_by_name", "places"]
             if changed.plan.members is self.plan.members:
                 kept += ["members", "seated", "spares", "_beats", "sync_modes", "steps_in_round"]
                 if (changed.plan.membership, changed.plan.round) == (self.plan.membership, self.plan.round):

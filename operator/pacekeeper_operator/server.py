@@ -33,7 +33,7 @@ from .services.tokens import Forbidden, TooManyRequests, Unauthenticated
 from .standby import Leadership, redirect_to_leader
 
 MAX_HEARTBEAT_BYTES = 64 * 2**10
-"""Of a worker with 100 ranks or less; of more, see `_heartbeat_room`."""
+"""Of a worker with 100 ranks or less; of more, see `_compute_heartbeat_limits`."""
 MAX_FAULT_BYTES = 2**20
 """A stall's report holds a stack a rank."""
 MAX_EVIDENCE_BYTES = 4 * 2**20
@@ -289,7 +289,7 @@ async def _receive_body(
 ) -> Parsed:
     """`parse`: of the bytes and `most_marks`.
 
-    Raises InputError, _TooLarge before more than `most` bytes are read, _TooSlow, TooMany, Spent."""
+    Raises InputError, _TooLarge before more than `most` bytes are read, _TooSlow, TooManyRequests, Spent."""
     if (request.content_length or 0) > most:
         raise _TooLarge(f"{request.path} takes {most} bytes at most")
     try:

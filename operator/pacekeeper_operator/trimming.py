@@ -24,7 +24,7 @@ _KOPF_ANNOTATION_PREFIX = "kopf.zalando.org/"
 
 
 def trim_job(job: Object) -> None:
-    """In place. A template that is too large becomes one that says so: `manifests.refused_template` reads it."""
+    """In place. A template that is too large becomes one that says so: `manifests.find_template_refusal` reads it."""
     metadata = {name: value for name, value in job["metadata"].items() if name in _RETAINED_METADATA}
     if metadata.get("labels"):
         metadata["labels"] = {name: value for name, value in metadata["labels"].items() if name in _RETAINED_LABELS}

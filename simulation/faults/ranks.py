@@ -207,7 +207,7 @@ class MetricsAreWrong(WorkerFault):
         worker = self.find_worker(context)
         context.log(f"{worker.name} lies about ranks: {self.metrics}")
         worker.wrong_metrics = self.metrics
-        return lambda: setattr(worker, "figures_lie", "")
+        return lambda: setattr(worker, "wrong_metrics", "")
 
 
 @dataclass(frozen=True)

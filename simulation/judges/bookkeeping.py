@@ -126,7 +126,7 @@ class OutcomesAreFinal(_StateRule):
     def check_change(self, change: ObjectChange) -> Iterator[str]:
         if change.plural == STATES_PLURAL:
             yield from super().check_change(change)
-        elif change.type == "MODIFIED" and change.previous is not None and is_operator_change(change):
+        elif change.type == "MODIFIED_MESSAGE" and change.previous is not None and is_operator_change(change):
             was, now = (body.get("status", {}).get("outcome") for body in (change.previous, change.object))
             if was and was not in (now, IncidentOutcome.RECOMMENDED):
                 yield f"{change.object['metadata']['name']}: {was} becomes {now}"
@@ -145,7 +145,7 @@ class EndPhaseIsFinal(Rule):
     by_history = True
 
     def check_change(self, change: ObjectChange) -> Iterator[str]:
-        if change.type != "MODIFIED" or change.previous is None or not is_operator_change(change):
+        if change.type != "MODIFIED_MESSAGE" or change.previous is None or not is_operator_change(change):
             return
         was, now = (body.get("status", {}).get("phase") for body in (change.previous, change.object))
         if was in (JobPhase.COMPLETE, JobPhase.FAILED) and now != was:

@@ -30,7 +30,7 @@ class _ApprovalRule(Rule):
 
     def check_change(self, change: ObjectChange) -> Iterator[str]:
         before = change.previous
-        if before is None or change.type != "MODIFIED" or not is_operator_change(change):
+        if before is None or change.type != "MODIFIED_MESSAGE" or not is_operator_change(change):
             return
         if change.object["spec"].get("approved") and not before["spec"].get("approved"):
             yield from self.check_approval(change)
@@ -145,7 +145,7 @@ class _MarkRule(Rule):
     kinds = ("nodes",)
 
     def check_change(self, change: ObjectChange) -> Iterator[str]:
-        if change.previous is not None and change.type == "MODIFIED" and is_operator_change(change):
+        if change.previous is not None and change.type == "MODIFIED_MESSAGE" and is_operator_change(change):
             yield from self.check_node_change(change, change.previous)
 
     def check_node_change(self, change: ObjectChange, before: Object) -> Iterator[str]:

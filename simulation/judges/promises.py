@@ -39,7 +39,7 @@ class PodsAreGivenUpFirst(Rule):
         before = change.previous or change.object
         if not is_operator_change(change) or change.type == "ADDED" or "deletionTimestamp" in before["metadata"]:
             return
-        if change.type == "MODIFIED" and "deletionTimestamp" not in change.object["metadata"]:
+        if change.type == "MODIFIED_MESSAGE" and "deletionTimestamp" not in change.object["metadata"]:
             return
         job, name = self.history.find_job(before), before["metadata"]["name"]
         if job is not None and self._is_wanted(job, name, before["metadata"]["uid"]):

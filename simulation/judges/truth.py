@@ -84,7 +84,7 @@ class EndReasonIsAccurate(Rule):
     def check_change(self, change: ObjectChange) -> Iterator[str]:
         was, now = (body.get("status", {}).get("phase") if body else None for body in (change.previous, change.object))
         job = self.history.jobs.get(change.object["metadata"]["uid"])
-        if change.type != "MODIFIED" or was == now or job is None or job.bookkeeping is None:
+        if change.type != "MODIFIED_MESSAGE" or was == now or job is None or job.bookkeeping is None:
             return
         training = self.world.trainings.find_training(job.uid)
         if now == JobPhase.COMPLETE and (

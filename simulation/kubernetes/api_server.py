@@ -60,7 +60,7 @@ class ApiServerWorld(Protocol):
 class ObjectChange:
     """Of one object."""
 
-    type: str  # ADDED, MODIFIED or DELETED
+    type: str  # ADDED, MODIFIED_MESSAGE or DELETED
     plural: str
     object: Object  # as it is now; of a deleted one: as it was last, with the version at which it went
     previous: Object | None
@@ -205,7 +205,7 @@ class ApiServer:
                     changes.append(("DELETED", old, old))
                     old = None
                 if old is not body:
-                    changes.append(("ADDED" if old is None else "MODIFIED", body, old))
+                    changes.append(("ADDED" if old is None else "MODIFIED_MESSAGE", body, old))
             for type_, body, old in changes:
                 change = ObjectChange(type_, plural, body, old, RESTORED, self._now(), "restore", self.version)
                 for call in self._subscribers:
@@ -376,7 +376,7 @@ class ApiServer:
             return self._remove_object(kind, old, actor)
         marked = self._mark_deleting(old, _compute_grace(old, grace) if kind.plural == "pods" else 0, finalizers)
         if marked is not old:
-            marked = self._store_object("MODIFIED", kind, marked, old, actor, "delete")
+            marked = self._store_object("MODIFIED_MESSAGE", kind, marked, old, actor, "delete")
         if marked["metadata"]["deletionGracePeriodSeconds"] or finalizers:
             return marked
         return self._remove_object(kind, marked, actor)
@@ -470,7 +470,7 @@ class ApiServer:
             if not namespaced and not graceful:
                 self._remove_object(kind, old, actor)
                 return new
-        return self._store_object("MODIFIED", kind, new, old, actor, verb)
+        return self._store_object("MODIFIED_MESSAGE", kind, new, old, actor, verb)
 
     def _limit_to_subresource(self, kind: ServedKind, old: Object, new: Object, subresource: str) -> Object:
         match subresource:
@@ -572,7 +572,7 @@ class ApiServer:
         if "deletionTimestamp" in old["metadata"]:
             return old
         marked = {**self._mark_deleting(old, 0, []), "status": {"phase": "Terminating"}}
-        return self._store_object("MODIFIED", KINDS["namespaces"], marked, old, actor, "delete")
+        return self._store_object("MODIFIED_MESSAGE", KINDS["namespaces"], marked, old, actor, "delete")
 
     def _remove_object(self, kind: ServedKind, old: Object, actor: Actor) -> Object:
         metadata = old["metadata"]

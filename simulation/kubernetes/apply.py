@@ -79,7 +79,7 @@ def update_managed_fields(old: Object | None, new: Object, manager: FieldManager
 def apply_configuration(old: Object, configuration: Object, manager: FieldManager) -> tuple[Object, list[FieldConflict]]:
     """`old` with what `manager` applies, and without what it applied before, names no longer, and nobody else owns.
 
-    The second: whose fields that takes away. `owners_after` says who owns what then.
+    The second: whose fields that takes away. `build_managed_fields` says who owns what then.
     """
     owners = _read_owners_before_apply(old)
     wanted = _collect_fields(configuration, containers=False)

@@ -110,7 +110,7 @@ class NodeLifecycle(_Controller):
         if change.plural != "nodes":
             return
         name = change.object["metadata"]["name"]
-        if change.type != "MODIFIED":
+        if change.type != "MODIFIED_MESSAGE":
             self._heartbeat_at.pop(name, None)
         if change.type != "DELETED" and name not in self._due and _get_taints(change.object) != self._compute_taints(change.object):
             self._due[name] = None

@@ -35,7 +35,7 @@ IMAGE_PULL_RETRY_SECONDS = 10.0
 """Seconds until an image that could not be pulled is tried again."""
 RUNTIME_RETRY_SECONDS = 5.0
 """Seconds until a container runtime that does nothing is asked again."""
-_SIDECAR_PROBE_SECONDS, _MAX_SIDECAR_PROBE_FAILURES = 10.0, 3  # the liveness probe of `manifests.worker_pod`
+_SIDECAR_PROBE_SECONDS, _MAX_SIDECAR_PROBE_FAILURES = 10.0, 3  # the liveness probe of `manifests.build_worker_pod`
 _LOST_CONTAINER_EXIT = (KILLED_EXIT_CODE, "ContainerStatusUnknown", "The container could not be located when the pod was terminated")
 
 
@@ -119,7 +119,7 @@ class Kubelet:
         uid = body["metadata"]["uid"]
         if uid in self._pending_syncs or not self.running:
             return
-        if change.type == "MODIFIED" and before is not None and before["spec"].get("nodeName"):
+        if change.type == "MODIFIED_MESSAGE" and before is not None and before["spec"].get("nodeName"):
             old, new = before["metadata"], body["metadata"]
             if all(old.get(key) == new.get(key) for key in ("deletionTimestamp", "deletionGracePeriodSeconds")):
                 return  # mostly what it has written itself

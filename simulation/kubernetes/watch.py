@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .api_server import ApiServer, ObjectChange
 
 Event = tuple[str, Object]
-"""ADDED, MODIFIED, DELETED or BOOKMARK, and the object."""
+"""ADDED, MODIFIED_MESSAGE, DELETED or BOOKMARK, and the object."""
 BOOKMARK_SECONDS = 60.0
 FIRST_RESEND_SECONDS = 0.2
 MAX_RESEND_SECONDS = 60.0
@@ -136,7 +136,7 @@ class WatchStream:
         now = self._matches(body) and change.type != "DELETED"
         then = before is not None and self._matches(before)
         if now:
-            return ("MODIFIED" if then else "ADDED"), body
+            return ("MODIFIED_MESSAGE" if then else "ADDED"), body
         return ("DELETED", body) if then else None
 
     def _send_bookmark(self) -> None:

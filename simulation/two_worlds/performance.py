@@ -34,7 +34,7 @@ class ConformanceTarget(Protocol):
         """Raises Missed where there is nobody to strike."""
 
     def kill_operator(self) -> None:
-        """It starts again by itself, now or with `revive_operator`."""
+        """It starts again by itself, now or with `restart_operator`."""
 
     def restart_operator(self) -> None: ...
 

@@ -16,7 +16,7 @@ RATE = "40mbit"
 """A step sends 25 Mbit from each rank (two layers of 512 × 512, in a ring): at this rate it takes 0.6 s longer."""
 STEP_SECONDS = 0.1
 EARLY_SECONDS = 40
-"""A connection is held against its own first half minute (`sidecar.connections.EARLY_LOOKS`)."""
+"""A connection is held against its own first half minute (`sidecar.connections.EARLY_CONNECTION_SAMPLES`)."""
 
 
 def diagnosis(job: ClusterJob) -> dict[str, Any]:

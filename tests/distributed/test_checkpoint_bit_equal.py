@@ -109,7 +109,7 @@ def test_a_lost_worker_costs_a_sharded_job_the_steps_since_the_snapshot(
     """What the lost one had is with the other, on another node: there is no volume at all. Of replicas all have all."""
     shard, reference = uninterrupted
     folder = tmp_path / "run"
-    with training(folder, workers="abc", apart=True, SHARD=shard, SLEEP=0.05, PACEKEEPER_CHECKPOINT_PATH="") as one:
+    with training(folder, workers="abc", separate_namespaces=True, SHARD=shard, SLEEP=0.05, PACEKEEPER_CHECKPOINT_PATH="") as one:
         if shard:
             one.wait_for(lambda: all(4 in kept_steps(folder / "a", rank) for rank in (2, 3)), "copies of step 4")
         else:
@@ -153,7 +153,7 @@ def test_a_worker_that_is_lost_while_copies_are_under_way_costs_the_steps_since_
         torn, whole = kept.pop() if len(kept) == 1 and len(next(iter(kept))) == 2 else (0, 0)
         return whole if torn == -1 else 0
 
-    with training(folder, workers="abc", apart=True, SHARD=1, SLEEP=0.1, **variables) as one:
+    with training(folder, workers="abc", separate_namespaces=True, SHARD=1, SLEEP=0.1, **variables) as one:
         whole = one.wait_for(under_way, "all copies are under way")
         lose_b(one)
     assert restored_steps(folder) == [0, whole]

@@ -73,11 +73,11 @@ def test_one_rank_that_is_told_to_leave_takes_the_others_along_after_a_checkpoin
 def test_it_is_watched_and_restarted_without_any_code(calm: TrainingOutcome, tmp_path: Path) -> None:
     text = (EXAMPLES / TRAINER).read_text()
     for ours, theirs in {
-        "from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint": (
+        "from pacekeeper.integrations.huggingface import HuggingFaceCallback, find_newest_checkpoint": (
             "from transformers.trainer_utils import get_last_checkpoint"
         ),
         "trainer.add_callback(HuggingFaceCallback())\n": "",
-        "newest_checkpoint(folder)": "get_last_checkpoint(folder) if os.path.isdir(folder) else None",
+        "find_newest_checkpoint(folder)": "get_last_checkpoint(folder) if os.path.isdir(folder) else None",
     }.items():
         assert ours in text
         text = text.replace(ours, theirs)

@@ -40,7 +40,7 @@ def restart(one: LauncherTeam) -> None:
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_stopped_rank_is_named_and_the_job_trains_again(tmp_path: Path, rank: int) -> None:
     faults = [{"rank": rank, "round": 1, "step": 8, "kind": "stop"}]
-    with create_team(tmp_path, steps=20, faults=faults, step_seconds=0.1) as one:
+    with create_team(tmp_path, steps=20, list_faults=faults, step_seconds=0.1) as one:
         two(one)
         one.wait_for(lambda: "round 1 stop" in one.read_diary(rank), "the rank stands still")
         found = one.wait_for(lambda: judge(one), "a verdict")
@@ -52,7 +52,7 @@ def test_a_stopped_rank_is_named_and_the_job_trains_again(tmp_path: Path, rank: 
 
 def test_a_rank_that_skips_a_collective_is_named_with_its_stack(tmp_path: Path) -> None:
     faults = [{"rank": 0, "round": 1, "step": 8, "kind": "skip"}]
-    with create_team(tmp_path, steps=20, faults=faults) as one:
+    with create_team(tmp_path, steps=20, list_faults=faults) as one:
         two(one)
         found = one.wait_for(lambda: judge(one), "a verdict")
         assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (0,)), found
@@ -72,9 +72,9 @@ def test_a_rank_whose_kernel_never_ends_is_named_although_its_processor_spins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, kind: HangKind
 ) -> None:
     """On a stand-in for a GPU. With NCCL its host has issued the collective that the others wait in, like theirs."""
-    monkeypatch.setattr(watch, "LONGEST_HOST_WORK", 4.0)
+    monkeypatch.setattr(watch, "MAX_HOST_WORK_SECONDS", 4.0)
     faults = [{"rank": 2, "round": 1, "step": 8, "kind": "kernel"}]
-    with create_team(tmp_path, steps=20, faults=faults) as one:
+    with create_team(tmp_path, steps=20, list_faults=faults) as one:
         one.environment["GPU"] = backend
         two(one)
         found = one.wait_for(lambda: judge(one), "a verdict")
@@ -86,7 +86,7 @@ def test_long_phases_of_one_rank_accuse_nobody(tmp_path: Path) -> None:
     phases = {8: "COMPILE", 11: "CHECKPOINT"}
     fault = {"rank": 2, "round": 1, "kind": "phase", "seconds": 3.0}
     faults = [{**fault, "step": step, "phase": phase} for step, phase in phases.items()]
-    with create_team(tmp_path, steps=14, faults=faults, hang=1.0) as one:
+    with create_team(tmp_path, steps=14, list_faults=faults, hang=1.0) as one:
         two(one)
         assert [worker.wait() for worker in one.workers.values()] == [0, 0], one.read_logs()
         stalled = {state.step for fault in one.workers["a"].read_faults(FaultKind.STALLED) for state in fault.ranks}
@@ -97,9 +97,9 @@ def test_long_phases_of_one_rank_accuse_nobody(tmp_path: Path) -> None:
 
 
 def test_a_loader_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "SHORTEST_LOAD", 2.5)
+    monkeypatch.setattr(watch, "MIN_LOAD_STALL_SECONDS", 2.5)
     faults = [{"rank": 2, "round": 1, "step": 8, "kind": "phase", "phase": "LOAD", "seconds": 3600}]
-    with create_team(tmp_path, steps=20, faults=faults) as one:
+    with create_team(tmp_path, steps=20, list_faults=faults) as one:
         two(one)
         found = one.wait_for(lambda: judge(one), "a verdict")
         assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (2,)), found
@@ -110,9 +110,9 @@ def test_a_hang_right_after_joining_is_judged_by_the_step_time_that_the_plan_han
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it, workers that have not seen five steps yet would wait for half an hour."""
-    monkeypatch.setattr(watch, "SHORTEST_UNARMED", 1.0)
+    monkeypatch.setattr(watch, "MIN_UNARMED_STALL_SECONDS", 1.0)
     faults = [{"rank": 2, "round": 1, "step": 3, "kind": "skip"}]
-    with create_team(tmp_path, steps=12, faults=faults) as one:
+    with create_team(tmp_path, steps=12, list_faults=faults) as one:
         two(one, step_seconds=0.01)
         found = one.wait_for(lambda: judge(one), "a verdict")
         assert (found.kind, found.ranks) == (HangKind.NEVER_ENTERED, (2,)), found
@@ -120,7 +120,7 @@ def test_a_hang_right_after_joining_is_judged_by_the_step_time_that_the_plan_han
 
 def test_a_stall_that_lasts_is_reported_again_under_another_name(tmp_path: Path) -> None:
     faults = [{"rank": 2, "round": 1, "step": 8, "kind": "stop"}]
-    with create_team(tmp_path, steps=12, faults=faults, hang=0.4) as one:
+    with create_team(tmp_path, steps=12, list_faults=faults, hang=0.4) as one:
         two(one)
         one.wait_for(lambda: len(one.workers["a"].read_faults(FaultKind.STALLED)) >= 2, "a second report")
         first, second, *_ = sorted(one.workers["a"].read_faults(FaultKind.STALLED), key=lambda fault: fault.noticed_at)

@@ -148,7 +148,7 @@ def test_a_warm_process_that_dies_while_it_starts_ends_the_run(tmp_path: Path) -
 def is_python(pid: int, other_than: int) -> bool:
     """Whether this process was begun by another command than the test's own, from which all others are forked."""
     try:
-        return pid != other_than and "serve_anew" in Path(f"/proc/{pid}/cmdline").read_text()
+        return pid != other_than and "serve_spawned_process" in Path(f"/proc/{pid}/cmdline").read_text()
     except FileNotFoundError:
         return False
 
@@ -285,7 +285,7 @@ def test_a_slow_ranks_share_shrinks_while_the_job_runs(tmp_path: Path) -> None:
         of_ranks = [(tmp_path / f"samples-{rank}").read_text().splitlines() for rank in (0, 1)]
         return [(int(one), int(other)) for one, other in zip(*of_ranks, strict=False)]
 
-    script, hurried = STEPS_SCRIPT.with_name("uneven.py"), {"JUDGE_EVERY": 0.5}
+    script, hurried = STEPS_SCRIPT.with_name("uneven.py"), {"ADAPTATION_INTERVAL_SECONDS": 0.5}
     with local_run(tmp_path, steps=100_000, script=script, controller=hurried, fake_clock=True) as pid:
         log = tmp_path / "log"
         wait_until_true(lambda: "in most steps, at equal shares over their peers: rank 1" in log.read_text(), "a judgement")
@@ -308,7 +308,7 @@ def test_sequences_are_balanced_by_what_they_cost_once_that_has_shown(tmp_path: 
         found: NDArray[np.float64] = 2 * both.max(axis=0) / both.sum(axis=0)
         return found
 
-    with local_run(tmp_path, steps=100_000, script=script, controller={"JUDGE_EVERY": 0.5}, fake_clock=True) as pid:
+    with local_run(tmp_path, steps=100_000, script=script, controller={"ADAPTATION_INTERVAL_SECONDS": 0.5}, fake_clock=True) as pid:
         wait_until_true(lambda: "BalanceLengths" in log.read_text(), "a judgement")
         wait_until_true(lambda: (uneven()[-100:] < 1.1).all(), "what is dealt costs the same, for a hundred steps")
         judged = len(uneven())
@@ -322,7 +322,7 @@ def test_sequences_are_balanced_by_what_they_cost_once_that_has_shown(tmp_path: 
 
 
 def test_ranks_that_are_slow_by_turns_train_apart_until_they_no_longer_are(tmp_path: Path) -> None:
-    hurried = {"JUDGE_EVERY": 0.5, "HOLD_SECONDS": 1.0, "SLOWDOWN": 1.3}
+    hurried = {"ADAPTATION_INTERVAL_SECONDS": 0.5, "HOLD_SECONDS": 1.0, "SLOWDOWN": 1.3}
     erratic = STEPS_SCRIPT.with_name("erratic.py")
     log = tmp_path / "log"
     with local_run(tmp_path, steps=100_000, script=erratic, controller=hurried) as pid:

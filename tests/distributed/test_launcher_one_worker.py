@@ -49,7 +49,7 @@ def test_a_gpu_that_falls_off_the_bus_is_a_fault_and_ends_no_launcher(
         ctypes.CDLL(str(library))  # pynvml then finds it under NVML's name
         return open_gpu_monitor()
 
-    monkeypatch.setattr(launcher, "open_gpus", open_double)
+    monkeypatch.setattr(launcher, "open_gpu_monitor", open_double)
     with create_team(tmp_path, steps=10_000) as one:
         one.environment |= double.environment
         one_worker(one)
@@ -141,7 +141,7 @@ def test_a_launcher_gives_signs_of_life_while_nothing_changes_and_none_after_its
     [("sigkill", -9, ""), ("raise", 1, "RuntimeError: scripted failure"), ("exit", 1, "")],
 )
 def test_a_failed_rank_starts_the_next_round_in_place(tmp_path: Path, kind: str, exit_code: int, error: str) -> None:
-    with create_team(tmp_path, steps=6, faults=[{"rank": 1, "round": 1, "step": 4, "kind": kind}]) as one:
+    with create_team(tmp_path, steps=6, list_faults=[{"rank": 1, "round": 1, "step": 4, "kind": kind}]) as one:
         one_worker(one)
         assert one.workers["a"].wait() == 0, one.read_logs()
         (fault,) = one.workers["a"].read_faults()
@@ -165,7 +165,7 @@ def test_a_warm_process_that_does_not_start_in_time_ends_its_launcher(tmp_path: 
 
 def test_two_rounds_without_a_step_are_not_followed_by_a_third(tmp_path: Path) -> None:
     faults = [{"rank": 0, "round": number, "step": 1, "kind": "exit"} for number in (1, 2, 3)]
-    with create_team(tmp_path, steps=2, faults=faults) as one:
+    with create_team(tmp_path, steps=2, list_faults=faults) as one:
         one_worker(one)
         one.wait_for_state("a", LauncherState.FAILED)
         assert [fault.round for fault in one.workers["a"].read_faults()] == [1, 2]
@@ -177,7 +177,7 @@ def test_two_rounds_without_a_step_are_not_followed_by_a_third(tmp_path: Path) -
 
 def test_restarts_end_with_the_plans_budget(tmp_path: Path) -> None:
     faults = [{"rank": 0, "round": number, "step": 2 * number, "kind": "sigkill"} for number in (1, 2, 3)]
-    with create_team(tmp_path, steps=9, faults=faults) as one:
+    with create_team(tmp_path, steps=9, list_faults=faults) as one:
         one_worker(one, restarts=1)
         one.wait_for_state("a", LauncherState.FAILED)
         assert one.workers["a"].read_heartbeat().round == 2
@@ -221,7 +221,7 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_killed_for_the_next_membership(tmp_path: Path) -> None:
-    with create_team(tmp_path, steps=8, faults=[{"rank": 1, "round": 1, "step": 3, "kind": "stop"}]) as one:
+    with create_team(tmp_path, steps=8, list_faults=[{"rank": 1, "round": 1, "step": 3, "kind": "stop"}]) as one:
         one_worker(one)
         one.wait_for(lambda: "round 1 stop" in one.read_diary(1), "rank 1 stands still")
         one.give_plan(Plan(version=2, membership=2, round=2, members=one.build_members(a=[0, 1]), store_port=29411, restarts=5))

@@ -34,7 +34,7 @@ def assert_finished(one: LauncherTeam, *names: str) -> None:
 
 
 def test_all_start_the_next_round_when_one_rank_fails_and_only_its_worker_is_named(tmp_path: Path) -> None:
-    with create_team(tmp_path, steps=6, faults=[{"rank": 1, "round": 1, "step": 3, "kind": "sigkill"}]) as one:
+    with create_team(tmp_path, steps=6, list_faults=[{"rank": 1, "round": 1, "step": 3, "kind": "sigkill"}]) as one:
         three(one)
         assert_finished(one, "a", "b", "c")
         assert [len(one.workers[name].read_faults()) for name in "abc"] == [0, 1, 0], one.read_logs()
@@ -97,7 +97,7 @@ def test_a_launcher_with_another_secret_takes_no_part(tmp_path: Path) -> None:
 
 def test_ranks_that_fail_at_once_cost_one_round(tmp_path: Path) -> None:
     faults = [{"rank": rank, "round": 1, "step": 3, "kind": "sigkill"} for rank in range(3)]
-    with create_team(tmp_path, steps=5, faults=faults) as one:
+    with create_team(tmp_path, steps=5, list_faults=faults) as one:
         three(one)
         assert_finished(one, "a", "b", "c")
         assert {one.workers[name].read_heartbeat().round for name in "abc"} == {2}
@@ -193,7 +193,7 @@ def test_a_launcher_that_is_started_again_in_its_pod_joins_its_peers_in_the_next
 
 def test_a_worker_that_finished_helps_when_a_peer_fails_at_the_very_end(tmp_path: Path) -> None:
     """Rank 2 fails in the last step of round 1 after the others are through: all must come back for it."""
-    with create_team(tmp_path, steps=4, faults=[{"rank": 2, "round": 1, "step": "end", "kind": "exit"}]) as one:
+    with create_team(tmp_path, steps=4, list_faults=[{"rank": 2, "round": 1, "step": "end", "kind": "exit"}]) as one:
         three(one)
         assert_finished(one, "a", "b", "c")
         assert [one.read_diary(rank)[-1] for rank in range(3)] == ["round 2 end"] * 3

@@ -28,7 +28,7 @@ def stalls(one: LauncherTeam) -> list[FaultReport]:
 
 
 def judge(tmp_path: Path, rank: int, kind: str) -> HangVerdict:
-    with create_team(tmp_path, steps=12, faults=[{"rank": rank, "step": 7, "kind": kind}], script=SCRIPT, hang=0.6) as one:
+    with create_team(tmp_path, steps=12, list_faults=[{"rank": rank, "step": 7, "kind": kind}], script=SCRIPT, hang=0.6) as one:
         start(one)
         found = one.wait_for(lambda: diagnose_hang(stalls(one), world_size=8), "a verdict")
         newest = {state.rank: (state, fault) for fault in stalls(one) for state in fault.ranks}
@@ -81,7 +81,7 @@ def test_a_stopped_rank(tmp_path: Path) -> None:
 
 def test_a_rank_that_dies_is_no_hang_and_the_next_round_knows_its_own_groups(tmp_path: Path) -> None:
     faults = [{"rank": 2, "step": 7, "kind": "kill"}, {"rank": 2, "step": 3, "kind": "none"}]
-    with create_team(tmp_path, steps=9, faults=faults, script=SCRIPT, hang=5.0) as one:
+    with create_team(tmp_path, steps=9, list_faults=faults, script=SCRIPT, hang=5.0) as one:
         start(one)
         assert [worker.wait() for worker in one.workers.values()] == [0, 0], one.read_logs()
         assert "round 2 step 9" in one.read_diary(2)

@@ -123,8 +123,8 @@ def test_beside_a_device_memory_is_taken_and_a_copy_is_made_valid_while_the_trai
     def rank_main(rank: int) -> int:
         dist.init_process_group("gloo")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pacekeeper.keep.store.copies_for", lambda _: Beside())
-            hold = _Hold(patch, "_new_slot")
+            patch.setattr("pacekeeper.keep.store.create_slot_copies", lambda _: Beside())
+            hold = _Hold(patch, "_create_slot")
             writer = _Rank(rank, tmp_path)
             writer.step()
             for step in (1, 2):
@@ -151,7 +151,7 @@ def test_no_copy_is_written_over_before_all_ranks_have_the_next_one(tmp_path: Pa
         dist.init_process_group("gloo")
         seen: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("pacekeeper.keep.store.copies_for", lambda _: Beside())
+            patch.setattr("pacekeeper.keep.store.create_slot_copies", lambda _: Beside())
             writer = _Rank(rank, tmp_path)
             writer.step()
             for step in (1, 2):

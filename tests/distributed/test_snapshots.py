@@ -145,7 +145,7 @@ def test_a_snapshot_costs_what_it_holds_up_and_a_tenth_of_what_goes_on_beside(
     def rank_main(rank: int) -> float:
         dist.init_process_group("gloo")
         here = pytest.MonkeyPatch()
-        here.setattr("pacekeeper.keep.store.copies_for", lambda _: Launched())
+        here.setattr("pacekeeper.keep.store.create_slot_copies", lambda _: Launched())
         here.setattr("pacekeeper.keep.snapshot_writer.time", SimpleNamespace(perf_counter=lambda: now))
         worker = Worker(rank, tmp_path, ranks=1, local=1)
         for step in (1, 2):

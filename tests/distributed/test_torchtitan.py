@@ -145,7 +145,7 @@ class Loop:
         self.step = 2
         self.checkpointer: Any = Checkpointer()
         if not config.keeps:
-            self.checkpointer = SimpleNamespace(enable=False, close=lambda: None, save=lambda *_, **__: None)
+            self.checkpointer = SimpleNamespace(enable=False, affinity=lambda: None, save=lambda *_, **__: None)
         self.metrics_processor = SimpleNamespace(log=lambda *_: None)
         self.validator = SimpleNamespace(should_validate=lambda step: step % 3 == 0)
         self.steps, self.at_step = config.training.steps, config.at_step
@@ -270,7 +270,7 @@ def loop_of_torchtitan(from_step: int, until: int, at_step: Callable[[int], None
             )
             self.checkpointer = Checkpointer()
             self.checkpointer.enable = keeps
-            self.metrics_processor = SimpleNamespace(log=lambda *_: None, close=lambda: None)
+            self.metrics_processor = SimpleNamespace(log=lambda *_: None, affinity=lambda: None)
             self.validator = SimpleNamespace(should_validate=lambda step: step % 3 == 0, validate=lambda *_: None)
             self.gc_handler = SimpleNamespace(run=lambda _: None)
             self.dataloader = self.model_parts = ()

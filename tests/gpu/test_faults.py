@@ -35,7 +35,7 @@ x, y, side, graph = torch.ones(1024, device=gpu), torch.ones(8, device=gpu), tor
 dist.all_reduce(x)
 y *= 1  # CUDA loads a kernel when it is used first, and waits for the GPU then
 torch.cuda.synchronize()
-assert torch_internals.used_gpus() == [0], torch_internals.used_gpus()
+assert torch_internals.list_used_gpus() == [0], torch_internals.list_used_gpus()
 records = []
 torch.cuda._sleep(10_000_000_000)  # clock ticks
 work = dist.all_reduce(x, async_op=True)
@@ -94,7 +94,7 @@ class Faults(unittest.TestCase):
         folder = Path(tempfile.mkdtemp(prefix="pacekeeper-gpu-"))
         self.addCleanup(shutil.rmtree, folder)
         settings = {} if ON_GPU else {"hang": 3.0}  # the stand-in sleeps where a GPU is waited for
-        with create_team(folder, steps=12, faults=[fault], script=script, **settings) as one:
+        with create_team(folder, steps=12, list_faults=[fault], script=script, **settings) as one:
             one.environment |= {"BACKEND": backend, "GLOO_SOCKET_IFNAME": "lo"}
             for rank, name in enumerate("ab"):
                 one.environment |= on_a_host_of_its_own(rank)

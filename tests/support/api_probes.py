@@ -627,7 +627,7 @@ def what_a_deletion_answers(api: ProbeClient) -> Sequence[object]:
     ]
 
 
-@register_probe(["MODIFIED traced", "MODIFIED traced", "DELETED traced"])
+@register_probe(["MODIFIED_MESSAGE traced", "MODIFIED_MESSAGE traced", "DELETED traced"])
 def events_of_a_deletion_with_a_finalizer(api: ProbeClient) -> Sequence[object]:
     """The write that takes the last finalizer is told as the deletion alone."""
     made = api.create("incidents", build_incident("traced", labels={"probe": "traced"}))
@@ -712,7 +712,7 @@ def a_pod_whose_finalizer_goes_within_its_grace(api: ProbeClient) -> Sequence[ob
     return freed, still
 
 
-@register_probe(["ADDED forced", "MODIFIED forced", "DELETED forced"])
+@register_probe(["ADDED forced", "MODIFIED_MESSAGE forced", "DELETED forced"])
 def events_of_a_forced_deletion(api: ProbeClient) -> Sequence[object]:
     """Also where no grace is given, watches are told of the deletion first."""
     since = api.list_objects("pods").version
@@ -1401,7 +1401,7 @@ def network_policies(api: ProbeClient) -> Sequence[object]:
 # Watches
 
 
-@register_probe(["ADDED w-1", "MODIFIED w-1", "ADDED w-2", "DELETED w-1"])
+@register_probe(["ADDED w-1", "MODIFIED_MESSAGE w-1", "ADDED w-2", "DELETED w-1"])
 def a_watch_tells_in_order(api: ProbeClient) -> Sequence[object]:
     since = api.list_objects("configmaps").version
     api.create("configmaps", build_config_map("w-1", labels={"probe": "watched"}))

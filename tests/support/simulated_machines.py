@@ -118,7 +118,7 @@ class MachinesHarness:
         return body
 
     def create_worker_pod(self, ordinal: int = 0, *, incarnation: int = 0, **options: Any) -> str:
-        """The name of a new worker's pod. `options`: of `worker_pod`, and `spec`: of the pod's template."""
+        """The name of a new worker's pod. `options`: of `build_worker_pod`, and `spec`: of the pod's template."""
         spec = {"terminationGracePeriodSeconds": 10, **options.pop("spec", {})}
         template = {"spec": {"containers": [TRAINER], **spec}}
         job = TrainingJob(NAMESPACE, "j", self.job["metadata"]["uid"], 1, JobSpec(template))

@@ -21,13 +21,13 @@ LIBRARIES = {LIBRARY, "pacekeeper/native/paths.so", RECORDING}
 SAY = """
 import logging, pathlib
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-from pacekeeper.launcher.nccl import usable_plugin
+from pacekeeper.launcher.nccl import find_usable_plugin
 from pacekeeper.launcher.shim import SHIM, why_unusable
 from pacekeeper.observe.transport import open_transport
-print(usable_plugin(), open_transport(pathlib.Path("0.transport")))
+print(find_usable_plugin(), open_transport(pathlib.Path("0.transport")))
 print("shim:", why_unusable(SHIM))
 from pacekeeper.observe import opening
-print("recording:", opening.WHY_SLOW or opening.fast.recording.__file__)
+print("recording:", opening.NATIVE_UNAVAILABLE_REASON or opening.fast.recording.__file__)
 """
 
 

@@ -8,7 +8,7 @@ Lines, the host's first:
 
 Either direction has a key of its own, made of the secret and both nonces, and every message its number: what was
 recorded on another connection, earlier on this one or in the other direction proves nothing. Nothing is parsed before
-its proof but the first two lines, and no line is longer than `LONGEST_LINE`. It keeps strangers out; it hides nothing.
+its proof but the first two lines, and no line is longer than `MAX_AUTHENTICATED_LINE_BYTES`. It keeps strangers out; it hides nothing.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def list_backends() -> list[str]:
 def on_new_process_group(made: Callable[[Any], None]) -> None:
     """Calls `made` with each process group of this rank that is made or split off from now on, before its first use.
 
-    Which ranks it has is not known yet: ask `ranks_of` later.
+    Which ranks it has is not known yet: ask `get_group_ranks` later.
     """
     module: Any = distributed_c10d
     register = module._register_process_group

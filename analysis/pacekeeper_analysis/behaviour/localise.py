@@ -25,7 +25,7 @@ from .pattern import MAX_FUNCTION_NAME_LENGTH, TimeOwner
 from .table import FunctionStatistics, PatternTable, read_table
 
 MIN_SUSPECT_SPREADS = 5.0
-"""Σ|Δ| over the spread of the peers (1.48 of their median absolute deviation, LEAST_SPREAD at least)."""
+"""Σ|Δ| over the spread of the peers (1.48 of their median absolute deviation, MIN_PEER_SPREAD at least)."""
 MIN_PEER_SPREAD = 0.02
 MIN_GROWTH_SPREAD = 0.01
 """In its place where ranks are held against their own early steps: the middle one of many differs by less."""

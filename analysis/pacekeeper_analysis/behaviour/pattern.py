@@ -77,7 +77,7 @@ class ProcessSetup:
     delayed: Annotated[float, Within(-1, 1)] = -1.0  # … that it was ready to run, and others had the processors
     infiniband: bool = False  # the machine has such devices
     anomalies: bool = False  # autograd looks for anomalies: slow, for debugging
-    variables: Annotated[tuple[Annotated[str, MaxLength(120)], ...], MaxLength(40)] = ()  # NAME=value, of `VARIABLES`
+    variables: Annotated[tuple[Annotated[str, MaxLength(120)], ...], MaxLength(40)] = ()  # NAME=value, of `REPORTED_VARIABLES`
 
 
 REPORTED_VARIABLES = frozenset(
@@ -200,7 +200,7 @@ class ProfileAnswer:
         return ProfileAnswer(*(_rename_functions(each, rename, sources) for each in (self.pattern, self.baseline)))
 
     def to_bytes(self) -> bytes:
-        """At most MOST_ANSWER_BYTES: stacks make room where names have become longer."""
+        """At most MAX_PROFILE_ANSWER_BYTES: stacks make room where names have become longer."""
         patterns = {"pattern": self.pattern, "baseline": self.baseline}
         data = encode_compact_json({name: None if each is None else each.to_json() for name, each in patterns.items()})
         if len(data) <= MAX_PROFILE_ANSWER_BYTES:

@@ -218,7 +218,7 @@ def _encode_plot(plot: FunctionPlot, suspects: Sequence[int], step_seconds: floa
 
 
 def compute_usual_range(shares: np.ndarray[Any, Any], busy: np.ndarray[Any, Any]) -> list[list[float]]:
-    """Where a rank is like its peers, as `localise` has it but for σ: |Δβ| + |Δβμ| ≤ SUSPECT spreads.
+    """Where a rank is like its peers, as `localise` has it but for σ: |Δβ| + |Δβμ| ≤ MIN_SUSPECT_SPREADS spreads.
     Rows of μ, lowest β and highest β; a use at which no β is usual has none."""
     if not len(shares):
         return []

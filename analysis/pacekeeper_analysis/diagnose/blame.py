@@ -139,7 +139,7 @@ def find_usual_transfer_times(now: Mapping[TransferClass, MeasuredTransfer]) -> 
 def find_slow_transfers(
     now: Mapping[TransferClass, MeasuredTransfer], usual: Mapping[TransferClass, float]
 ) -> dict[TransferClass, float]:
-    """How many times as long as usual (seconds per byte), where that is SLOW_TRANSFER times or more and no rank's
+    """How many times as long as usual (seconds per byte), where that is MIN_SLOW_TRANSFER_RATIO times or more and no rank's
     lateness hides it: they come together within less time than the transfer takes."""
     slow = {}
     for kind, found in now.items():

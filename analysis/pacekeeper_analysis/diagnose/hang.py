@@ -82,7 +82,7 @@ def diagnose_hang(faults: Sequence[FaultReport], world_size: int, ceiling_second
 
 
 def find_blocked_ends(stalls: Sequence[FaultReport]) -> tuple[BlockedConnection, ...]:
-    """Ends that have got nothing through for BLOCKED_SECONDS, the longest first, by what each worker has told last."""
+    """Ends that have got nothing through for MIN_BLOCKED_SECONDS, the longest first, by what each worker has told last."""
     newest = {fault.worker: fault for fault in sorted(stalls, key=lambda each: each.noticed_at)}
     ends = [end for fault in newest.values() for end in fault.blocked if end.seconds >= MIN_BLOCKED_SECONDS]
     return tuple(sorted(ends, key=lambda end: -end.seconds))

@@ -133,7 +133,7 @@ class _ProbeSlowness:
     """A pair's times over the controls'."""
 
     transfer: float
-    ping: float  # 1 where it is not longer by LEAST_PING_SECONDS
+    ping: float  # 1 where it is not longer by MIN_PING_EXCESS_SECONDS
 
     @classmethod
     def from_probes(cls, probes: Sequence[LinkProbe], rate: float, ping: float) -> Self:

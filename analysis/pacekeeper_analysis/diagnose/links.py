@@ -2,7 +2,7 @@
 
     cells = join(evidence)                      # one a direction of two ranks and window of some seconds
     view = judge(cells)                         # the delay matrix, and what of it is hot
-    by_ratio(cells)                             # all of it, for people
+    sort_cells_by_ratio(cells)                             # all of it, for people
 
 Delay matrix: D[s, d] = log(busy seconds for each MB that s sent to d), of cells with 8 MB at least (slow ones: 1 MB),
 for each class of link by itself (on one node, between nodes; counted by the kernel, by NCCL). Median polish,

@@ -122,7 +122,7 @@ class StepModel:
         }
 
     def build_window_at(self, paces: Mapping[int, float]) -> AlignedWindow:
-        """With these ranks as slow as is known by more steps (`paces_by`): in these few they are more or less so by
+        """With these ranks as slow as is known by more steps (`select_relative_times`): in these few they are more or less so by
         luck."""
         before, factor = self.window.compute_seconds, np.ones(len(self.rank_slowdown))
         for rank, pace in paces.items():

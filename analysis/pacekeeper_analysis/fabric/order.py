@@ -42,7 +42,7 @@ def _group_by_tier(seats: list[Name], places: Mapping[Name, TopologyLocation], t
 def arrange_in_mesh(ordered: Sequence[Name], shape: Sequence[int], weight: Sequence[float]) -> list[Name]:
     """Seats for a mesh of workers whose last axis varies fastest, so that its heaviest axis joins neighbours.
 
-    ordered: as `by_topology` gives them, one for each place of the mesh. weight: bytes of each axis. Only whole workers
+    ordered: as `order_by_topology` gives them, one for each place of the mesh. weight: bytes of each axis. Only whole workers
     change places: what a worker's own ranks say to each other stays where it is. Raises ValueError where `shape` is not
     that of so many.
     """

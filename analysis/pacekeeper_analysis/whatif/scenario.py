@@ -3,10 +3,10 @@
 A scenario says how long each operation takes: as recorded, ideally, or something else for a selection of operations.
 Scenarios are values: each change returns a new one.
 
-    AS_RECORDED.but(Where(replicas=[12]), takes=PEERS)              rank 12 at its peers' pace
-    ALL_IDEAL.but(Where(types=["backward-compute"]), takes=RECORDED)   only backward as it was
-    AS_RECORDED.but(Where(types=["forward-compute"]), takes=UNINTERRUPTED)   without pauses for garbage collection
-    AS_RECORDED.apart(Where(types=["grads-reduce-scatter"]))        replicas do not wait for each other
+    RECORDED_SCENARIO.but(Where(replicas=[12]), takes=PEERS)              rank 12 at its peers' pace
+    IDEAL_SCENARIO.but(Where(types=["backward-compute"]), takes=RECORDED)   only backward as it was
+    RECORDED_SCENARIO.but(Where(types=["forward-compute"]), takes=UNINTERRUPTED)   without pauses for garbage collection
+    RECORDED_SCENARIO.apart(Where(types=["grads-reduce-scatter"]))        replicas do not wait for each other
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OperationSelection:
         self.replicas = None if replicas is None else frozenset(replicas)
         self.workers = None if workers is None else frozenset(workers)
         self.steps = None if steps is None else frozenset(steps)
-        self._at: dict[tuple[int, int], NDArray[np.bool_]] = {}  # what `replicas_at` has found
+        self._at: dict[tuple[int, int], NDArray[np.bool_]] = {}  # what `select_replicas` has found
 
     def includes(self, operation: Operation) -> bool:
         """Whether the operation is meant, in at least one replica and step; it goes by its type and stage."""

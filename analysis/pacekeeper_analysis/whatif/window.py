@@ -133,7 +133,7 @@ class RecordedWindow:
                 yield self.graph.with_independent_replicas(nodes), [index]
 
     def _split_blocks(self, scenarios: list[int]) -> Iterator[tuple[list[int], slice]]:
-        """Scenarios and steps in blocks of about COLUMNS_AT_ONCE columns."""
+        """Scenarios and steps in blocks of about MAX_COLUMNS_SIMULATED columns."""
         count = len(self.steps)
         steps = min(count, max(1, MAX_COLUMNS_SIMULATED // (len(scenarios) * self.replicas)))
         width = max(1, MAX_COLUMNS_SIMULATED // (steps * self.replicas))

@@ -26,7 +26,7 @@ PHASES_EVERY, PHASES = (60, 900), (0.02, 0.2)
 
 @dataclass(frozen=True)
 class Scenario:
-    """seed: of what is seen. stale_seconds: how old the metrics are that are looked at. restart_known: whether the job
+    """seed: of what is seen. evidence_delay_seconds: how old the metrics are that are looked at. restart_known: whether the job
     has been through a restart before, and knows what it costs."""
 
     seed: int

@@ -108,7 +108,7 @@ class Strain:
     all_slow: float = 1.0  # the same of all ranks
     turns: float = 1.0  # of one rank in each step, drawn anew
     transfer_seconds: float = 0.0  # that each transfer takes longer
-    gc_seconds: float = 0.0  # of a pause, of each rank once in GARBAGE_EVERY steps
+    gc_seconds: float = 0.0  # of a pause, of each rank once in GC_INTERVAL_STEPS steps
     lengths: float = 0.0  # standard deviation of the logarithm of a rank's work in a step: sequences, dealt unevenly
     movable: bool = False  # it stays behind with a worker that is exchanged
 

@@ -43,7 +43,7 @@ TRIED = (
             (
                 (f"{DIAGNOSE}.blame", "LEAST_SHARE"),
                 (f"{DIAGNOSE}.links", "HOT"),
-                (f"{PROFILING}.localise", "SUSPECT"),
+                (f"{PROFILING}.localise", "MIN_SUSPECT_SPREADS"),
                 (f"{PROFILING}.localise", "WEIGHT"),
             ),
             (0.5, 2.0),

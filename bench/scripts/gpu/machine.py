@@ -31,7 +31,7 @@ found = {"available": torch.cuda.is_available(), "torch": torch.__version__, "cu
 if found["available"]:
     card = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info(0)
-    found |= {"card": card.name, "capability": f"{card.major}.{card.minor}", "memory_bytes": total, "free_bytes": free}
+    found |= {"card": card.name, "capability": f"{card.major}.{card.minor}", "read_memory_bytes": total, "free_bytes": free}
     found["nccl"] = list(torch.cuda.nccl.version()) if torch.distributed.is_nccl_available() else []
 print(json.dumps(found))
 """

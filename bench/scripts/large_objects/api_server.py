@@ -87,9 +87,9 @@ class Server:
             return self.refuse(404, "NotFound")
         match request.method:
             case "PUT":
-                found = self.put(kind, sent, "MODIFIED")
+                found = self.put(kind, sent, "MODIFIED_MESSAGE")
             case "PATCH":
-                found = self.put(kind, patched(found, sent), "MODIFIED")
+                found = self.put(kind, patched(found, sent), "MODIFIED_MESSAGE")
             case "DELETE":
                 del self.objects[kind][key]
                 self.publish_event(kind, "DELETED", found)
@@ -120,7 +120,7 @@ class Server:
         self.watches.setdefault(kind, set()).add(queue)
         for body in self.objects.get(kind, {}).values():
             if int(body["metadata"]["resourceVersion"]) > since:
-                queue.put_nowait(json.dumps({"type": "MODIFIED", "object": body}).encode() + b"\n")
+                queue.put_nowait(json.dumps({"type": "MODIFIED_MESSAGE", "object": body}).encode() + b"\n")
         bookmark = {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(self.now)}}}
         try:
             with contextlib.suppress(ConnectionError):

@@ -5,7 +5,7 @@ NICs of the same number of 32 hosts); it has as many uplinks as NICs (1:1) or ha
 NIC's port, but a trunk as fast as eight. With dual ports each NIC has one in each of two planes, half as fast as the
 NIC, as in Alibaba's HPN (SIGCOMM 2024).
 
-Jobs reduce their gradients over a ring for each rail, as NCCL's channels do, in the order of `order.by_topology`: that
+Jobs reduce their gradients over a ring for each rail, as NCCL's channels do, in the order of `order.order_by_topology`: that
 first half of the remedy is given to all who plan. A ring's edges under one leaf meet nobody and are left out.
 """
 

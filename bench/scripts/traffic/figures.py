@@ -77,7 +77,7 @@ def compute_statistics(
     holds = {
         "faster_where_jobs_collide": all(_reaches_goal(RATIO, of["ratio"]) for of in roomy.values()),
         "no_job_slower": all(_reaches_goal(NEVER_BELOW, of["least_ratio_of_a_job"]) for of in roomy.values()),
-        "never_slower": all(_reaches_goal(NEVER_BELOW, of["least_ratio"]) for of in (*roomy.values(), tight)),
+        "never_slower": all(_reaches_goal(NEVER_BELOW, of["min_ratio"]) for of in (*roomy.values(), tight)),
         "paths_in_force": in_force >= IN_FORCE_RATIO,
         "simulator_agrees": all(abs(of["mean_mbits"] / of["mean_simulated"] - 1) <= AGREEMENT for of in compared),
         "replanned_after_cut": all(cut.recovered <= REPLANNED_SECONDS for cut in cuts),
@@ -105,7 +105,7 @@ def _compute_count_statistics(runs: Sequence[Run], alone: float) -> dict[str, An
         "collide": round(len(collide) / sum(run.jobs for run in ecmp), 3),
         "ratio": _ratio((before.speeds[job], after.speeds[job]) for before, after, job in collide),
         "ratio_simulated": _ratio((before.simulated[job], after.simulated[job]) for before, after, job in collide),
-        "least_ratio": _least(mean(after) / mean(before) for before, after in in_force),
+        "min_ratio": _least(mean(after) / mean(before) for before, after in in_force),
         "least_ratio_of_slowest": _least(min(after) / min(before) for before, after in in_force),
         "least_ratio_of_a_job": _least(
             will / was for before, after in in_force for was, will in zip(before, after, strict=True)

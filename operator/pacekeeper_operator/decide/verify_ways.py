@@ -1,13 +1,13 @@
 """Whether other ways are better: a round that was begun for them is measured, and what is no better is not kept.
 
-    a round is due      → the connections tell their pace by the ways so far, or have had their time: `is_known_before`
+    a round is due      → the connections tell their pace by the ways so far, or have had their time: `is_baseline_known`
     first step by them  → from then on it is measured: what the round itself took is none of its slowness
     steady, and told    → the pace of the connections that go another way beside that of before, where it is known, and
                           else the time of a step: `judge`
     no better           → not tried again for a while: `conclude`
     steps are longer    → the ways of before come back, once that pays: `check`
 
-Who asks the ranks for something else meanwhile asks for their connections, too (`links.pace_is_wanted`).
+Who asks the ranks for something else meanwhile asks for their connections, too (`links.needs_pair_throughput`).
 """
 
 from __future__ import annotations

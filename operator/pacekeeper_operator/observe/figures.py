@@ -31,7 +31,7 @@ RANK_ROW = np.dtype(
         ("first_steps_seconds", np.float64),
     ]
 )
-"""`reports.RankFigures`, as far as decisions need them."""
+"""`reports.RankMetrics`, as far as decisions need them."""
 
 RankRows = npt.NDArray[np.void]
 """One a rank, of dtype ROW."""

@@ -66,7 +66,7 @@ def add_window(before: RelativeTimeHistory, rows: RankRows, membership: int, thr
     """With what all ranks tell now, where that is of steps that nothing before was of.
 
     rows: of all ranks, in the order of the plan. threshold: so many times its peers' time makes a rank slow. Under
-    shares that differ by more than SIMILAR nothing is told.
+    shares that differ by more than MAX_SHARE_RATIO nothing is told.
     """
     window = before.next_window_at - before.window_ends[-1] if before.window_ends else 0.0
     if membership != before.membership or now > before.next_window_at + MAX_KEPT_WINDOWS * window:
@@ -93,7 +93,7 @@ def add_window(before: RelativeTimeHistory, rows: RankRows, membership: int, thr
 def _find_persistently_slow(
     windows: Sequence[WindowTimes], ends: Sequence[float], ranks: Sequence[int], steps: int, excess: float
 ) -> PersistentSlowness | None:
-    """Ranks that take more than their peers' time, by OF_THE_EXCESS and the lower median of their newest windows, of as
+    """Ranks that take more than their peers' time, by MIN_MEDIAN_EXCESS_SHARE and the lower median of their newest windows, of as
     many as tell it: in half of them, they may have been held up. A single step that takes long lengthens its whole
     window, so that three of four have to be CLEARLY above their peers. None: there are none, or it may be luck. One
     that the newest window does not show may have recovered: it is as slow as it shows there. steps: of a window."""

@@ -39,7 +39,7 @@ _TOKEN_PATTERN = re.compile(r"[!-~]+")
 QueryRows = Sequence[Mapping[str, Any]]
 """Of an answer's `result`: each the labels of a series and its value."""
 QueryFunction = Callable[[str, float], Awaitable[QueryRows]]
-"""With the seconds that it may take. Raises NotAdmitted, Slow, TooMuch, or requests' RequestException,
+"""With the seconds that it may take. Raises PrometheusAccessDenied, Slow, QueryTooLarge, or requests' RequestException,
 PrometheusApiClientException."""
 _TOO_LARGE_STATUSES = frozenset({413, 414, 431})
 """Statuses of a question beyond a limit."""
@@ -140,7 +140,7 @@ def _check_rows(found: Any) -> QueryRows:
 
 
 def _read_credentials(folder: Path) -> Mapping[str, bytes]:
-    """What the Secret holds of what is known. Raises NotAdmitted where that can be no credentials."""
+    """What the Secret holds of what is known. Raises PrometheusAccessDenied where that can be no credentials."""
     try:
         found = {key: (folder / key).read_bytes() for key in SECRET_KEYS if (folder / key).exists()}
     except OSError as error:
@@ -174,7 +174,7 @@ def _create_auth(found: Mapping[str, bytes]) -> AuthBase | None:
 
 
 def _check_response(response: Response, **_: object) -> None:
-    """Raises NotAdmitted where the answer is about us, not about the query."""
+    """Raises PrometheusAccessDenied where the answer is about us, not about the query."""
     if response.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         response.close()
         raise PrometheusAccessDenied(

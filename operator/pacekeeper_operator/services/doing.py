@@ -173,7 +173,7 @@ async def _check_nodes(operator: Operator, desk: JobContext, nodes: Mapping[str,
         if check is not None and check.passed is not True:
             verb = "failed" if check.passed is False else "could not be looked at"
             note = f"{name} {verb}: {check.message}"
-            await events.emit_job_event(operator, desk.job, "Preflight", note, "LookAtNodes", warning=True)
+            await events.emit_job_event(operator, desk.job, "Preflight", note, "CheckNodes", warning=True)
     desk.cache.node_checks |= found
 
 
@@ -183,7 +183,7 @@ async def _sync_workload(operator: Operator, desk: JobContext, stage: WorkloadPr
     turn = desk.cache.queue_decision = await queues.sync_workload(operator, desk.job, known, stage)
     if known is None or turn.admitted != known.admitted:
         note = f"queue {desk.job.queue} has admitted it" if turn.admitted else turn.message
-        await events.emit_job_event(operator, desk.job, "Admitted" if turn.admitted else "Queued", note, "AttendQueue")
+        await events.emit_job_event(operator, desk.job, "Admitted" if turn.admitted else "Queued", note, "SyncWorkload")
     return QUEUE_POLL_SECONDS
 
 

@@ -100,14 +100,14 @@ class SidecarService:
         self._polls: dict[Caller, asyncio.Timeout] = {}
 
     async def authenticate(self, token: str, source: str) -> Caller:
-        """`source`: the address that the token came from. Raises Unauthenticated, Forbidden, TooMany or NotYet."""
+        """`source`: the address that the token came from. Raises Unauthenticated, Forbidden, TooManyRequests or RetryLater."""
         caller = await self._wait_for_caller(await self._token_reviewer.review(token, source))
         self._check_rate(caller)
         return caller
 
     def recheck_rate(self, caller: Caller) -> None:
         """Of a call that was let in a while ago: those that came with it may have cost too much since. Raises
-        TooMany."""
+        TooManyRequests."""
         self._calls.refund(caller)
         self._check_rate(caller)
 
@@ -129,7 +129,7 @@ class SidecarService:
             self._calls.charge(caller, min(calls, WORKER_CALL_BURST))
 
     async def _wait_for_caller(self, holder: PodIdentity) -> Caller:
-        """The worker that this pod is, once it is known. Raises Forbidden or NotYet."""
+        """The worker that this pod is, once it is known. Raises Forbidden or RetryLater."""
         with suppress(TimeoutError):
             return await self._runtime.run_with_timeout(JOB_KNOWN_TIMEOUT_SECONDS, self._wait_until_known(holder))
         return self._identify_worker(holder)
@@ -144,7 +144,7 @@ class SidecarService:
                 await self._jobs.wait_for_change(holder.namespace, match["job"])
 
     def _identify_worker(self, holder: PodIdentity) -> Caller:
-        """The worker that this pod is. Raises Forbidden or NotYet."""
+        """The worker that this pod is. Raises Forbidden or RetryLater."""
         match = _WORKER_NAME.fullmatch(holder.pod)
         if match is None:
             raise Forbidden(f"pod {holder.namespace}/{holder.pod} is not a worker")
@@ -213,7 +213,7 @@ class SidecarService:
         return until if until >= wait else min(until + hold, most)
 
     async def receive_fault(self, caller: Caller, fault: FaultReport) -> None:
-        """Returns once what was decided about the fault is written. Raises NotYet, TooMany, Forbidden, InputError."""
+        """Returns once what was decided about the fault is written. Raises RetryLater, TooManyRequests, Forbidden, InputError."""
         _require_own_worker(caller, fault.worker)
         _check_fault_name(fault)
         job = self._get_job(caller)
@@ -236,7 +236,7 @@ class SidecarService:
             raise RetryLater(f"fault {fault.name} is being looked into") from None
 
     def needs_evidence(self, caller: Caller, request: str) -> bool:
-        """Whether this request is out, and goes to this worker: other answers are of no use to anybody. Raises NotYet
+        """Whether this request is out, and goes to this worker: other answers are of no use to anybody. Raises RetryLater
         where too many collectives are held."""
         plan = self._get_job(caller).plan
         if plan is None or not request or _find_member(plan, caller) is None:
@@ -287,7 +287,7 @@ class SidecarService:
             job.wake.set()
 
     def needs_profile_answer(self, caller: Caller, window: str, rank: int) -> bool:
-        """Whether this behaviour window is out, and the rank is the caller's. Raises NotYet where too many patterns are
+        """Whether this behaviour window is out, and the rank is the caller's. Raises RetryLater where too many patterns are
         held."""
         job = self._get_job(caller)
         profile = None if job.plan is None else job.plan.profile
@@ -330,7 +330,7 @@ class SidecarService:
                     del self._polls[caller]
 
     def _get_job(self, caller: Caller) -> JobCache:
-        """Raises NotYet where the job has gone since its worker was let in."""
+        """Raises RetryLater where the job has gone since its worker was let in."""
         job = self._jobs.find(caller.namespace, caller.job)
         if job is None:
             raise RetryLater(f"no job {caller.namespace}/{caller.job} is known any more")

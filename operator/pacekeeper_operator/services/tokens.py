@@ -79,7 +79,7 @@ class TokenReviewer:
         self._free = asyncio.Semaphore(MAX_CONCURRENT_REVIEWS)
 
     async def review(self, token: str, source: str) -> PodIdentity:
-        """`source`: the address that it came from. Raises Unauthenticated, Forbidden, TooMany or TemporaryError."""
+        """`source`: the address that it came from. Raises Unauthenticated, Forbidden, TooManyRequests or TemporaryError."""
         digest = hashlib.sha256(token.encode(errors="replace")).digest()
         verdict = self._find_cached(digest)
         if verdict is None and (why := find_token_flaw(token, self._runtime.now())):

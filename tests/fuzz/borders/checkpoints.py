@@ -68,7 +68,7 @@ def told(found: dict[str, Any]) -> object:
 @cache
 def volume() -> dict[str, Any]:
     """A published checkpoint: its files by name, the manifest as a document."""
-    group = cast(CpuGroup, SimpleNamespace(group=ALONE, all_agree=bool, gather=lambda mine: [mine]))
+    group = cast(CpuGroup, SimpleNamespace(group=ALONE, all_agree=bool, all_gather=lambda mine: [mine]))
     with tempfile.TemporaryDirectory() as place:
         folder = CheckpointFolder(Path(place), round_=1, job=JOB)
         folder.claim()
@@ -198,7 +198,7 @@ def news(data: Any) -> object:
         return read_checkpoint_status(Path(file.name))
 
 
-NEWS = {"step": 100, "kept_ns": 10**12, "failed_rank": 3, "error": "rank 3: no room"}
+NEWS = {"step": 100, "published_ns": 10**12, "failed_rank": 3, "error": "rank 3: no room"}
 
 BORDERS = [
     Border("checkpoints", lambda: [volume()], mutate_volume, on_a_volume, judge=whole_or_none, cases=250),

@@ -86,7 +86,7 @@ def served() -> Iterator[Enter]:
         return found
 
     try:
-        with patch.object(sidecars, "TAKE_SECONDS", 0.0):
+        with patch.object(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.0):
             yield enter
     finally:
         loop.run_until_complete(ends.aclose())

@@ -205,7 +205,7 @@ class TestPolicies:
         assert (any(moved), stood) == (False, 0)
 
     def test_by_old_metrics_all_see_it_as_much_later(self) -> None:
-        fresh, old = (scenario(TWICE, 240, stale_seconds=seconds) for seconds in (0, 15))
+        fresh, old = (scenario(TWICE, 240, evidence_delay_seconds=seconds) for seconds in (0, 15))
         assert first_sign(old) == first_sign(fresh) + 15
         begins = [
             next(n for n, way in enumerate(self.plays("shares only", of)[0]) if way.shares) for of in (fresh, old)

@@ -308,7 +308,7 @@ class TestFigures:
     def test_where_planning_wins_all_holds(self) -> None:
         found, holds = compute_statistics(50.0, WON, WON, [WELL])
         assert unreached(holds) == []
-        assert (found["jobs"]["2"]["ratio"], found["jobs"]["2"]["least_ratio"]) == (2.0, 2.0)
+        assert (found["jobs"]["2"]["ratio"], found["jobs"]["2"]["min_ratio"]) == (2.0, 2.0)
 
     def test_jobs_that_do_not_collide_are_not_asked_for_a_gain_but_for_no_loss(self) -> None:
         found, holds = compute_statistics(50.0, [run(20.0, 20.0), run(20.0, 20.0, planned=True)], WON, [WELL])

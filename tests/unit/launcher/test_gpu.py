@@ -35,14 +35,14 @@ PROGRAM = """
 import dataclasses, json, logging, sys, threading, time
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format='"%(message)s"')
 import pynvml
-from pacekeeper.launcher.gpu import GpuWatch, Timing
+from pacekeeper.launcher.gpu import NvmlMonitor, Timing
 over = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
 hung, *without = sys.argv[1:]
 for name in without:
     delattr(pynvml, name)
 health = ()
-watch = GpuWatch(pynvml, Timing(wait=0.02, check=0.05, hung=float(hung), pause=0.02, longest_pause=0.1))
+watch = NvmlMonitor(pynvml, Timing(wait=0.02, check=0.05, hung=float(hung), pause=0.02, longest_pause=0.1))
 while not over.wait(0.01):
     for event in watch.poll(time.monotonic()):
         print(json.dumps(dataclasses.asdict(event)), flush=True)

@@ -312,7 +312,7 @@ class TestTheFolderOfARun:
     @pytest.fixture(autouse=True)
     def parent(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(local_module, "_SHARED_MEMORY", tmp_path)
-        monkeypatch.setattr(local_module, "_ENOUGH_BYTES", 0)
+        monkeypatch.setattr(local_module, "_MIN_SHARED_MEMORY_BYTES", 0)
         return tmp_path
 
     def test_another_run_leaves_it_alone_whatever_it_sees_of_processes(self, monkeypatch: pytest.MonkeyPatch) -> None:

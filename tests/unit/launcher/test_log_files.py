@@ -72,7 +72,7 @@ def test_a_stream_goes_where_torchrun_would_have_it(output: OutputOptions, expec
 
 
 def test_a_single_ranks_lines_have_no_prefix_unless_one_is_asked_for() -> None:
-    alone = replace(PLACE, several=False)
+    alone = replace(PLACE, shares_console=False)
     assert plan(OutputOptions(), place=alone).prefix == ""
     assert plan(OutputOptions(prefix_template="$rank>"), place=alone).prefix == "5>"
 
@@ -131,8 +131,8 @@ async def test_a_folder_that_takes_no_files_leaves_the_output_on_the_console(
 def test_a_file_system_that_stands_still_holds_up_nobody_and_what_is_lost_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pacekeeper.launcher.log_files._PENDING_BYTES", 1 << 20)
-    monkeypatch.setattr("pacekeeper.launcher.log_files._DRAIN_SECONDS", 0.01)
+    monkeypatch.setattr("pacekeeper.launcher.log_files._MAX_PENDING_LOG_BYTES", 1 << 20)
+    monkeypatch.setattr("pacekeeper.launcher.log_files._LOG_DRAIN_SECONDS", 0.01)
     os.mkfifo(tmp_path / "fifo")
     read_end = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)  # which nobody reads
     file = (tmp_path / "fifo").open("wb", buffering=0)

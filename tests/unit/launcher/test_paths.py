@@ -521,7 +521,7 @@ class TestFinder:
     async def test_who_waits_for_a_knock_that_never_comes_says_so(
         self, runtime: RuntimeFolder, ended: asyncio.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(path_finder, "HEAR_SECONDS", 0.01)
+        monkeypatch.setattr(path_finder, "KNOCK_WAIT_SECONDS", 0.01)
         wanted = (PlannedPath(1, 0, "s1"), PlannedPath(0, 1, "s1"))
         members = (Member("w0", "127.0.0.1", (0,)), Member("w1", "127.0.0.2", (1,)))
         plan = replace(self.PLAN, members=members, paths=Paths(wanted, (Hop(S1, "s1"),), 25000, 25999)).build_worker_plan("w1")

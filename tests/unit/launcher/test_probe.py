@@ -114,7 +114,7 @@ async def test_a_transfer_that_does_not_end_in_time_tells_what_came_through(
         return await read(reader, min(size, 200_000))
 
     monkeypatch.setattr(asyncio.StreamReader, "read", slowly)
-    monkeypatch.setattr(probe, "TRANSFER_BYTES", 8 * PROBE_TRANSFER_BYTES)
+    monkeypatch.setattr(probe, "PROBE_TRANSFER_BYTES", 8 * PROBE_TRANSFER_BYTES)
     async with host() as (_, port):
         (found,) = await measured(tmp_path, ProbeTarget("w", f"127.0.0.1:{port}"))
     assert found.failed == ""

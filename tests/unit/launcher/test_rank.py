@@ -346,7 +346,7 @@ def test_a_script_reads_its_standard_input_and_writes_unbuffered(runner: Runner)
 
 def test_variables_that_come_too_late_are_named_once(runner: Runner) -> None:
     script = (
-        "import os, sys\nfrom pacekeeper.launcher.late import heed_late_variables\n"
+        "import os, sys\nfrom pacekeeper.launcher.late import handle_late_variables\n"
         "sys.modules['torch'] = os  # as if it were imported\nheed_late_variables(dict(os.environ), True)\n"
         "os.environ['TORCH_LOGS'] = '+dynamo'\nos.environ['TORCH_LOGS'] = 'dynamo'\n"
         "os.environ.setdefault('OMP_NUM_THREADS', '3')\nos.environ['OMP_NUM_THREADS'] = '4'\nos.environ['OTHER'] = ''\n"
@@ -358,8 +358,8 @@ def test_variables_that_come_too_late_are_named_once(runner: Runner) -> None:
 def test_numpy_uses_as_many_threads_as_the_rank_may(runner: Runner) -> None:
     count = "openblas_get_num_threads"
     script = (
-        "import ctypes\nfrom pacekeeper.launcher.threads import loaded_libraries\n"
-        "for library in map(ctypes.CDLL, loaded_libraries()):\n"
+        "import ctypes\nfrom pacekeeper.launcher.threads import find_loaded_libraries\n"
+        "for library in map(ctypes.CDLL, find_loaded_libraries()):\n"
         f"    for name in ('{count}', '{count}64_', 'scipy_{count}', 'scipy_{count}64_'):\n"
         "        if hasattr(library, name): print(getattr(library, name)())\n"
     )

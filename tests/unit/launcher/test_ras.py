@@ -144,7 +144,7 @@ async def test_of_a_huge_answer_the_text_is_taken(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_stopped_process_may_take_the_call_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ras, "PATIENCE_OF_A_TRY", 0.05)
+    monkeypatch.setattr(ras, "RAS_GREETING_TIMEOUT_SECONDS", 0.05)
     server = Server(json.dumps(status(rank(0))), silent_calls=2)
     async with serving(server) as environment:
         assert await query_ras(environment) == "1 communicator: all ranks alike"
@@ -152,7 +152,7 @@ async def test_a_stopped_process_may_take_the_call_first(monkeypatch: pytest.Mon
 
 
 async def test_nobody_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ras, "PATIENCE_OF_A_TRY", 0.05)
+    monkeypatch.setattr(ras, "RAS_GREETING_TIMEOUT_SECONDS", 0.05)
     async with serving(Server(None, silent_calls=99)) as environment:
         assert await query_ras(environment, patience=0.2) == "NCCL's RAS has not answered within 0.2 s"
 

@@ -267,7 +267,7 @@ def test_a_rank_that_ends_well_after_sigterm_does_not_make_the_worker_look_finis
 
 def test_a_rank_that_leaves_unasked_is_no_failure(running: Machine) -> None:
     """The library's ranks leave together when one of them is told to."""
-    assert running.see(ranks=failed(0, 143, steered=True)) == []
+    assert running.see(ranks=failed(0, 143, managed=True)) == []
     assert running.see(after=SETTINGS.settle_timeout) == [KillRanks()]
     assert notified(running.see(ranks=GONE, after=60)) == []
     assert running.state.ending is RanksEnding.LEFT

@@ -343,7 +343,7 @@ class TestLengths:
     def test_a_plan_that_the_ranks_cannot_follow_is_taken_back(self) -> None:
         thought, world = self.balanced()
         words = "sequence_cost: the loader does not know how long samples are"
-        refused = evaluate_job(change_members(later(thought, world, 1.0), refused=words), build_policy())
+        refused = evaluate_job(change_members(later(thought, world, 1.0), refusal=words), build_policy())
         assert refused.desired.plan.sequence_cost is None
         (incident,) = refused.desired.state.incidents.current
         assert incident.outcome is IncidentOutcome.NOT_HELPED
@@ -438,13 +438,13 @@ class TestMeasured:
 
     def test_ranks_that_refuse_it_go_on_in_sync_and_are_not_asked_again(self) -> None:
         thought, world = in_local_mode()
-        world = change_members(later(thought, world, 1.0), refused="the mesh has no dimension sync")
+        world = change_members(later(thought, world, 1.0), refusal="the mesh has no dimension sync")
         refused = evaluate_job(world, build_policy())
         assert refused.desired.plan.sync_mode is SyncMode.SYNC
         (incident,) = refused.desired.state.incidents.current
         assert incident.outcome is IncidentOutcome.NOT_HELPED
         assert "no dimension sync" in incident.evidence[-1]
-        world = change_members(later(refused, world, 3600.0), refused="", sync_mode="Sync", steps_in_round=600)
+        world = change_members(later(refused, world, 3600.0), refusal="", sync_mode="Sync", steps_in_round=600)
         thought, _ = looked_into(world, exposed=0.25)
         assert thought.desired.plan.sync_mode is SyncMode.SYNC
 

@@ -102,7 +102,7 @@ class TestWatch:
         pod = {"metadata": {"name": "a", "resourceVersion": "6"}, "data": "x" * 300_000}
         gone = {"metadata": {"name": "a", "resourceVersion": "7"}}
         nothing = {"metadata": {"resourceVersion": "9"}}
-        data = self.line("MODIFIED", pod) + self.line("DELETED", gone) + self.line("BOOKMARK", nothing)
+        data = self.line("MODIFIED_MESSAGE", pod) + self.line("DELETED", gone) + self.line("BOOKMARK", nothing)
         told = await self.told(*[data[at : at + 10_007] for at in range(0, len(data), 10_007)])
         assert told == [WatchEvent(pod, 6), WatchEvent(gone, 7, deleted=True), WatchEvent(None, 9)]
 

@@ -14,8 +14,8 @@ LEVELS = 9_900
 READS = """
 import copy, json, sys
 from pacekeeper_operator.cluster import parse
-from pacekeeper_operator.runtime import read_what_is_nested_deeply
-read_what_is_nested_deeply()
+from pacekeeper_operator.runtime import raise_recursion_limit
+raise_recursion_limit()
 levels = int(sys.argv[1])
 text = json.dumps({"items": [{"spec": {"template": {"x": 0}}}]}).replace("0", "[" * levels + "]" * levels)
 copy.deepcopy(json.loads(text))  # as kopf does

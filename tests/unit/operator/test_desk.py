@@ -169,7 +169,7 @@ class TestPause:
     async def test_one_of_thousands_of_workers_is_not_looked_at_all_the_time(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(reconciling, "WORKERS_A_SECOND", 1.0)  # of its four
+        monkeypatch.setattr(reconciling, "MAX_CHECKED_WORKERS_PER_SECOND", 1.0)  # of its four
         place = await at(build_training(), Settings(network_policies=False, sample_seconds=3.0))
         pauses = [await place.step() for _ in range(20)]
         assert (1 - PASS_INTERVAL_JITTER) * 4.0 <= min(pauses) < 4.0 < max(pauses) <= (1 + PASS_INTERVAL_JITTER) * 4.0

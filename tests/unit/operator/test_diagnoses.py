@@ -64,7 +64,7 @@ def looked_at(*works: Mapping[Any, float]) -> Callable[[], Incident]:
         world = build_training()
         draft = world.desired.with_plan(profile=ProfileRequest("profile-7", 600, 32, 20.0))
         world = world.with_desired(draft.with_profiling(asked_at=NOW - 30, until=NOW + 30, round=1))
-        (said,) = list_decisions(evaluate_job(replace(world, patterns=4, localised=LocalizedProfile("profile-7", found, "{}")), build_policy()))
+        (said,) = list_decisions(evaluate_job(replace(world, patterns=4, localized_profile=LocalizedProfile("profile-7", found, "{}")), build_policy()))
         return said
 
     return incident

@@ -111,7 +111,7 @@ def test_quarantines_are_asked_for() -> None:
 
 def test_the_network_is_guarded_where_the_platform_wants_it() -> None:
     assert asked(build_training(), ApplyNetworkPolicy) == [ApplyNetworkPolicy(1)]
-    assert not [e for e in list_effects(build_training(), build_policy(guards_network=False), {}) if isinstance(e, ApplyNetworkPolicy)]
+    assert not [e for e in list_effects(build_training(), build_policy(applies_network_policy=False), {}) if isinstance(e, ApplyNetworkPolicy)]
 
 
 class TestEnd:

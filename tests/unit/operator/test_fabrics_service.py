@@ -520,14 +520,14 @@ class TestTraffic:
     @pytest.mark.parametrize("measured", ["restart_seconds", "exchange_seconds"])
     def test_what_a_round_took_last_is_what_it_takes(self, place: Place, measured: str) -> None:
         draft = build_training(4, 0).desired.with_budget(**{measured: 1.5})
-        found = of_job(place.job(draft=draft))
+        found = of_job(place.job(desired=draft))
         assert found is not None
         assert found.round_seconds == 1.5
 
     def test_who_was_replanned_lately_is_left_alone_for_longer_each_time(self, place: Place) -> None:
         def replanned(*ages: float) -> float:
             past = tuple(PastIncident(IncidentCause.SLOW_COMMUNICATION, NOW - age, 1.0) for age in ages)
-            found = of_job(place.job(draft=build_training(4, 0).desired.with_incidents(past=past)))
+            found = of_job(place.job(desired=build_training(4, 0).desired.with_incidents(past=past)))
             assert found is not None
             return found.round_seconds
 
@@ -539,7 +539,7 @@ class TestTraffic:
 
     def test_nor_is_one_whose_ways_are_being_tried(self, place: Place) -> None:
         draft = build_training(4, 0).desired.with_adaptation(way_trial=RouteTrial("i", 2, 0.1))
-        found = of_job(place.job(draft=draft))
+        found = of_job(place.job(desired=draft))
         assert found is not None
         assert found.round_seconds == math.inf
 
@@ -549,7 +549,7 @@ class TestTraffic:
         self, phase: JobPhase, age: float, held: bool
     ) -> None:
         draft = build_training(4, 0).desired.with_adaptation(ways_tried=(FailedRoute(NOW - age, 1, 0),))
-        found = of_job(Place().job(draft=draft, phase=phase))
+        found = of_job(Place().job(desired=draft, phase=phase))
         assert found is not None
         assert found.held is held
 
@@ -571,9 +571,9 @@ class TestTraffic:
 
     def test_who_has_no_members_or_ends_sends_nothing(self, place: Place) -> None:
         draft = build_training(4, 0).desired
-        assert of_job(place.job(draft=draft.with_plan(members=()))) is None
-        assert of_job(place.job(draft=draft.with_plan(stop=Stop.SUSPEND))) is None
-        assert of_job(place.job(draft=draft.with_lifecycle(completed_at=1.0))) is None
+        assert of_job(place.job(desired=draft.with_plan(members=()))) is None
+        assert of_job(place.job(desired=draft.with_plan(stop=Stop.SUSPEND))) is None
+        assert of_job(place.job(desired=draft.with_lifecycle(completed_at=1.0))) is None
         assert of_job(JobCache()) is None
         assert traffic.collect_traffic(JobRegistry(0.0), NOW) == {}
 
@@ -598,7 +598,7 @@ class TestTraffic:
 
     def test_bytes_that_were_measured_between_nodes(self, place: Place) -> None:
         draft = build_training(4, 0).desired
-        memory = place.job(draft=draft.with_plan(evidence_request="q"))
+        memory = place.job(desired=draft.with_plan(evidence_request="q"))
 
         def end(worker: int, local: str, remote: str, acked: int) -> Evidence:
             window = LinkWindow(local, remote, rank=worker, acked_bytes=acked, busy_seconds=1.0, seconds=5.0)
@@ -616,7 +616,7 @@ class TestTraffic:
 
     async def test_they_count_in_the_plan(self, place: Place) -> None:
         place.cluster.fabric()
-        memory = place.job(draft=build_training(4, 0).desired.with_plan(evidence_request="q"))
+        memory = place.job(desired=build_training(4, 0).desired.with_plan(evidence_request="q"))
         windows = (("a:1", "b:2", 0, 16000), ("b:2", "a:1", 1, 1000))
         for local, remote, rank, acked in windows:
             window = LinkWindow(local, remote, rank=rank, acked_bytes=acked, busy_seconds=1.0, seconds=5.0)

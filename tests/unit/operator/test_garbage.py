@@ -78,9 +78,9 @@ async def test_what_is_free_goes_back_to_the_kernel_wherever_it_lies() -> None:
 IN_A_THREAD = """
 import threading, sys
 from pathlib import Path
-from pacekeeper_operator.runtime import have_one_heap
+from pacekeeper_operator.runtime import limit_malloc_arenas
 if sys.argv[1:]:
-    have_one_heap()
+    limit_malloc_arenas()
 kept = []
 thread = threading.Thread(target=lambda: kept.append(bytes(10_000)))
 thread.start()

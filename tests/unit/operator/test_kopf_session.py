@@ -40,7 +40,7 @@ class Server:
             response = web.StreamResponse()
             await response.prepare(request)
             for body in self.jobs:
-                event = {"type": "MODIFIED", "object": body}
+                event = {"type": "MODIFIED_MESSAGE", "object": body}
                 await response.write(json.dumps(event).encode() + b"\n")
             await response.write(b'{"type":"ERROR","object":{"kind":"Status","code":410}}\n')
             return response

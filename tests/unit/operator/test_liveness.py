@@ -90,7 +90,7 @@ class TestProcess:
     async def test_what_does_not_leave_is_made_to(
         self, serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(process, "LEAVING_SECONDS", 0.01)
+        monkeypatch.setattr(process, "OPERATOR_SHUTDOWN_SECONDS", 0.01)
 
         async def die() -> None:
             raise RuntimeError("a defect")

@@ -147,7 +147,7 @@ class Lives:
     def kept(self, mine: TrainingJob, draft: DesiredState) -> ClusterView:
         seen = self.memory.build_cluster_view(mine, draft, self.now)
         durations = {cause: tuple(sorted(seconds)) for cause, seconds in seen.past_durations.items()}
-        return replace(seen, past_seconds=durations)
+        return replace(seen, past_durations=durations)
 
 
 def goes_first(other: JobCache, mine: TrainingJob, draft: DesiredState) -> bool:
@@ -180,7 +180,7 @@ def test_what_is_kept_is_what_looking_at_all_jobs_would_find() -> None:
                 kept, found = lives.kept(mine, draft), lives.found(mine, draft)
                 assert kept == found
                 told.update(name for name, value in vars(found).items() if value)
-    wanted = {"suspects", "hung_nodes", "hung_elsewhere", "past_seconds", "older_job_waits", "reached_elsewhere"}
+    wanted = {"suspects", "hung_nodes", "hung_elsewhere", "past_durations", "older_waiting_job", "reached_elsewhere"}
     assert wanted <= {name for name, count in told.items() if count > 100}, "the dice have drawn all of it"
 
 

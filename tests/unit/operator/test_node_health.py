@@ -86,8 +86,8 @@ class TestSettings:
         [
             ("TAINTS", "a b", "taint 'a b': write key, key=value or key=value:Effect"),
             ("TAINTS", "a:Never", "taint 'a:Never'"),
-            ("CONDITIONS", "A=Maybe", "condition 'A=Maybe': write a type, or type=status"),
-            ("CONDITIONS", "Ready=False", "condition Ready: what is not ready is taken for lost anyway; leave it out"),
+            ("DEFAULT_LEAVE_CONDITIONS", "A=Maybe", "condition 'A=Maybe': write a type, or type=status"),
+            ("DEFAULT_LEAVE_CONDITIONS", "Ready=False", "condition Ready: what is not ready is taken for lost anyway; leave it out"),
         ],
     )
     def test_what_is_none_is_refused_with_the_remedy(self, variable: str, text: str, words: str) -> None:

@@ -45,7 +45,7 @@ def training_on(world: Observation) -> Observation:
     """Those who are heard have just been heard to complete a step."""
     for view in world.members:
         if view.silent_seconds < WORKER_SILENT_SECONDS:
-            world = change_worker(world, view.name, stepped_seconds=1.0)
+            world = change_worker(world, view.name, seconds_since_step=1.0)
     return world
 
 

@@ -40,8 +40,8 @@ def test_a_running_pod() -> None:
 
 
 def test_how_the_trainer_ended_not_the_sidecar() -> None:
-    ended = container("trainer", terminated={"exitCode": 137, "reason": "OOMKilled", "message": "last words"})
-    other = container("debug", terminated={"exitCode": 0})
+    ended = container("trainer", get_termination={"exitCode": 137, "reason": "OOMKilled", "message": "last words"})
+    other = container("debug", get_termination={"exitCode": 0})
     view = view_pod(pod(containerStatuses=[other, ended]))
     assert (view.exit_code, view.exit_reason, view.exit_message) == (137, "OOMKilled", "last words")
 
@@ -51,7 +51,7 @@ def test_how_the_trainer_ended_not_the_sidecar() -> None:
     [(0, f"mine\n{FINISHED_MESSAGE}\n", True), (0, "mine", False), (1, FINISHED_MESSAGE, False)],
 )
 def test_whether_the_ranks_have_finished(code: int, message: str, finished: bool) -> None:
-    ended = container("trainer", terminated={"exitCode": code, "message": message})
+    ended = container("trainer", get_termination={"exitCode": code, "message": message})
     assert view_pod(pod(containerStatuses=[ended])).finished is finished
 
 
@@ -70,8 +70,8 @@ def test_whose_image_is_missing() -> None:
 
 def failed_before(code: int = 3, **status: Any) -> dict[str, Any]:
     """An init container has ended, and the trainer has never run."""
-    sidecar = container("pacekeeper-sidecar", terminated={"exitCode": 137})
-    fetch = container("fetch", terminated={"exitCode": code, "reason": "Error", "message": "no such bucket"})
+    sidecar = container("pacekeeper-sidecar", get_termination={"exitCode": 137})
+    fetch = container("fetch", get_termination={"exitCode": code, "reason": "Error", "message": "no such bucket"})
     waiting = container("trainer", waiting={"reason": "PodInitializing"})
     return pod(initContainerStatuses=[sidecar, fetch], containerStatuses=[waiting], phase="Failed", **status)
 

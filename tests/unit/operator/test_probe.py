@@ -80,7 +80,7 @@ def test_who_is_busy_for_one_figure_only_is_seen(monkeypatch: pytest.MonkeyPatch
         machine.work(1.0, ran=1.0)
         return found
 
-    monkeypatch.setattr(probe, "_core_seconds", lambda: work("cores", [0.003] * 4))
+    monkeypatch.setattr(probe, "_time_cores", lambda: work("cores", [0.003] * 4))
     monkeypatch.setattr(probe, "_work", lambda: work("stretch", 1))
     monkeypatch.setattr(probe, "check_memory", lambda: work("memory", 1e9))
     told = probe.measure_node_speed()

@@ -338,7 +338,7 @@ class TestPass:
     async def test_its_pods_go_where_its_flavour_is(self, operator: Operator, cluster: FakeCluster) -> None:
         desk = await self.at_work(operator, cluster, build_training())
         there = NodePlacement({"pool": "h100"}, ({"key": "gpu"},))
-        desk.cache.queue_decision = replace(HERE, flavors={WORKERS_POD_SET: frozenset({"h100"})}, placing={"h100": there})
+        desk.cache.queue_decision = replace(HERE, flavors={WORKERS_POD_SET: frozenset({"h100"})}, placements={"h100": there})
         await handle_effect(operator, desk, CreatePod(WorkerRecord("j-w9-0", 9, 0)))
         pod = cluster.objects["pods", "ns", "j-w9-0"]
         assert pod["spec"]["nodeSelector"] == {"pool": "h100"}

@@ -243,7 +243,7 @@ async def test_a_senseless_query_is_refused(client: Client, query: str) -> None:
 
 
 async def test_a_slow_body_is_not_waited_for(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(server, "BODY_TIMEOUT_SECONDS", 0.05)
     answered = asyncio.Event()
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -277,7 +277,7 @@ class TestBodies:
     async def test_who_waits_for_its_turn_waits_no_longer_than_a_body_may_take(
         self, client: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
+        monkeypatch.setattr(server, "BODY_TIMEOUT_SECONDS", 0.05)
         go_on = asyncio.Event()
         calls = [client.post("/v1/plan", data=halves(asyncio.Event(), go_on), **W0) for _ in range(3)]
         assert [answer.status for answer in await asyncio.gather(*calls)] == [408] * 3
@@ -344,7 +344,7 @@ class TestBodies:
     async def test_a_worker_whose_ranks_are_all_in_many_groups_has_room(
         self, client: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        monkeypatch.setattr(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.0)
         entered = format_entered({2**32 - 1 - n: 2**40 for n in range(MAX_ENTERED_GROUPS)})
         stack = 'File "x", line 1, in f(a, b)\n' * 100
         rank = RankState(1, "TRAIN", 0.5, 1, "NONE", 1, 1, 1, 0.5, "S", True, stack, entered=entered)
@@ -365,7 +365,7 @@ class TestBodies:
         assert (await client.post("/v1/plan", json=beat, **W0)).status == 200
 
     async def test_the_fullest_reports_pass(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        monkeypatch.setattr(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.0)
         beat = BEAT | {"unkillable_ranks": list(range(MAX_WORKER_RANKS))}
         assert (await client.post("/v1/plan", json=beat, **W0)).status == 200
         rank = RankState(1, "TRAIN", 0.5, 1, "NONE", 1, 1, 1, 0.5, "S", True, 'File "x", line 1, in f(a, b)\n' * 10)
@@ -426,7 +426,7 @@ class TestWhatBodiesCost:
             clock.at += 0.5
             return True
 
-        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        monkeypatch.setattr(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.0)
         monkeypatch.setattr(Communicator, "fits", fits)
         job.publish(WORLD.desired.with_plan(evidence_request="why", evidence_parts=PARTS), "2")
         groups = (Communicator(1, "0-1"),)
@@ -521,7 +521,7 @@ async def test_a_fault_is_taken_once_what_was_decided_is_written(client: Client,
 
 
 async def test_a_fault_that_is_looked_into_is_to_be_sent_again(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.05)
+    monkeypatch.setattr(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.05)
     answer = await client.post("/v1/faults", json=build_crash("j-w0-0", 0).to_json(), **W0)
     assert answer.status == 503
     assert answer.headers["Retry-After"]
@@ -821,7 +821,7 @@ class TestLevels:
 class TestFaults:
     @pytest.fixture(autouse=True)
     def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        monkeypatch.setattr(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.0)
 
     async def send(self, client: Client, name: str, **changes: Any) -> int:
         fault = replace(build_crash("j-w0-0", 0), name=name, **changes)
@@ -842,7 +842,7 @@ class TestFaults:
     async def test_of_too_many_the_oldest_stay(
         self, client: Client, job: JobCache, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(faults, "MAX_OF_WORKER", 3)
+        monkeypatch.setattr(faults, "MAX_FAULTS_PER_WORKER", 3)
         statuses = [await self.send(client, f"j-w0-0-{number}") for number in range(5)]
         assert statuses == [503, 503, 503, 429, 429]
         assert list(job.faults) == ["j-w0-0-0", "j-w0-0-1", "j-w0-0-2"]
@@ -855,7 +855,7 @@ class TestFaults:
         self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A rank that evaluates for half an hour has all others stall, again and again."""
-        monkeypatch.setattr(faults, "MAX_OF_WORKER", 2)
+        monkeypatch.setattr(faults, "MAX_FAULTS_PER_WORKER", 2)
 
         async def tell(number: int, round_: int = 1) -> int:
             fault = replace(
@@ -879,7 +879,7 @@ class TestFaults:
         self, job: JobCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         first = build_stall("j-w0-0", 0, noticed_at=NOW)
-        monkeypatch.setattr(faults, "MAX_BYTES_OF_WORKER", 2000)
+        monkeypatch.setattr(faults, "MAX_FAULT_BYTES_PER_WORKER", 2000)
         assert job.faults.add(first, 3) == ""
         large = replace(build_stall("j-w0-0", 0, noticed_at=NOW + 3), name="j-w0-0-large", error="x" * 1500)
         assert "bytes" in job.faults.add(large, 3)
@@ -910,7 +910,7 @@ class TestFaults:
         assert not job.faults.is_superseded(earlier)
 
     async def test_their_bytes_count_too(self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(faults, "MAX_BYTES_OF_WORKER", 3000)
+        monkeypatch.setattr(faults, "MAX_FAULT_BYTES_PER_WORKER", 3000)
         statuses = [await self.send(client, f"j-w0-0-{number}", error="x" * 1500) for number in range(2)]
         assert statuses == [503, 429]
         assert len(job.faults) == 1
@@ -922,10 +922,10 @@ class TestFaults:
         plain = job.faults.total_bytes
         assert await self.send(client, "j-w0-0-odd", error="\N{FIRE}" + "x" * 3999) == 503
         assert job.faults.total_bytes - plain > 16_000, "each of its characters takes four bytes"
-        monkeypatch.setattr(sidecars, "MAX_HELD_FAULTS", job.faults.total_bytes - 1)
+        monkeypatch.setattr(sidecars, "MAX_OPEN_FAULT_BYTES", job.faults.total_bytes - 1)
         assert await self.send(client, "j-w0-0-long", error="x" * 4000) == 503, "it is taken in few words"
         assert len(job.faults["j-w0-0-long"].error) == faults.SHORTENED_FAULT_CHARACTERS
-        monkeypatch.setattr(sidecars, "SURE_HELD_FAULTS", 0)
+        monkeypatch.setattr(sidecars, "GUARANTEED_FAULT_BYTES", 0)
         assert await self.send(client, "j-w0-0-more") == 429
         assert await self.send(client, "j-w0-0-odd") == 503, "that one is held"
         job.publish(WORLD.desired.settle_faults(tuple(job.faults)), "2")
@@ -934,8 +934,8 @@ class TestFaults:
     async def test_nobody_elses_keep_a_hang_from_being_judged(
         self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sidecars, "MAX_HELD_FAULTS", -1)
-        monkeypatch.setattr(sidecars, "SURE_HELD_FAULTS", 0)
+        monkeypatch.setattr(sidecars, "MAX_OPEN_FAULT_BYTES", -1)
+        monkeypatch.setattr(sidecars, "GUARANTEED_FAULT_BYTES", 0)
         for number in range(2):
             told = build_stall(f"j-w{number}-0", number, culprit=number == 1, noticed_at=NOW)
             stack = 'File "a.py", line 1 in main\n' * 100 + 'File "b.py", line 7 in innermost'
@@ -949,8 +949,8 @@ class TestFaults:
     async def test_a_jobs_are_bounded_whoever_sends_them(
         self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(faults, "MAX_FOR_EACH_WORKER", 0)
-        monkeypatch.setattr(faults, "MAX_BESIDE", 1)
+        monkeypatch.setattr(faults, "MAX_JOB_FAULTS_PER_WORKER", 0)
+        monkeypatch.setattr(faults, "MAX_JOB_FAULTS_BASE", 1)
         assert await self.send(client, "j-w0-0-1") == 503
         other = build_crash("j-w1-0", 1).to_json()
         answer = await client.post("/v1/faults", json=other, **as_worker("j-w1-0", "uid-1"))
@@ -974,7 +974,7 @@ class TestClocks:
     async def test_a_fault_is_placed_by_its_age(
         self, client: Client, job: JobCache, monkeypatch: pytest.MonkeyPatch, off: float
     ) -> None:
-        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        monkeypatch.setattr(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.0)
         fault = build_crash("j-w0-0", 0, noticed_at=NOW + off - 3, sent_at=NOW + off)
         await client.post("/v1/faults", json=fault.to_json(), **W0)
         assert next(iter(job.faults.values())).noticed_at == pytest.approx(NOW - 3)
@@ -997,7 +997,7 @@ class TestClocks:
         sent: float,
         placed: float,
     ) -> None:
-        monkeypatch.setattr(sidecars, "TAKE_SECONDS", 0.0)
+        monkeypatch.setattr(sidecars, "FAULT_ACK_TIMEOUT_SECONDS", 0.0)
         fault = build_crash("j-w0-0", 0, noticed_at=noticed, sent_at=sent)
         await client.post("/v1/faults", json=fault.to_json(), **W0)
         assert next(iter(job.faults.values())).noticed_at == placed
@@ -1101,7 +1101,7 @@ class TestConnections:
     async def test_that_say_nothing_are_closed_in_time(
         self, served: SidecarService, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.05)
+        monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_SECONDS", 0.05)
         held = EndpointConnections()
         async with serve_endpoint(served, clock, 0, shown(), address="127.0.0.1", connections=held) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -1211,7 +1211,7 @@ class TestConnections:
     async def test_who_crowds_the_door_makes_room_at_once(
         self, served: SidecarService, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(connections, "DOOR_OF_ADDRESS", 2)
+        monkeypatch.setattr(connections, "MAX_UNAUTHENTICATED_PER_ADDRESS", 2)
         held = EndpointConnections(max_unauthenticated=4, grace_seconds=30.0)
         async with serve_endpoint(served, clock, 0, None, address="127.0.0.1", connections=held) as port:
             patient = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
@@ -1324,7 +1324,7 @@ class TestPatterns:
         assert (await client.post("/v1/patterns/profile-7/0", data=b"x" * 2**15, **W0)).status == 413
         assert (await client.post("/v1/patterns/profile-7/0", data=b"[" * 5000, **W0)).status == 400
         assert (await client.post("/v1/patterns/profile-7/x", data=b"{}", **W0)).status == 400
-        monkeypatch.setattr(sidecars, "MAX_PATTERN_BYTES", -1)
+        monkeypatch.setattr(sidecars, "MAX_HELD_PROFILE_BYTES", -1)
         assert (await client.post("/v1/patterns/profile-7/0", data=b"{}", **W0)).status == 503
         assert asked.profile_answers == {}
 

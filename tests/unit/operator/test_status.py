@@ -227,7 +227,7 @@ def test_no_message_is_longer_than_a_condition_may_be(letters: int) -> None:
     draft = thought.desired.with_incident(replace(incident, message="x" * letters))
     draft = draft.with_placement(template_rejected=1, rejection="y" * letters)
     world = replace(
-        thought.observation.with_desired(draft), hindrances=tuple(BlockedAction("create a", "z" * letters) for _ in range(9))
+        thought.observation.with_desired(draft), blocked_actions=tuple(BlockedAction("create a", "z" * letters) for _ in range(9))
     )
     for condition in build_job_status(world, build_policy(), JobStatus()).conditions:
         assert len(condition.message) <= MAX_JOB_MESSAGE_CHARACTERS

@@ -80,7 +80,7 @@ def test_a_slow_rank_in_the_metrics_is_a_question_not_a_verdict() -> None:
 
 
 def test_many_ranks_tell_of_their_collectives_with_the_second_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "ASKED_AT_ONCE", 3)
+    monkeypatch.setattr(waits, "FIRST_REQUEST_MAX_RANKS", 3)
     asked = evaluate_job(suspicious(), build_policy())
     assert asked.desired.plan.evidence_parts == (EvidencePart.WINDOWS,)
     again = evaluate_job(next_pass(asked, suspicious(), 30.0), build_policy())
@@ -96,7 +96,7 @@ def test_two_kinds_of_witnesses_speak_against_a_slow_rank() -> None:
 
 def test_a_rank_that_nobody_waits_for_is_no_straggler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one of a stage that has more to do than the others."""
-    monkeypatch.setattr(waits, "holds_up", lambda *_: False)
+    monkeypatch.setattr(waits, "is_holding_up_peers", lambda *_: False)
     assert not list_decisions(judged(2.0))
 
 
@@ -374,14 +374,14 @@ def test_incidents_of_a_long_round_go_on_counting_when_the_first_ones_are_forgot
 
 def test_shares_that_the_ranks_refuse_are_not_sent_again_and_something_else_is_tried() -> None:
     world, thought = suspicious(), judged(2.0)
-    refusing = change_members(next_pass(thought, world, 1.0), refused="a replica of 2 ranks takes 2 samples at least")
+    refusing = change_members(next_pass(thought, world, 1.0), refusal="a replica of 2 ranks takes 2 samples at least")
     refused = evaluate_job(refusing, build_policy())
     assert refused.desired.plan.shares is None
     assert not refused.desired.state.incidents.open
-    again = evaluate_job(change_members(next_pass(refused, world, 10.0), refused=""), build_policy())
+    again = evaluate_job(change_members(next_pass(refused, world, 10.0), refusal=""), build_policy())
     assert again.desired.plan.evidence_request, "the rank is slow as before"
     evidence = windows(again.desired.plan.evidence_request, 2.0, (8, 8, 8, 8))
-    tried = evaluate_job(change_members(next_pass(again, world, 20.0, evidence=evidence), refused=""), build_policy())
+    tried = evaluate_job(change_members(next_pass(again, world, 20.0, evidence=evidence), refusal=""), build_policy())
     assert tried.desired.plan.shares is None
     (incident,) = tried.desired.state.incidents.open
     assert incident.remedy not in (None, Remedy.REBALANCE)

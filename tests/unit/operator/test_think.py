@@ -81,7 +81,7 @@ class TestBeginning:
     def test_a_job_waits_for_an_older_one_after_its_first_failure(self) -> None:
         world = build_fresh()
         world = world.with_desired(world.desired.with_placement(retry_at=NOW))
-        behind = replace(world, surroundings=replace(world.cluster_view, older_job_waits="older"))
+        behind = replace(world, surroundings=replace(world.cluster_view, older_waiting_job="older"))
         assert list_missing_workers(evaluate_job(world, build_policy()).observation)
         assert not list_missing_workers(evaluate_job(replace(behind, now=NOW + OLDER_JOB_TURN_SECONDS - 1), build_policy()).observation)
         late = evaluate_job(replace(behind, now=NOW + OLDER_JOB_TURN_SECONDS), build_policy()).observation

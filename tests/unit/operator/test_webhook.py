@@ -106,7 +106,7 @@ async def test_after_an_hour_it_is_given_up() -> None:
 
 
 async def test_no_more_than_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "MOST_WAITING", 3)
+    monkeypatch.setattr(webhook, "MAX_QUEUED_MESSAGES", 3)
     world = World()
     for number in range(5):
         world.webhook.enqueue(JOB, replace(INCIDENT, name=f"gpt-{number}"))

@@ -359,7 +359,7 @@ class TestSockets:
         self, pair: Pair, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         assert inode(pair[0]) in list_socket_inodes(os.getpid())
-        monkeypatch.setattr(sockets, "MOST_FILES", 0)
+        monkeypatch.setattr(sockets, "MAX_OPEN_FILES_SCANNED", 0)
         assert list_socket_inodes(os.getpid()) == set()
 
     def test_a_process_that_has_gone_holds_none(self) -> None:

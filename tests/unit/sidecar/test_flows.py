@@ -86,7 +86,7 @@ def test_of_too_many_flows_the_largest_are_told(monkeypatch: pytest.MonkeyPatch,
     _, rings = worker(tmp_path, 0)
     rings.refresh()
     many = tuple(FlowWindow(1, 0, 1 + peer, FIRST_RANK, 0, peer) for peer in range(MAX_WORKER_FLOWS + 5))
-    monkeypatch.setattr(RankRings, "_flows_of", lambda *_: many)
+    monkeypatch.setattr(RankRings, "_read_flows", lambda *_: many)
     told = rings.build_evidence("why", "w0", 1, PARTS).flows
     assert (len(told), min(flow.sent_bytes for flow in told)) == (MAX_WORKER_FLOWS, 5)
 

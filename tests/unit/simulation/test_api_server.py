@@ -243,7 +243,7 @@ def test_changes_are_told_at_once_with_what_was_before(world: ApiServerOnlyWorld
     world.api.patch("configmaps", "a", NAMESPACE, {"data": {"b": "2"}})
     world.api.delete("configmaps", "a", NAMESPACE)
     assert [(change.type, change.actor, change.verb) for change in told] == [
-        ("MODIFIED", "somebody", "patch"),
+        ("MODIFIED_MESSAGE", "somebody", "patch"),
         ("DELETED", "world", "delete"),
     ]
     assert told[0].previous is not None
@@ -261,7 +261,7 @@ def test_everything_goes_back_to_a_backup_and_the_worlds_own_machines_are_told(w
     api.create("configmaps", in_team(build_config_map("comes")))
     api.subscribe(lambda change: told.append((change.type, change.object["metadata"]["name"])))
     api.restore(backup)
-    assert sorted(told) == [("ADDED", "goes"), ("DELETED", "comes"), ("MODIFIED", "stays")]
+    assert sorted(told) == [("ADDED", "goes"), ("DELETED", "comes"), ("MODIFIED_MESSAGE", "stays")]
     assert api.get("configmaps", "stays", NAMESPACE) == stays
     assert api.get("configmaps", "goes", NAMESPACE) == goes
     assert api.version == backup.version

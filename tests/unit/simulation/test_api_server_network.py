@@ -314,11 +314,11 @@ def test_a_stream_begins_where_it_is_asked_to(world: ApiServerOnlyWorld, read: C
     change(world, "2")
     reader, everything = read(since), read("")
     world.pass_time(1.0)
-    assert reader.words == ["MODIFIED a", "MODIFIED a"]
+    assert reader.words == ["MODIFIED_MESSAGE a", "MODIFIED_MESSAGE a"]
     assert everything.words == ["ADDED a"]
     change(world, "3")
     world.pass_time(1.0)
-    assert reader.words[2:] == everything.words[1:] == ["MODIFIED a"]
+    assert reader.words[2:] == everything.words[1:] == ["MODIFIED_MESSAGE a"]
 
 
 def test_what_is_forgotten_cannot_be_asked_for(world: ApiServerOnlyWorld, read: Callable[..., Reader]) -> None:
@@ -330,7 +330,7 @@ def test_what_is_forgotten_cannot_be_asked_for(world: ApiServerOnlyWorld, read: 
     old, oldest_kept = read(versions[1]), read(versions[2])
     world.pass_time(1.0)
     assert old.words == ["Gone"]
-    assert oldest_kept.words == ["MODIFIED a", "MODIFIED a"]
+    assert oldest_kept.words == ["MODIFIED_MESSAGE a", "MODIFIED_MESSAGE a"]
 
 
 def test_a_stream_ends_after_its_time_with_bookmarks_before(world: ApiServerOnlyWorld, read: Callable[..., Reader]) -> None:
@@ -351,7 +351,7 @@ def test_streams_can_be_ended(world: ApiServerOnlyWorld, read: Callable[..., Rea
     again = read(since)
     world.pass_time(1.0)
     assert reader.words == [words]
-    assert again.words == (["Gone"] if gone else ["MODIFIED a"])
+    assert again.words == (["Gone"] if gone else ["MODIFIED_MESSAGE a"])
 
 
 def test_a_short_cut_makes_a_stream_late(world: ApiServerOnlyWorld, read: Callable[..., Reader]) -> None:
@@ -363,7 +363,7 @@ def test_a_short_cut_makes_a_stream_late(world: ApiServerOnlyWorld, read: Callab
     assert reader.words == []
     world.network.mend(PLACE, API_PLACE)
     world.pass_time(30.0)
-    assert reader.words == ["MODIFIED a"]
+    assert reader.words == ["MODIFIED_MESSAGE a"]
 
 
 def test_after_a_long_cut_a_stream_is_silent_for_ever(world: ApiServerOnlyWorld, read: Callable[..., Reader]) -> None:
@@ -426,7 +426,7 @@ def test_a_paused_reader_hears_it_all_later(world: ApiServerOnlyWorld, client: C
     assert reader.words == []
     client.process.resume()
     world.pass_time(0.1)
-    assert reader.words == ["MODIFIED a", "MODIFIED a"]
+    assert reader.words == ["MODIFIED_MESSAGE a", "MODIFIED_MESSAGE a"]
 
 
 def test_a_reader_that_stops_waiting_loses_nothing(world: ApiServerOnlyWorld, client: Client) -> None:
@@ -446,4 +446,4 @@ def test_a_reader_that_stops_waiting_loses_nothing(world: ApiServerOnlyWorld, cl
     world.pass_time(0.7)
     change(world, "1")
     world.pass_time(2.0)
-    assert told == ["nothing", "MODIFIED", "nothing"]
+    assert told == ["nothing", "MODIFIED_MESSAGE", "nothing"]

@@ -61,7 +61,7 @@ class TrainingCheckerHarness(CheckerHarness):
             process=SimpleNamespace(paused=False, dead=False),
         )
         world = cast(Any, self.world)
-        world.trainings = SimpleNamespace(on_step=[], of_job=lambda uid: self.training if uid == self.job.uid else None)
+        world.trainings = SimpleNamespace(on_step=[], find_training=lambda uid: self.training if uid == self.job.uid else None)
         world.workers, world.nodes = {}, {f"node-{i}": SimpleNamespace(slow=1.0) for i in range(2)}
         world.deployment = SimpleNamespace(pods=[self.leader], leader=self.leader)
         self.checker = Checker(world, cast(Any, SimpleNamespace(costs=frozenset())), 60.0, (*training.TRAINING_RULES, *truth.STATUS_RULES))
@@ -498,7 +498,7 @@ def test_end_names_what_is_open(
 def test_a_quarantine_ends_in_time(court: TrainingCheckerHarness) -> None:
     settled(court)
     court.create_node()
-    node = SimpleNamespace(sick="", shared_check="", slow=1.0, images=ImagePulls.FAIL)
+    node = SimpleNamespace(fault_message="", shared_check="", slow=1.0, images=ImagePulls.FAIL)
     cast(Any, court.world).nodes["node-1"] = node
     court.suspect(who="kubectl", approved=True, expiresAfter="60s")
     status = {"status": {"cordonedAt": format_time(court.world.wall_time())}}

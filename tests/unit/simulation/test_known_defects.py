@@ -136,7 +136,7 @@ def _(patch: Patch) -> None:
 @undoes("peers-of-a-deleted-worker")
 @undoes("peers-of-a-killed-launcher")
 def _(patch: Patch) -> None:
-    patch.setattr(stale, "_somebody_is_given_up", lambda _: False)
+    patch.setattr(stale, "_has_given_up_member", lambda _: False)
 
 
 @undoes("incident-written-late")
@@ -165,7 +165,7 @@ def _(patch: Patch) -> None:
 @undoes("finished-and-lost")
 @undoes("finished-unseen")
 def _(patch: Patch) -> None:
-    patch.setattr(membership, "_cannot_end", lambda *_: False)
+    patch.setattr(membership, "_cannot_finish", lambda *_: False)
 
 
 @undoes("finished-and-removed")
@@ -173,12 +173,12 @@ def _(patch: Patch) -> None:
     def ended_well(view: observation.WorkerView, _membership: int) -> bool:
         return view.pod is not None and view.pod.exit_code == 0
 
-    patch.setattr(stages, "_ended_well", ended_well)
+    patch.setattr(stages, "_has_finished", ended_well)
 
 
 @undoes("all-lose-power")
 def _(patch: Patch) -> None:
-    patch.setattr(node_lost._LivenessSigns, "fails_as_a_whole", False)
+    patch.setattr(node_lost._LivenessSigns, "is_multi_node_failure", False)
 
 
 @undoes("operator-cut-from-node")
@@ -199,7 +199,7 @@ def _(patch: Patch) -> None:
 @undoes("dead-spare-and-resume")
 @undoes("suspended-and-lost")
 def _(patch: Patch) -> None:
-    patch.setattr(workforce, "_nobody_confirms", lambda *_: False)
+    patch.setattr(workforce, "_is_end_unconfirmed", lambda *_: False)
 
 
 @undoes("hang-after-joining")
@@ -220,7 +220,7 @@ def _(patch: Patch) -> None:
 @undoes("shares-outlive-a-straggler")
 def _(patch: Patch) -> None:
     """Steps with other shares stay in the window, and say how the ranks were."""
-    patch.setattr(windows, "_since_shares_changed", lambda _: 0)
+    patch.setattr(windows, "_find_share_change", lambda _: 0)
 
 
 @undoes("stray-pod")
@@ -239,12 +239,12 @@ def _(patch: Patch) -> None:
     def put_off(_errands: errands.EffectRunner, _effect: Any, tries: errands._Attempts, words: str) -> None:
         tries.error = words
 
-    patch.setattr(errands.EffectRunner, "_put_off", put_off)
+    patch.setattr(errands.EffectRunner, "_schedule_retry", put_off)
 
 
 @undoes("kept-off-for-good")
 def _(patch: Patch) -> None:
-    patch.setattr(workforce, "KEPT_OFF_SECONDS", math.inf)
+    patch.setattr(workforce, "UNPLACED_POD_SECONDS", math.inf)
 
 
 @undoes("created-anew")
@@ -285,17 +285,17 @@ def _(patch: Patch) -> None:
 
 @undoes("etcd-is-restored")
 def _(patch: Patch) -> None:
-    patch.setattr(store.ResourceStore, "go_back", lambda _: None)
+    patch.setattr(store.ResourceStore, "reset_versions", lambda _: None)
 
 
 @undoes("job-of-after-a-backup")
 def _(patch: Patch) -> None:
-    patch.setattr(bookkeeping, "_is_the_job", nothing)
+    patch.setattr(bookkeeping, "_require_same_job", nothing)
 
 
 @undoes("bookkeeping-deleted")
 def _(patch: Patch) -> None:
-    patch.setattr(memory.JobRegistry, "prove_by", lambda *_: {})
+    patch.setattr(memory.JobRegistry, "verify_states", lambda *_: {})
 
 
 @undoes("clocks-differ")
@@ -307,17 +307,17 @@ def _(patch: Patch) -> None:
         return ActionResult(draft.with_budget(in_membership=draft.state.budget.in_membership + 1))
 
     patch.setitem(cast(Any, remedies.ACTION_HANDLERS), decisions.CountRestart, apply)
-    patch.setattr(sidecars, "_by_our_clock", lambda at, *_: at)
+    patch.setattr(sidecars, "_convert_time", lambda at, *_: at)
 
 
 @undoes("survivors-stand-still")
 def _(patch: Patch) -> None:
-    patch.setattr(survivors, "can_go_on", lambda *_: False)
+    patch.setattr(survivors, "can_shrink", lambda *_: False)
 
 
 @undoes("whole-replicas")
 def _(patch: Patch) -> None:
-    patch.setattr(survivors, "_workers_of_replicas", lambda _: 1)
+    patch.setattr(survivors, "_count_replica_workers", lambda _: 1)
 
 
 @undoes("clock-set-back")

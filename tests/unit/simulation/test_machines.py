@@ -257,7 +257,7 @@ def test_pods_of_a_node_that_is_gone_are_collected() -> None:
     worker = machines.is_running(name)
     machines.node_pool.nodes[worker.node].vanish()
     assert 39.0 <= machines.wait_until(lambda: machines.find_pod(name) is None, 90.0) <= 61.0
-    said = [change.object for change in machines.changes if change.plural == "pods" and change.type == "MODIFIED"][-1]
+    said = [change.object for change in machines.changes if change.plural == "pods" and change.type == "MODIFIED_MESSAGE"][-1]
     assert view_pod(said).disruption_reason == "DeletionByPodGC"
 
 

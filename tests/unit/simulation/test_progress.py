@@ -33,7 +33,7 @@ def test_at_half_time_it_is_right_by_a_fifth(crashes: tuple[float, ...], monkeyp
 
     monkeypatch.setattr(statuses, "report", report)
     monkeypatch.setattr("simulation.run.SECONDS", 250.0)  # it is done by then
-    monkeypatch.setattr("simulation.run.HEALED_AFTER", 200.0)
+    monkeypatch.setattr("simulation.run.HEALED_BY_SECONDS", 200.0)
     strokes = (FaultInjection(AtTime(20.0), JobFinishes(steps=STEPS)), *(FaultInjection(AtTime(at), RankCrashes(index=1)) for at in crashes))
     jobs = (SimulatedJob(replicas=3, spares=1, spec={"remediation": {"maxRestarts": 100}}),)
     outcome = run_schedule(Schedule(5, Aim.SAFETY, WorldSettings(nodes=8, operator=OPERATOR_SETTINGS), jobs, strokes))

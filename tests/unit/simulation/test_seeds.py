@@ -40,7 +40,7 @@ def test_where_nothing_goes_wrong_nothing_is_done() -> None:
 
 
 def test_a_lost_node_is_made_good_and_the_story_tells_how() -> None:
-    outcome = run_schedule(replace(CALM, strokes=(FaultInjection(AtTime(40.0), PowerFails(), 90.0),)), keep_log=True)
+    outcome = run_schedule(replace(CALM, injections=(FaultInjection(AtTime(40.0), PowerFails(), 90.0),)), keep_log=True)
     assert outcome.violations == ()
     assert {"cause node-lost", "outcome Recovered", "check node_lost", "step membership"} <= outcome.coverage
     told = "\n".join(outcome.log)
@@ -51,13 +51,13 @@ def test_a_lost_node_is_made_good_and_the_story_tells_how() -> None:
 def test_an_operator_that_stays_frozen_is_survived_by_another() -> None:
     """In a run for liveness what never heals is not healed at the end."""
     frozen = FaultInjection(AtTime(40.0), OperatorPaused(which=OperatorTarget.LEADER), None)
-    schedule = replace(CALM, aim=Aim.LIVENESS, world=replace(CALM.world, operators=2), strokes=(frozen,))
+    schedule = replace(CALM, aim=Aim.LIVENESS, world=replace(CALM.world, operators=2), injections=(frozen,))
     outcome = run_schedule(schedule, keep_log=True)
     assert outcome.violations == ()
     assert not [line for line in outcome.log if "runs on" in line]
 
 
 def test_an_operator_killed_after_its_write_goes_on_from_it() -> None:
-    outcome = run_schedule(replace(CALM, strokes=(FaultInjection(AfterWrite(4), OperatorKilled()),)), keep_log=True)
+    outcome = run_schedule(replace(CALM, injections=(FaultInjection(AfterWrite(4), OperatorKilled()),)), keep_log=True)
     assert outcome.violations == ()
     assert sum("leads" in line for line in outcome.log) == 2

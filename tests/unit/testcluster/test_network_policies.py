@@ -78,7 +78,7 @@ def followed(monkeypatch: pytest.MonkeyPatch, server: Server) -> tuple[ObjectCac
 
     monkeypatch.setattr(api, "get", server.get)
     monkeypatch.setattr(api, "watch", server.watch)
-    monkeypatch.setattr(network_policies, "_PAUSE_SECONDS", 0)
+    monkeypatch.setattr(network_policies, "_API_RETRY_SECONDS", 0)
     known = Remembers()
     with pytest.raises(End):
         known.follow_path(PODS)
@@ -86,7 +86,7 @@ def followed(monkeypatch: pytest.MonkeyPatch, server: Server) -> tuple[ObjectCac
 
 
 def test_what_comes_and_goes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = [("ADDED", "two"), ("MODIFIED", "one"), ("DELETED", "one"), ("DELETED", "never seen")]
+    events = [("ADDED", "two"), ("MODIFIED_MESSAGE", "one"), ("DELETED", "one"), ("DELETED", "never seen")]
     known, history = followed(monkeypatch, Server((["one"], events)))
     assert history == [{"one"}, {"one", "two"}, {"one", "two"}, {"two"}, {"two"}]
     assert known.changed.is_set()

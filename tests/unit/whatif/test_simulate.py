@@ -112,7 +112,7 @@ def test_one_replica_recorded_and_all_others_ideal(window: RecordedWindow) -> No
 def test_blocks_change_nothing(window: RecordedWindow, monkeypatch: pytest.MonkeyPatch) -> None:
     scenarios = [RECORDED_SCENARIO, IDEAL_SCENARIO, RECORDED_SCENARIO.with_change(OperationSelection(stages=[0]), takes=IDEAL)]
     whole, alone = window.simulate_step_seconds(scenarios), window.simulate_single_replicas()
-    monkeypatch.setattr(window_module, "COLUMNS_AT_ONCE", 1)
+    monkeypatch.setattr(window_module, "MAX_COLUMNS_SIMULATED", 1)
     assert (window.simulate_step_seconds(scenarios) == whole).all()
     assert (window.simulate_single_replicas() == alone).all()
 

@@ -41,7 +41,7 @@ class SequenceBalancer:
         """`size`: samples in the data set. Raises InputError where `lengths` does not fit it.
 
         Numbers stay where they are, in a file that numpy maps, too; a function is asked again for samples that are not
-        among the last `_REMEMBERED`.
+        among the last `_CACHED_LENGTHS`.
         """
         self._get_length = lru_cache(_CACHED_LENGTHS)(lengths) if callable(lengths) else None
         self._lengths = np.empty(0) if callable(lengths) else np.asarray(lengths)

@@ -1,9 +1,9 @@
 """Hugging Face's Trainer, told to Pacekeeper:
 
-    from pacekeeper.integrations.huggingface import HuggingFaceCallback, newest_checkpoint
+    from pacekeeper.integrations.huggingface import HuggingFaceCallback, find_newest_checkpoint
 
     trainer.add_callback(HuggingFaceCallback())
-    trainer.train(resume_from_checkpoint=newest_checkpoint(output_dir))
+    trainer.train(resume_from_checkpoint=find_newest_checkpoint(output_dir))
 
 Steps, evaluations, checkpoints and the loss are known then, also of a second Trainer in the process. SIGTERM and the
 operator's requests make Trainer write a checkpoint between two steps. Data, batch sizes and gradients stay Trainer's.

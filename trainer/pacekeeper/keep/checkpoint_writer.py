@@ -129,7 +129,7 @@ class CheckpointWriter:
         """What all ranks take for the outcome of the one that `wait` gave here: LOST where it is on one of them, since
         others may have heard of it when that one's patience was over. Collective.
 
-        Raises RoundOver, on all ranks, where this round keeps nothing any more.
+        Raises RoundSupersededError, on all ranks, where this round keeps nothing any more.
         """
         outcomes = self._peers.all_gather(outcome)
         if WriteOutcome.SUPERSEDED in outcomes:

@@ -305,7 +305,7 @@ def prefetch_items(
 ) -> Iterator[tuple[Item, bytes]]:
     """Each item with what is read of it, in their order: in threads, while those before are taken up.
 
-    No more than AHEAD_BYTES lie there at a time, or one item. Raises what `read` raises, when it is the item's turn.
+    No more than MAX_PREFETCHED_BYTES lie there at a time, or one item. Raises what `read` raises, when it is the item's turn.
     """
     with ThreadPoolExecutor(MAX_READER_THREADS, "pacekeeper-reader") as readers:
         coming: deque[tuple[Item, int, Future[bytes]]] = deque()

@@ -86,7 +86,7 @@ class TrainingState:
         return describe_models([state[name] for name in self._models])
 
     def explain_local_misfit(self, state: Any) -> str:
-        """Why what a snapshot has is not what `set_own` takes here; "": it is."""
+        """Why what a snapshot has is not what `restore_local` takes here; "": it is."""
         if not isinstance(state, dict):
             return "it has no objects"
         theirs = {name for name in state if not str(name).startswith(_OUTER_STATE_NAME)}
@@ -113,7 +113,7 @@ class TrainingState:
 
     @property
     def copying_objects(self) -> frozenset[str]:
-        """Names in `own` of what `set_own` leaves with memory of its own, whatever it is given."""
+        """Names in `own` of what `restore_local` leaves with memory of its own, whatever it is given."""
         return frozenset(self._models) | {name for name, its in self._optimizers.items() if _uses_torch_load(its)}
 
     @property

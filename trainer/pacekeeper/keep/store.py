@@ -146,7 +146,7 @@ class StateStore:
             raise InputError(refusal)
 
     def equalize_other_objects(self, excluded_types: tuple[type, ...]) -> None:
-        """As `TrainingState.equalise_others`. Collective."""
+        """As `TrainingState.equalize_other_objects`. Collective."""
         self._state.equalize_other_objects(self._peers.group, excluded_types)
 
     # Snapshots

@@ -176,7 +176,7 @@ class LocalController:
         without_progress: int = 0,
     ) -> None:
         """`mode`: to train in, whatever happens; None: Sync, until another one wins enough. `without_progress`: as in
-        `judge_faults`."""
+        `evaluate_faults`."""
         self._runtime = runtime
         self._give_up = give_up
         self._without_progress = without_progress

@@ -1,6 +1,6 @@
 """Links measured between launchers, on the operator's request: pings and transfers, small enough to hurt nobody.
 
-`ProbeHost` answers, at a port that the heartbeat announces; `Prober` measures, in the turns that the plan gives, and
+`LinkProbeServer` answers, at a port that the heartbeat announces; `Prober` measures, in the turns that the plan gives, and
 writes what it has found. Both ends prove first that they hold the membership's secret (`seal`). Messages after that,
 the guest's first: {"ping": n} → {"pong": n}; {"transfer": bytes}, the bytes themselves → {"took": bytes}.
 """

@@ -55,7 +55,7 @@ def configure_launcher_log() -> None:
 
 
 def redirect_log(stream: CurrentStderr | LogStream) -> None:
-    """Have this process write our log to this stream, where `log_as_launcher` was called."""
+    """Have this process write our log to this stream, where `configure_launcher_log` was called."""
     for handler in logging.getLogger("pacekeeper").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(stream)
@@ -161,7 +161,7 @@ def spawn_warm_process(import_needs: ImportNeeds | None = None) -> WarmProcess:
 _SPAWN_CODE = """
 import importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])
-importlib.import_module(sys.argv[2]).serve_anew(**json.loads(sys.argv[3]))
+importlib.import_module(sys.argv[2]).serve_spawned_process(**json.loads(sys.argv[3]))
 """
 """With the launcher's own path: ranks are to find what they have found before."""
 

@@ -93,7 +93,7 @@ class _Progress:
 class StallDetector:
     """Watches the ranks of one round.
 
-    `longest_step`: how long a step takes a local rank (`step_seconds_of`); `is_stopped`: whether a signal has stopped
+    `measure_step_seconds`: how long a step takes a local rank (`estimate_step_seconds`); `is_stopped`: whether a signal has stopped
     its process. Both are asked only about a rank that stands still.
     """
 
@@ -139,7 +139,7 @@ class StallDetector:
     ) -> FaultReport:
         """The stall that the last `begin_report` was for.
 
-        `looks`: two at each rank's process, BETWEEN_LOOKS apart; `unreachable`: neighbours that did not answer;
+        `looks`: two at each rank's process, PROCESS_SAMPLE_INTERVAL_SECONDS apart; `unreachable`: neighbours that did not answer;
         `communicators`: that the ranks know of, of which those are told that they are in now; `wall`: seconds since the
         epoch; `ended`: as in `look`.
         """

@@ -1,7 +1,7 @@
 """The launchers' meeting over TCP: the host's server, and the client that every launcher has (the host too).
 
 Each message is a `Report` one way or a `View` the other, on a connection that proves itself (`seal`). Whoever is silent
-for `SILENCE` seconds is taken for gone, so that a lost node holds up nobody; whoever does not prove within `PROOF`
+for `RENDEZVOUS_SILENCE_SECONDS` seconds is taken for gone, so that a lost node holds up nobody; whoever does not prove within `PROOF`
 seconds that it belongs to the membership is shown the door, and counted.
 """
 

@@ -90,7 +90,7 @@ class Agreement(CpuGroup):
 
 
 def _encode_directives(directives: Directives, world_size: int) -> list[float]:
-    """_ORDERS numbers, and the shares of all ranks."""
+    """_DIRECTIVE_NUMBERS numbers, and the shares of all ranks."""
     course = directives.training_config
     return [
         directives.plan_version,

@@ -178,7 +178,7 @@ static int64_t now_ns(void) {
 
 /* ---- Handles ---- */
 
-enum kind { NONE, COMMUNICATOR, TASK, OPERATION, STEP };
+enum kind { NONE, TRANSPORT_COMMUNICATOR, TASK, OPERATION, STEP };
 
 static void *handle_of(enum kind kind, uint64_t index, unsigned step) {
     return (void *)(uintptr_t)(index << 8 | step << 4 | kind);
@@ -191,7 +191,7 @@ static uint64_t index_of(const void *handle) { return (uintptr_t)handle >> 8; }
 static struct communicator *communicator_of(struct ring *file, const void *context) {
     uint64_t order = index_of(context);
     struct communicator *found = &file->communicators[(order - 1) % COMMUNICATORS];
-    return kind_of(context) == COMMUNICATOR && order && GET_FIRST(found->order) == order ? found : NULL;
+    return kind_of(context) == TRANSPORT_COMMUNICATOR && order && GET_FIRST(found->order) == order ? found : NULL;
 }
 
 static struct record *running_record(struct ring *file, uint64_t index) {
@@ -204,7 +204,7 @@ static struct work *work_of(uint64_t index) { return &works[(index - 1) % OPERAT
 /* ---- Collectives, sends, receives ---- */
 
 /* As pacekeeper_analysis.records.Collective numbers them; 0: another one. */
-static unsigned collective_of(const char *name) {
+static unsigned identify_collective(const char *name) {
     static const char *const names[] = {
         "",       "AllReduce", "Broadcast", "AllGather", "ReduceScatter", "Reduce",
         "Gather", "Scatter",   "AlltoAll",  "",          "Send",          "Recv",
@@ -236,7 +236,7 @@ static void *start_task(struct ring *file, const void *context, const struct eve
     VOID(task->index);
     SET(task->communicator, GET(communicator->id));
     SET(task->sequence, sequence);
-    SET(task->collective, collective_of(is_p2p ? event->p2p.function : event->collective.function));
+    SET(task->collective, identify_collective(is_p2p ? event->p2p.function : event->collective.function));
     SET_LAST(task->index, index);
     return handle_of(TASK, index, 0);
 }
@@ -483,7 +483,7 @@ static int init(void **context, int *mask, uint64_t id, const char *name, int no
     NEXT(communicators_alive);
     SET_LAST(nccl_mask, mask);
     choose_mask(file);
-    *context = handle_of(COMMUNICATOR, order, 0);
+    *context = handle_of(TRANSPORT_COMMUNICATOR, order, 0);
     return NCCL_SUCCESS;
 }
 

@@ -31,7 +31,7 @@
 #define RTLD_NEXT ((void *)-1L)
 #endif
 
-enum { FILE_BYTES = 16384, KEY_BYTES = 80, MOST_PORTS = 8 };
+enum { TRANSPORT_FILE_BYTES = 16384, KEY_BYTES = 80, MOST_PORTS = 8 };
 
 typedef int (*socket_call)(int, const struct sockaddr *, socklen_t);
 
@@ -60,7 +60,7 @@ static int read_entry(const char *key, uint32_t numbers[MOST_PORTS])
     int fd = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
     if (fd < 0)
         return 0;
-    char text[FILE_BYTES];
+    char text[TRANSPORT_FILE_BYTES];
     size_t size = 0;
     ssize_t more;
     while (size < sizeof text - 1 && (more = read(fd, text + size, sizeof text - 1 - size)) > 0)

@@ -26,7 +26,7 @@ Of Python's limited API: one build is for all versions from 3.11 on. Layouts are
 enum kind { STEP = 1, COMPUTE = 2, COLLECTIVE = 3, DATA = 4 };
 enum phase { START = 0, PREPARE = 5, LOAD = 8 };
 enum { NOTICED_LATE = 1, POINT_TO_POINT = 10, SYMMETRIC = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 8 | 1 << 9 };
-enum { RESOLUTION_NS = 1000000, NO_PEER = -1 };
+enum { END_NOTICE_RESOLUTION_NS = 1000000, NO_PEER = -1 };
 
 static const struct {
     const char *name;
@@ -35,7 +35,7 @@ static const struct {
     {"STEP", STEP}, {"COMPUTE", COMPUTE}, {"COLLECTIVE", COLLECTIVE}, {"DATA", DATA},
     {"START", START}, {"PREPARE", PREPARE}, {"LOAD", LOAD},
     {"NOTICED_LATE", NOTICED_LATE}, {"POINT_TO_POINT", POINT_TO_POINT}, {"SYMMETRIC", SYMMETRIC},
-    {"RESOLUTION_NS", RESOLUTION_NS},
+    {"END_NOTICE_RESOLUTION_NS", END_NOTICE_RESOLUTION_NS},
 };
 
 typedef struct {
@@ -1177,7 +1177,7 @@ static int read_lane(Ring *ring, PyObject *lane, uint32_t *group, int64_t **ente
 }
 
 /* The collective that `call` is a form of; -1: none that is recorded; -2: an error. */
-static int collective_of(Watcher *self, PyObject *call)
+static int identify_collective(Watcher *self, PyObject *call)
 {
     int collective = -2;
     PyObject *form = PyObject_GetAttr(call, s_name), *number = NULL;
@@ -1281,7 +1281,7 @@ static int enter(Hooks *self, PyObject *call)
     Ring *ring = recorder->ring;
     self->inside = false;
     replace(&self->begun, NULL);
-    int collective = collective_of(watcher, call);
+    int collective = identify_collective(watcher, call);
     if (collective < 0)
         return collective == -1 ? 0 : -1;
     int is = captures(recorder);
@@ -1304,7 +1304,7 @@ static int enter(Hooks *self, PyObject *call)
     }
     if (now(recorder->clock_ns, &start) < 0 || (is = under_way(watcher)) < 0)
         return -1;
-    if (is && start - watcher->noticed_ns > RESOLUTION_NS && notice(watcher, start, true) < 0)
+    if (is && start - watcher->noticed_ns > END_NOTICE_RESOLUTION_NS && notice(watcher, start, true) < 0)
         return -1;
     store(ring, COLLECTIVE_SINCE, start);
     store(ring, SEQUENCE, number);

@@ -25,7 +25,7 @@ MAX_COMMUNICATORS_FILE_BYTES = 2 << 20
 
 
 class Communicators:
-    """Those that a rank has used in this round, the newest MOST_COMMUNICATORS of them."""
+    """Those that a rank has used in this round, the newest MAX_COMMUNICATORS of them."""
 
     def __init__(self, path: Path | None) -> None:
         """`path`: of their file, which is another round's now; None: nobody reads it."""

@@ -40,7 +40,7 @@ _SHARED_NUMBERS = {
     "NOTICED_LATE": NOTICED_LATE,
     "POINT_TO_POINT": POINT_TO_POINT,
     "SYMMETRIC": sum(1 << collective for collective in SYMMETRIC_COLLECTIVE_NUMBERS),
-    "RESOLUTION_NS": END_NOTICE_RESOLUTION_NS,
+    "END_NOTICE_RESOLUTION_NS": END_NOTICE_RESOLUTION_NS,
 }
 
 
@@ -104,7 +104,7 @@ class NativeRecorder(recording.Recorder, Recorder):
 
 
 class NativeCollectiveMonitor(recording.Watcher, CollectiveMonitor):
-    """As Watcher, of a FastRecorder."""
+    """As Watcher, of a NativeRecorder."""
 
     def __init__(self, recorder: NativeRecorder) -> None:
         super().__init__(recorder)

@@ -220,7 +220,7 @@ class StateFields:
 def create_ring(path: Path, rank: int, round_: int, capacity: int = DEFAULT_RING_CAPACITY, owner: int = 0) -> None:
     """Puts a fresh ring at `path` in one step, for a rank of round `round_` that is still to start.
 
-    owner: process id of the only process that may take it (`Runtime.is_lent`); 0: any may, -1: the first that does.
+    owner: process id of the only process that may take it (`Runtime.is_rank_process`); 0: any may, -1: the first that does.
     Raises OSError where the volume has no room for all of it.
     """
     header = np.zeros((), RING_STATE)

@@ -55,7 +55,7 @@ class TransportReader:
         self._operations = np.frombuffer(self._map, PROXY_OPERATION, MAX_RECORDED_OPERATIONS, OPERATIONS_OFFSET)
 
     def communicators(self) -> NDArray[np.void]:
-        """The newest ones (`COMMUNICATOR`), in order of creation."""
+        """The newest ones (`TRANSPORT_COMMUNICATOR`), in order of creation."""
         return _select_whole_entries(self._communicators, "order")
 
     def operations(self) -> NDArray[np.void]:

@@ -40,7 +40,7 @@ class StepTimes:
 
 
 class RankHistory:
-    """The last steps of one rank, over all of its rounds here: as many as `steps_in_window` says.
+    """The last steps of one rank, over all of its rounds here: as many as `count_window_steps` says.
 
     window_steps: at most.
     """

@@ -105,7 +105,7 @@ def test_a_kubectl_that_does_not_end(
     kubectl: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kubectl / "kubectl").write_text("#!/bin/sh\nwhile :; do :; done\n")
-    monkeypatch.setattr(command, "KUBECTL_SECONDS", 0.1)
+    monkeypatch.setattr(command, "FABRIC_READ_TIMEOUT_SECONDS", 0.1)
     assert "kubectl has not ended within" in refused(capsys)
 
 

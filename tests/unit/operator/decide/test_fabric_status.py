@@ -121,7 +121,7 @@ def test_no_jobs() -> None:
 
 def test_all_spines_dead() -> None:
     dead = {(leaf, spine): 0.0 for leaf in "ab" for spine in ("s1", "s2")}
-    status = build_fabric_status(fabric(), seen(fabric(), told=dead), NOW)
+    status = build_fabric_status(fabric(), seen(fabric(), blocked_since=dead), NOW)
     assert status.dead == 4
     assert condition(status, FabricCondition.PLANNED) == (
         "False",
@@ -159,7 +159,7 @@ def test_a_fabric_that_is_too_large() -> None:
     ("changes", "name", "reason", "words"),
     [
         ({"unlabelled": ("n1",)}, FabricCondition.LEAVES_KNOWN, FabricReason.NODES_UNLABELLED, "n1"),
-        ({"query_failed": "away"}, FabricCondition.LINKS_KNOWN, FabricReason.QUERY_FAILED, "away"),
+        ({"query_error": "away"}, FabricCondition.LINKS_KNOWN, FabricReason.QUERY_FAILED, "away"),
         ({"told": {("z", "s1"): 0.0}}, FabricCondition.LINKS_KNOWN, FabricReason.UNKNOWN_LINKS, "z–s1"),
     ],
 )
@@ -198,7 +198,7 @@ def test_times_of_transition_stay_while_nothing_changes() -> None:
     first = build_fabric_status(fabric(), seen(fabric()), NOW)
     later = build_fabric_status(replace(fabric(), status=first), seen(fabric()), NOW + 60)
     assert later == first
-    changed = build_fabric_status(replace(fabric(), status=first), seen(fabric(), query_failed="away"), NOW + 60)
+    changed = build_fabric_status(replace(fabric(), status=first), seen(fabric(), query_error="away"), NOW + 60)
     since = {one.type: one.last_transition_time for one in changed.conditions}
     assert (since[FabricCondition.LINKS_KNOWN], since[FabricCondition.PLANNED]) == (NOW + 60, NOW)
 

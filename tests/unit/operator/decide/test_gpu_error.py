@@ -41,7 +41,7 @@ def decided(world: Observation) -> Decision:
 
 class TestMeasured:
     def test_a_fatal_xid_takes_the_worker_from_the_node(self) -> None:
-        decision = decided(measured(DCGM_XID_METRIC, 79.0, vouched=True))
+        decision = decided(measured(DCGM_XID_METRIC, 79.0, trusted=True))
         moved, blamed = decision.actions
         assert isinstance(moved, ReplaceWorker)
         assert isinstance(blamed, QuarantineNode)

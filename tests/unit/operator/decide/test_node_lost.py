@@ -20,7 +20,7 @@ def silent(*names: str, seconds: float = WORKER_SILENT_SECONDS + 1, kubelet: boo
     """The operator neither hears nor reaches these; all others answer its probes."""
     world = build_training()
     for view in world.workers:
-        world = change_worker(world, view.name, reachable=True, node_reachable=True, stepped_seconds=900.0)
+        world = change_worker(world, view.name, reachable=True, node_reachable=True, seconds_since_step=900.0)
     for name in names:
         world = change_worker(world, name, reachable=False, node_reachable=kubelet, silent_seconds=seconds)
     return world
@@ -106,7 +106,7 @@ class TestForsaken:
         for world in (
             self.forsaken(WORKER_SILENCE_LIMIT_SECONDS - 1),
             ready,
-            change_worker(self.forsaken(), "j-w2-0", stepped_seconds=5.0),
+            change_worker(self.forsaken(), "j-w2-0", seconds_since_step=5.0),
             replace(self.forsaken(), operator_age=build_policy().grace_after_start),
         ):
             assert node_lost.check_lost_nodes(world, build_policy()) is None

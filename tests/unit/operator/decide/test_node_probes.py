@@ -39,11 +39,11 @@ SHARED, ALONE = (None, InconclusiveReason.SHARED), (None, InconclusiveReason.ALO
         (NETWORK, [pod("Failed", MEMORY)], FAILS),  # it has come by this check
         (NETWORK, [], ALONE),
         (DRIVER, [pod("Succeeded")], ALONE),  # that one had no GPU to look at
-        (DRIVER, [pod("Succeeded", gpus=True)], FAILS),
-        (DRIVER, [pod("Failed", DRIVER, gpus=True)], SHARED),  # the runtime is a RuntimeClass
-        (DRIVER, [pod("Failed", GPUS, gpus=True)], FAILS),
-        (GPUS, [pod("Succeeded", gpus=True)], FAILS),
-        (GPUS, [pod("Failed", GPUS, gpus=True)], SHARED),
+        (DRIVER, [pod("Succeeded", has_gpus=True)], FAILS),
+        (DRIVER, [pod("Failed", DRIVER, has_gpus=True)], SHARED),  # the runtime is a RuntimeClass
+        (DRIVER, [pod("Failed", GPUS, has_gpus=True)], FAILS),
+        (GPUS, [pod("Succeeded", has_gpus=True)], FAILS),
+        (GPUS, [pod("Failed", GPUS, has_gpus=True)], SHARED),
         (GPUS, [pod("Succeeded")], FAILS),  # the cluster is full; nvidia-smi has told of this node's own
         (MEMORY, [pod("Failed", NETWORK)], ALONE),
         ("", [pod("Failed", NETWORK)], FAILS),  # it has not even run, or is of another version and says no check
@@ -64,7 +64,7 @@ def test_the_others_are_waited_for_as_long_as_they_may_tell() -> None:
     assert ended(failed, pod("Running")) is None
     assert ended(failed, pod("Running"), pod("Succeeded", node="node-3")) == FAILS
     assert ended(failed, pod("Running"), seconds=60.0) == ALONE
-    assert ended(pod("Failed", GPUS, "node-1", gpus=True), pod("Running", gpus=True)) is None
+    assert ended(pod("Failed", GPUS, "node-1", has_gpus=True), pod("Running", has_gpus=True)) is None
     assert ended(pod("Failed", node="node-1", inconclusive=InconclusiveReason.NOT_RUN), pod("Running")) == (
         None,
         InconclusiveReason.NOT_RUN,

@@ -198,7 +198,7 @@ class TestWaiting:
     def test_for_a_folder_that_another_job_writes_its_checkpoints_to(self) -> None:
         folder = CheckpointSpec(volume_claim_name="claim", sub_path="shared")
         world = build_fresh(job=build_job(2, 1, checkpoint=folder))
-        held = replace(world, surroundings=replace(world.cluster_view, folder_held_by="first"))
+        held = replace(world, surroundings=replace(world.cluster_view, folder_owner="first"))
         why = self.why(held)
         assert (why.status, why.reason) == ("False", Reason.FOLDER_IN_USE)
         for words in ("job first", "claim claim/shared", "spec.checkpoint.subPath", "spec.checkpoint.adopt: first"):
@@ -217,7 +217,7 @@ class TestWaiting:
         why = self.why(failed)
         assert (why.status, why.reason) == ("False", Reason.SCHEDULING_TIMEOUT)
         assert why.message.endswith("(attempt 2); the next attempt comes shortly")
-        behind = replace(failed, surroundings=replace(failed.cluster_view, older_job_waits="elder"))
+        behind = replace(failed, surroundings=replace(failed.cluster_view, older_waiting_job="elder"))
         assert self.why(behind).message.endswith("the next attempt comes after elder, which is older")
         under_way = failed.with_desired(failed.desired.with_placement(placing_since=NOW - 1))
         assert self.why(under_way).reason == Reason.WAITING_FOR_PODS
@@ -232,7 +232,7 @@ class TestWaiting:
         ],
     )
     def test_for_leave_to_make_its_pods(self, trouble: BlockedAction, reason: Reason) -> None:
-        why = self.why(replace(build_fresh(), hindrances=(trouble,)))
+        why = self.why(replace(build_fresh(), blocked_actions=(trouble,)))
         assert (why.status, why.reason) == ("False", reason)
 
     def test_for_its_pods(self) -> None:
@@ -245,7 +245,7 @@ class TestHindered:
         troubles = tuple(BlockedAction(f"thing {n}", "no") for n in range(5))
 
         def message(count: int) -> str:
-            return condition(said(replace(build_training(), hindrances=troubles[:count])), JobCondition.HINDERED).message
+            return condition(said(replace(build_training(), blocked_actions=troubles[:count])), JobCondition.HINDERED).message
 
         assert message(0) == ""
         assert message(3) == "thing 0: no; thing 1: no; thing 2: no"

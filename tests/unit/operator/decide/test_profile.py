@@ -76,7 +76,7 @@ def by_hand(world: Observation, wanted: str = "1") -> Observation:
 
 def told(world: Observation, localisation: Localization = LOCALISATION) -> Observation:
     assert world.plan.profile is not None
-    return replace(world, patterns=4, localised=LocalizedProfile(world.plan.profile.name, localisation, "{}"))
+    return replace(world, patterns=4, localized_profile=LocalizedProfile(world.plan.profile.name, localisation, "{}"))
 
 
 class TestBegin:
@@ -228,12 +228,12 @@ class TestAnswers:
     def test_all_of_them_are_looked_into_at_once(self) -> None:
         world = stepped(steady(volatile()))
         assert world.plan.profile is not None
-        assert list(profile.list_profile_effects(replace(world, patterns=3, patterns_at=world.now))) == []
+        assert list(profile.list_profile_effects(replace(world, patterns=3, last_profile_answer_at=world.now))) == []
         assert list(profile.list_profile_effects(replace(world, patterns=4))) == [LocalizeProfile(world.plan.profile.name, 4)]
 
     def test_some_once_the_time_is_over_or_the_round_is(self) -> None:
         world = stepped(steady(volatile()))
-        world = replace(world, patterns=3, patterns_at=world.state.profiling.until)
+        world = replace(world, patterns=3, last_profile_answer_at=world.state.profiling.until)
         late = replace(world, now=world.state.profiling.until + 1)
         assert len(list(profile.list_profile_effects(late))) == 1
         assert stepped(late).plan.profile is not None
@@ -241,7 +241,7 @@ class TestAnswers:
 
     def test_who_does_not_answer_with_the_others_is_not_waited_for(self) -> None:
         world = stepped(steady(volatile()))
-        world = replace(world, patterns=3, patterns_at=world.now + 8)
+        world = replace(world, patterns=3, last_profile_answer_at=world.now + 8)
         assert world.state.profiling.until > world.now + 20
         assert list(profile.list_profile_effects(replace(world, now=world.now + 10))) == []
         assert len(list(profile.list_profile_effects(replace(world, now=world.now + 8 + profile.PROFILE_LATE_ANSWER_SECONDS)))) == 1

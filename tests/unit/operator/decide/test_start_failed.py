@@ -57,7 +57,7 @@ class TestEnded:
         assert "pacekeeper run" in decision.message
 
     def test_an_init_container_that_fails_is_named(self) -> None:
-        pod = {"exit_code": 3, "phase": "Failed", "ended_before": "fetch", "exit_message": "no such bucket"}
+        pod = {"exit_code": 3, "phase": "Failed", "failed_init_container": "fetch", "exit_message": "no such bucket"}
         decision = found(change_worker(dead(), "j-w4-0", pod=pod))
         assert decision.message == "the init container fetch of j-w4-0 ended with 3 (Error)"
         assert (decision.class_, decision.evidence) == (IncidentClass.APPLICATION, ("no such bucket",))

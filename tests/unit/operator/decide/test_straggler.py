@@ -528,7 +528,7 @@ class TestWayBack:
         assert way_back.consider_revert_to_sync(world(), build_policy()).plan == world().plan
 
     def test_ranks_that_cannot_follow_are_back_in_sync_at_once(self) -> None:
-        draft = way_back.consider_revert_to_sync(change_members(self.local(), refused="no dimension"), build_policy())
+        draft = way_back.consider_revert_to_sync(change_members(self.local(), refusal="no dimension"), build_policy())
         assert (draft.plan.sync_mode, draft.state.adaptation.mode_refusal) == (SyncMode.SYNC, "no dimension")
 
     def test_an_answer_that_nobody_asked_for_or_that_is_not_whole_is_none(self) -> None:

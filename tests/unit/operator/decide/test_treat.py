@@ -82,16 +82,16 @@ class TestOnce:
         once = treated(build_training(), decision(CountRestart()))
         (incident,) = once.state.incidents.current
         later = replace(once, now=NOW + 5)
-        same = decision(CountRestart(), continues=incident.name)
+        same = decision(CountRestart(), continued_incident=incident.name)
         assert treated(later, same).desired is later.desired
-        other = decision(CountRestart(), continues=incident.name, remedy=Remedy.REPLACE_WORKER)
+        other = decision(CountRestart(), continued_incident=incident.name, remedy=Remedy.REPLACE_WORKER)
         further = treated(later, other)
         assert len(further.state.budget.restarts) == 2
         (now,) = further.state.incidents.current
         assert (now.detected, now.decided) == (NOW, NOW + 5), "it was noticed when it was"
 
     def test_one_that_continues_what_nobody_knows_is_new(self) -> None:
-        assert decisions_of(treated(build_training(), decision(CountRestart(), continues="unknown"))) == ["unknown"]
+        assert decisions_of(treated(build_training(), decision(CountRestart(), continued_incident="unknown"))) == ["unknown"]
 
 
 def decisions_of(world: Observation) -> list[str]:
@@ -103,7 +103,7 @@ def test_a_pass_ends_whatever_the_checks_say() -> None:
 
     def endless(_observation: Observation, _policy: Policy) -> Decision:
         asked.append(0)
-        return decision(CountRestart(), subject=IncidentKey(IncidentCause.HANG, 1, occurrence=1 + len(asked)))
+        return decision(CountRestart(), incident_key=IncidentKey(IncidentCause.HANG, 1, occurrence=1 + len(asked)))
 
     draft = treat.run_checks(build_training(), build_policy(), [endless])
     assert len(draft.state.budget.restarts) == MAX_DECISIONS_PER_PASS
@@ -114,7 +114,7 @@ class TestBarren:
     def test_a_round_that_led_nowhere_is_remembered_where_it_was_dealt_with(
         self, barren: bool, acts: bool, remembered: int
     ) -> None:
-        found = decision(CountRestart(), barren=barren, error="e", worker="j-w1-0")
+        found = decision(CountRestart(), no_progress=barren, error="e", worker="j-w1-0")
         budget = treated(build_training(), found, build_policy() if acts else RECOMMEND).state.budget
         assert budget.barren_round == remembered
         assert (budget.barren_error, budget.barren_worker) == (("e", "j-w1-0") if remembered else ("", ""))
@@ -167,7 +167,7 @@ class TestActions:
 
     def test_of_a_nodes_quarantine_the_last_word_counts(self) -> None:
         both = decision(QuarantineNode("node-1", "u", "one"), QuarantineNode("node-2", "u", "two"))
-        again = decision(QuarantineNode("node-1", "u", "three"), subject=IncidentKey(IncidentCause.CRASH, 1))
+        again = decision(QuarantineNode("node-1", "u", "three"), incident_key=IncidentKey(IncidentCause.CRASH, 1))
         wanted = treated(treated(build_training(), both), again).state.incidents.quarantines
         assert [(one.node, one.reason) for one in wanted] == [("node-2", "two"), ("node-1", "three")]
 
@@ -203,5 +203,5 @@ def test_a_job_that_ends_is_treated_no_further() -> None:
     failed = decision(FailJob(Reason.SCRIPT_FAILED, "m"))
     world = treated(build_training(), failed)
     assert world.state.life.failed_reason == "ScriptFailed"
-    later: DesiredState = treated(world, decision(CountRestart(), subject=IncidentKey(IncidentCause.CRASH, 1))).desired
+    later: DesiredState = treated(world, decision(CountRestart(), incident_key=IncidentKey(IncidentCause.CRASH, 1))).desired
     assert later is world.desired

@@ -107,7 +107,7 @@ class TestLive:
         assert (over.outcome, over.recovered, over.steps_lost) == (IncidentOutcome.SUPERSEDED, NOW, 0)
 
     def test_ranks_that_do_not_follow_it_end_it_and_say_why(self) -> None:
-        over = judged(slow(), change_members(build_training(), refused="shares sum to 33"))
+        over = judged(slow(), change_members(build_training(), refusal="shares sum to 33"))
         assert over.outcome is IncidentOutcome.NOT_HELPED
         assert over.evidence[-1].endswith("shares sum to 33")
 

@@ -39,7 +39,7 @@ def lost(world: Observation) -> Decision:
             True,
         ),
         (
-            {"phase": "Failed", "own_fault": "Evicted: it exceeds the limit"},
+            {"phase": "Failed", "self_inflicted_reason": "Evicted: it exceeds the limit"},
             "its kubelet ended its pod: Evicted: it exceeds the limit",
             IncidentClass.APPLICATION,
             True,

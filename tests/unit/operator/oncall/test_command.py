@@ -152,7 +152,7 @@ def test_a_mode_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err
     assert "invalid choice: 'Fast'" in said
     assert "AsyncEDiT" in said
-    assert "WantedMode" not in said
+    assert "RequestedSyncMode" not in said
 
 
 def test_context_and_namespace_are_handed_on(run: Run, folder: Path) -> None:

@@ -104,7 +104,7 @@ class TestAJob:
         assert words in status(hang().observation, seen(incident))
 
     def test_that_is_hindered_refused_slow_or_paused(self) -> None:
-        hindered = replace(build_training(), hindrances=(BlockedAction("create pod j-w5-0", "exceeded quota: gpus"),))
+        hindered = replace(build_training(), blocked_actions=(BlockedAction("create pod j-w5-0", "exceeded quota: gpus"),))
         assert "Hindered: NotDone: create pod j-w5-0: exceeded quota: gpus." in why(hindered)
         refused = build_fresh().with_desired(build_fresh().desired.with_placement(template_rejected=1, rejection="no such volume"))
         assert "nothing, until somebody changes something: PodRefused: no such volume" in status(refused)

@@ -116,7 +116,7 @@ def test_large_sets_take_no_memory_and_are_spread_evenly() -> None:
 
 
 def test_the_order_is_the_same_in_every_version() -> None:
-    """What is named `SHUFFLED` in kept states. Another order needs another name."""
+    """What is named `SHUFFLED_ORDER_NAME` in kept states. Another order needs another name."""
     assert whole(10, 0, 0).tolist() == [1, 2, 9, 5, 3, 7, 0, 4, 8, 6]
     assert create_permutation(LARGE, 42, 3).permute(np.array([0, 1, LARGE - 1])).tolist() == [910750013, 727252257, 141124708]
 

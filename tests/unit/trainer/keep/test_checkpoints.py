@@ -244,7 +244,7 @@ def bytes_read() -> int:
 
 
 def test_who_sees_a_mark_sees_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "_LATE_SECONDS", 0.0)
+    monkeypatch.setattr(checkpoints, "_FILE_VISIBILITY_SECONDS", 0.0)
     here, same, other = owned(tmp_path / "here"), owned(tmp_path / "here", 2), owned(tmp_path / "other")
     mark = here.create_visibility_mark()
     assert same.has_visibility_mark(mark)

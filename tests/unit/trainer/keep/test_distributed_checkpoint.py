@@ -43,7 +43,7 @@ def saver(monkeypatch: pytest.MonkeyPatch) -> CheckpointSaver:
 
 
 def alone() -> CpuGroup:
-    return cast(CpuGroup, SimpleNamespace(group=ALONE, all_agree=bool, gather=lambda mine: [mine]))
+    return cast(CpuGroup, SimpleNamespace(group=ALONE, all_agree=bool, all_gather=lambda mine: [mine]))
 
 
 def unpinned(_: torch.Tensor) -> Callable[[], None]:
@@ -157,7 +157,7 @@ def test_what_is_worth_less_makes_room_for_a_copy_on_the_worker_that_is_short(sa
 
 
 def test_only_the_worker_that_is_short_makes_room(saver: CheckpointSaver) -> None:
-    peers = SimpleNamespace(group=ALONE, all_agree=bool, gather=lambda mine: [mine, ("another worker", 1 << 20, 0)])
+    peers = SimpleNamespace(group=ALONE, all_agree=bool, all_gather=lambda mine: [mine, ("another worker", 1 << 20, 0)])
     gone: list[bool] = []
     saver = CheckpointSaver(cast(CpuGroup, peers), unpinned, read_memory_left=lambda: 1 << 40, free_memory=lambda: gone.append(True))
     with pytest.raises(CheckpointWriteError, match="rank 1: its worker's 1 ranks"):
@@ -214,7 +214,7 @@ def test_a_flipped_bit_is_seen_by_who_reads_it_and_by_nobody_else(
 
 
 def test_items_are_read_ahead_in_order_and_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed_checkpoint, "AHEAD_BYTES", 100)
+    monkeypatch.setattr(distributed_checkpoint, "MAX_PREFETCHED_BYTES", 100)
     sizes = [40, 30, 30, 10, 250, 60, 50, 1, 1, 1, 1, 1, 1, 1]
     begun: list[int] = []
 

@@ -230,7 +230,7 @@ def test_a_neighbour_that_falls_silent_holds_nobody_up(
     monkeypatch.setattr(neighbour_link, "PATIENCE_SECONDS", 1.0)
     pair = Pair(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr(neighbours, "WORK_BYTES_A_SECOND", math.inf)
+        monkeypatch.setattr(neighbours, "MIN_PEER_BYTES_PER_SECOND", math.inf)
         courier = courier_to(silent, shard(pair.home))
         courier.send(pair.write(1))
         guest, _ = silent.accept()
@@ -376,7 +376,7 @@ def test_a_neighbour_has_as_long_to_take_memory_as_there_is_to_take(
 ) -> None:
     """A shard of 20 GB takes longer than any patience with a word."""
     monkeypatch.setattr(neighbour_link, "PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(neighbours, "WORK_BYTES_A_SECOND", 1e6)
+    monkeypatch.setattr(neighbours, "MIN_PEER_BYTES_PER_SECOND", 1e6)
 
     def take_slowly(*its: Any) -> PeerSlot:
         threading.Event().wait(2.5)
@@ -434,7 +434,7 @@ class Listener:
 
 
 def test_a_passing_shortage_does_not_close_the_shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbours, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(neighbours, "PEER_ACCEPT_RETRY_SECONDS", 0.0)
     pair = Pair(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as real:
         listener: Any = Listener(real, [errno.EMFILE, errno.ENOBUFS, errno.ECONNABORTED])

@@ -38,11 +38,11 @@ def test_a_new_round_knows_how_old_the_newest_is_where_it_was_kept_here(tmp_path
 
 
 def test_the_age_is_never_negative_and_not_known_without_a_checkpoint() -> None:
-    news = replace(NO_CHECKPOINT_STATUS, step=5, kept_ns=10 * 10**9)
+    news = replace(NO_CHECKPOINT_STATUS, step=5, published_ns=10 * 10**9)
     assert (news.compute_age(12.5), news.compute_age(9.0), NO_CHECKPOINT_STATUS.compute_age(12.5)) == (2.5, 0.0, -1.0)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"step": "ten"}', '{"kept_ns": -1}', '{"kept_ns": NaN}', "\ufffd"])
+@pytest.mark.parametrize("content", ["", "[]", '{"step": "ten"}', '{"published_ns": -1}', '{"published_ns": NaN}', "\ufffd"])
 def test_what_makes_no_sense_is_no_news(tmp_path: Path, content: str) -> None:
     path = tmp_path / "checkpoints.json"
     assert read_checkpoint_status(path) == NO_CHECKPOINT_STATUS

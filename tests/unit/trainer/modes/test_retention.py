@@ -26,7 +26,7 @@ def test_a_snapshot_that_would_wait_for_its_copy_is_not_due_where_that_is_looked
 ) -> None:
     store = Store(under_way)
     assert retention(store).is_snapshot_due(16, 20, every, look_first) is due
-    assert store.looks == (["settle", "may_snapshot"] if look_first and every == 10 else [])
+    assert store.looks == (["settle", "is_snapshot_possible"] if look_first and every == 10 else [])
 
 
 def test_a_snapshot_that_is_valid_only_once_the_next_is_due_is_told_of() -> None:
@@ -61,7 +61,7 @@ class Store:
         return -1
 
     def is_snapshot_possible(self) -> bool:
-        self.looks.append("may_snapshot")
+        self.looks.append("is_snapshot_possible")
         return not self._under_way
 
 

@@ -96,7 +96,7 @@ def test_without_it_python_records_and_the_log_says_why(
     assert isinstance(opening.open_recorder(Environment.read(variables)), fast.NativeRecorder)
     if reason == "not built":
         monkeypatch.setattr(opening, "fast", None)
-        monkeypatch.setattr(opening, "WHY_SLOW", reason)
+        monkeypatch.setattr(opening, "NATIVE_UNAVAILABLE_REASON", reason)
     else:
         variables["PACEKEEPER_NATIVE"] = "0"
     with caplog.at_level("INFO"):

@@ -37,7 +37,7 @@ class OuterOptimizer(torch.optim.Optimizer):
         """Takes one outer step from `last`, in place, and gives it to `parameters`.
 
         last, gradients: this rank's part of each of `parameters`, where the momentum lives; gradients in the type of
-        `exchange_type`. They are used up.
+        `choose_exchange_type`. They are used up.
         """
         settings = self.param_groups[0]
         lr, momentum, nesterov = settings["lr"], settings["momentum"], settings["nesterov"]
