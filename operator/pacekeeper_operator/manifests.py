@@ -43,8 +43,6 @@ DEFAULT_MESSAGE_PATH = "/dev/termination-log"  # Kubernetes' own default of term
 DEFAULT_GRACE_SECONDS = 30  # Kubernetes' own default of terminationGracePeriodSeconds
 PROBE_SECONDS = 120
 """A probe pod ends itself, should there be no operator to end it."""
-
-
 MOST_LEVELS = 64
 """Of a template; Kubernetes' own fields need a dozen."""
 TOO_DEEP = f"is nested in more than {MOST_LEVELS} levels; compare it with `kubectl explain pod.spec`"

@@ -57,7 +57,7 @@ CLOCK_AHEAD_SECONDS = Gauge(
     "pacekeeper_clock_ahead_seconds", "By how much this machine's clock is ahead of the API server's."
 )
 PROBES_CANNOT_PASS = Gauge(
-    "pacekeeper_probes_cannot_pass", "Whether probe pods failed the last time on nodes that nobody suspects."
+    "pacekeeper_probes_cannot_pass", "Whether probe pods failed the last time on nodes that are not suspected."
 )
 LEADER = Gauge("pacekeeper_leader", "Whether this operator holds the Lease.")
 TASKS = Gauge("pacekeeper_tasks", "Asynchronous tasks of the operator that are not done.")

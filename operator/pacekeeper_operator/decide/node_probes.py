@@ -69,7 +69,7 @@ def unshared(pod: ProbePod) -> tuple[Inconclusive | None, str]:
     if alike:
         return Inconclusive.SHARED, f"; a probe pod on {alike[0]} fails in the same way"
     if check == pod.failing_check:
-        return Inconclusive.SHARED, "; nodes that nobody suspects fail in the same way"
+        return Inconclusive.SHARED, "; nodes that are not suspected fail in the same way"
     if check == GPUS:
         return None, ""
     return Inconclusive.ALONE, "; no probe pod on another node has passed the same check"

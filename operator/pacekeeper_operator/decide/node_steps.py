@@ -210,7 +210,7 @@ class ProbePod:
     others: tuple[ProbePod, ...] = ()  # of its circle
     check: str = ""  # in which it found its node unfit; "": it does not say
     gpus: bool = False  # it had GPUs to look at
-    failing_check: str = ""  # that nodes fail, too, which nobody suspects; "": none is known
+    failing_check: str = ""  # that nodes fail, too, which are not suspected; "": none
 
     @property
     def failed_check(self) -> str:

@@ -80,7 +80,7 @@ class Fleet:
         """The API server has asked for so long a pause, by the monotonic clock."""
         self.first = NodesFirst(runtime)
         self.failing_check = ""
-        """The check that probe pods fail on nodes that nobody suspects: `services.probe_check`."""
+        """The check that probe pods fail on nodes that are not suspected: `services.probe_check`."""
         self._census = Census()
         self._raised: dict[str, tuple[str, float]] = {}  # node → UID, since when: its condition has been told of
         self._pause: tuple[float, str] = (-math.inf, "")

@@ -1,4 +1,4 @@
-"""Checks on nodes that nobody suspects whether probe pods can pass in this cluster at all.
+"""Checks on nodes that are not suspected whether probe pods can pass in this cluster at all.
 
 Where they cannot (an image that is not pulled, denied egress, a missing runtime class), probes convict no node:
 `decide.node_probes.unshared`. Broken nodes then stay in use, and the platform team would learn why only from the first
@@ -62,14 +62,14 @@ async def check(operator: Operator) -> None:
     for name in _choose_nodes(operator, nodes)[:MOST_NODES]:
         pod = await _probe(operator, nodes[name])
         if pod.phase == "Succeeded":
-            await _report(operator, nodes[name], "", f"a probe pod on {name}, which nobody suspects, has passed")
+            await _report(operator, nodes[name], "", f"a probe pod on {name}, which is not suspected, has passed")
             return
         if pod.phase and pod.inconclusive is not Inconclusive.NOT_RUN:
-            log.warning("a probe pod on %s, which nobody suspects, did not pass: %s", name, pod.message)
+            log.warning("a probe pod on %s, which is not suspected, did not pass: %s", name, pod.message)
             failed.append(pod)
     if failing := failed_alike(failed):
         names, last = ", ".join(pod.node for pod in failed), failed[-1]
-        words = f"probe pods do not pass on {names}, which nobody suspects: {last.message}"
+        words = f"probe pods do not pass on {names}, which are not suspected: {last.message}"
         await _report(operator, nodes[last.node], failing, words)
 
 

@@ -1,4 +1,4 @@
-"""Probes of nodes that nobody suspects: whether probe pods can pass at all, and what follows where they cannot."""
+"""Probes of nodes that are not suspected: whether probe pods can pass at all, and what follows where they cannot."""
 
 from __future__ import annotations
 

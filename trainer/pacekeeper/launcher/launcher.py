@@ -151,7 +151,7 @@ class Launcher:
         for signum in handled_signals():
             # Not by the loop, which gives its handlers up when it closes: one more Ctrl-C would then change the exit
             # code, or leave the runtime folder behind.
-            signal.signal(signum, partial(self._hear_signal, loop))
+            signal.signal(signum, partial(self._receive_signal, loop))
         log_to(LogStream(self._stderr))
         loop.add_signal_handler(signal.SIGCHLD, self._wake.set)
         self._listen_to_warm()
@@ -226,7 +226,7 @@ class Launcher:
                 self._named.append(outlet)
                 log.warning("%s", outlet.closed_by_reader)
 
-    def _hear_signal(self, loop: asyncio.AbstractEventLoop, signum: int, _: object) -> None:
+    def _receive_signal(self, loop: asyncio.AbstractEventLoop, signum: int, _: object) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(self._end, signal.Signals(signum))
 
