@@ -347,9 +347,8 @@ def _degraded(observation: Observation, policy: Policy, phase: JobPhase) -> _Fou
     state, plan, spec = observation.state, observation.plan, observation.job.spec
     metrics = observation.metrics
     if state.life.over:
-        return _Found(
-            Condition.DEGRADED, False, Reason.HEALTHY
-        )  # what holds remedies up is none of its business any more
+        # What blocks remedies does not concern a job that has ended.
+        return _Found(Condition.DEGRADED, False, Reason.HEALTHY)
     held = next((i for i in state.incidents.current if i.verdict == Verdict.BREAKER), None)
     if held is not None:
         return _Found(Condition.DEGRADED, True, Reason.QUARANTINE_BREAKER, held.quarantine)

@@ -107,6 +107,8 @@ class TestBeginning:
             world, "j-w0-0", pod={"waiting_reason": "ErrImagePull", "waiting_message": "no such host"}
         )
         assert not think(replace(world, now=NOW + 30), policy()).draft.state.life.failed_reason
+        wrong_clock = think(replace(world, now=NOW + 61, clock_agrees=False), policy())
+        assert not wrong_clock.draft.state.life.failed_reason, "the wait may be the clock's"
         late = think(replace(world, now=NOW + 61), policy()).draft.state
         assert (late.life.failed_reason, "no such host" in late.life.failed_message) == ("ImagePullFailed", True)
 
